@@ -1,0 +1,1 @@
+"""What a person runs: `python -m scripts.NAME --help`."""
