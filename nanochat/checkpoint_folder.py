@@ -1,0 +1,178 @@
+"""A run's folder: who may write in it, which checkpoints stand in it, what goes and what stays."""
+
+import errno
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from nanochat import UserError
+from nanochat import checkpoint_io as io
+
+LOCK = ".lock"
+STEP = re.compile(r"(?:\.old-)?step_(\d{6,})")  # .old-: being replaced, good until its successor is there
+
+
+def checkpoints_in(out_dir):
+    """{step: folder} of what is there, good or not."""
+    try:
+        names = sorted(os.listdir(out_dir))  # .old-step_N stands before step_N, which wins
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as e:
+        raise UserError(f"cannot read {out_dir} ({io.reason(e)})") from e
+    return {int(match[1]): Path(out_dir) / name for name in names if (match := STEP.fullmatch(name))}
+
+
+def lock_folder(out_dir, say=print):
+    """Make `out_dir` if need be, clear away what a killed run left half done; returns the Lock of it.
+
+    Held until close() or the end of the process. UserError if another live process holds it (a dead one's is
+    taken over), or if the folder cannot be made or written to.
+    """
+    lock = _take_lock(Path(out_dir))
+    if lock.exclusive:
+        restore_replaced(Path(out_dir))
+        remove_temporary(Path(out_dir))
+    else:
+        say(f"warning: the file system of {out_dir} has no locks; see to it that no other run writes there")
+    return lock
+
+
+def prune(out_dir, keep, permanent=lambda step: False, say=print):
+    """Delete all but the `keep` newest checkpoints (keep <= 0: none) and those where permanent(step) holds.
+
+    Never raises for a deletion that fails: that is said, and training goes on.
+    """
+    steps = checkpoints_in(out_dir)
+    passing = [step for step in sorted(steps) if not permanent(step)]
+    for step in passing[:-keep] if keep > 0 else []:
+        if e := io.attempt(io.remove, steps[step]):
+            say(f"could not delete the old checkpoint of step {step} ({io.reason(e)}); training goes on")
+
+
+def set_aside(out_dir, after=None):
+    """Move what an old run left in `out_dir` to the first free `<out_dir>.old-N`; returns that, or None.
+
+    With `after` only the checkpoints beyond that step go: going on from an earlier one makes another history,
+    and a damaged one must not count as the newest. Newest first: a kill in between leaves a shorter run.
+    """
+    out_dir = Path(out_dir).resolve()
+    steps = checkpoints_in(out_dir)
+    moving = [steps[s] for s in sorted(steps, reverse=True) if after is None or s > after]
+    if after is None and out_dir.is_dir():
+        moving += [p for p in sorted(out_dir.iterdir()) if p not in moving and p.name != LOCK]
+    if not moving:
+        return None
+    n = 1
+    while (target := out_dir.with_name(f"{out_dir.name}.old-{n}")).exists():
+        n += 1
+    try:
+        target.mkdir()
+        for path in moving:
+            os.rename(path, target / path.name)
+    except OSError as e:
+        raise UserError(
+            f"cannot set {out_dir} aside as {target} ({io.reason(e)}); move it or choose another --out_dir"
+        ) from e
+    return target
+
+
+def remove_temporary(out_dir, keep=None):
+    """What a killed or failed save or deletion left. Only for the holder of the lock."""
+    for stale in out_dir.glob(".tmp-*"):
+        if stale != keep:
+            io.attempt(shutil.rmtree, stale)
+
+
+def restore_replaced(out_dir):
+    """After a kill between the two renames of `_publish`: the old one gets its name back, or is removed."""
+    for old in out_dir.glob(".old-step_*"):
+        final = out_dir / old.name.removeprefix(".old-")
+        io.attempt(io.remove, old) if final.exists() else io.attempt(os.rename, old, final)
+
+
+# The lock
+
+_held = set()  # file descriptors, open and locked until close() or the end of the process
+
+
+class Lock:
+    """A folder held by this process. close() gives it back, and so does the kernel when the process dies."""
+
+    def __init__(self, fd, exclusive):
+        self.fd, self.exclusive = fd, exclusive  # exclusive False: the file system knows no locks
+        _held.add(fd)
+
+    def close(self):
+        if self.fd in _held:
+            _held.discard(self.fd)
+            os.close(self.fd)
+
+
+def _let_go():
+    while _held:
+        os.close(_held.pop())
+
+
+if hasattr(os, "register_at_fork"):  # a forked worker that outlives us must not hold what we held
+    os.register_at_fork(after_in_child=_let_go)
+
+
+def _take_lock(out_dir):
+    """Make the folder if need be and return its Lock; UserError if it is in use or cannot be written to."""
+    fd = None
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        fd = os.open(out_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        exclusive = _lock(fd)
+        holder = {"pid": os.getpid(), "host": platform.node(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        os.truncate(fd, 0)
+        os.write(fd, io.to_json(holder))
+        return Lock(fd, exclusive)
+    except BlockingIOError:
+        holder = _holder(fd)
+        sentence = f"{out_dir} is in use by {holder}; wait for it, or choose another --model_tag or --out_dir"
+    except OSError as e:
+        sentence = (
+            f"cannot write to {out_dir} ({io.reason(e)}); make room or choose a folder that you can write to, "
+            "with --out_dir, --base_dir or the variable NANOCHAT_BASE_DIR"
+        )
+    if fd is not None:
+        os.close(fd)
+    raise UserError(sentence)
+
+
+def _lock(fd):
+    """True: locked. False: this file system knows no locks. BlockingIOError: another process holds it."""
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            os.lseek(fd, 1 << 30, os.SEEK_SET)  # far behind the text, which others shall be able to read
+            msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
+            os.lseek(fd, 0, os.SEEK_SET)
+        else:
+            import fcntl
+
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError as e:
+        if e.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK):
+            raise BlockingIOError from e
+        if e.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            return False
+        raise
+
+
+def _holder(fd):
+    try:
+        os.lseek(fd, 0, os.SEEK_SET)
+        holder = json.loads(os.read(fd, 4096))
+        return f"process {holder['pid']} on host {holder['host']} since {holder['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"

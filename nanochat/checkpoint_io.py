@@ -1,0 +1,166 @@
+"""What checkpoint.py is made of: synced and hashed files, safetensors, strict JSON."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from nanochat import UserError
+
+CHUNK = 1 << 20  # bytes hashed and then written at a time: few enough to be in cache still the second time
+DTYPES = {  # the names of the safetensors format
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.bool: "BOOL", torch.uint8: "U8",
+    torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
+}  # fmt: skip
+
+
+class Damaged(UserError):
+    """A checkpoint is not what its manifest says. The message names it, the file and the reason."""
+
+
+# Files
+
+
+def write(path, blocks):
+    """Write and sync blocks of bytes; returns {"size", "sha256"}. An OSError carries the file's name."""
+    digest, size = hashlib.sha256(), 0
+    try:
+        with open(path, "wb") as f:
+            for block in blocks:
+                for start in range(0, len(block), CHUNK):
+                    piece = block[start : start + CHUNK]
+                    digest.update(piece)
+                    f.write(piece)
+                size += len(block)
+            f.flush()
+            os.fsync(f.fileno())
+    except OSError as e:
+        e.filename = e.filename or str(path)
+        raise
+    return {"size": size, "sha256": digest.hexdigest()}
+
+
+def sync_folder(path):
+    """Make the names in a folder durable."""
+    if os.name == "nt":  # Windows cannot open a folder
+        return
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def remove(path):
+    """Delete a checkpoint's folder; renamed first, so that it is never half there."""
+    doomed = path.with_name(f".tmp-gone-{path.name}")
+    attempt(shutil.rmtree, doomed)
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)
+
+
+def attempt(function, *args):
+    """Call it and return its OSError, if any: clean-up must neither hide an error nor end a run."""
+    try:
+        function(*args)
+    except OSError as e:
+        return e
+
+
+def reason(e):
+    """An OSError in a few words, with the file's name if it has one."""
+    return (f"{Path(e.filename).name}: " if e.filename else "") + (e.strerror or str(e))
+
+
+# Tensors
+
+
+def write_tensors(path, tensors):
+    """Write {name: tensor} in the safetensors format; returns what `write` does.
+
+    Ours and not safetensors' own writer: it hashes in the same pass, holds neither a second copy nor Python's
+    lock, and its errors are the system's. Tied tensors are stored once per name.
+    """
+    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))  # keeps each one aligned
+    for name, tensor in ordered:
+        if name in header:
+            raise ValueError(f"{name} is a reserved name in safetensors files")
+        end = offset + tensor.nbytes
+        span, offset = [offset, end], end
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+    text = json.dumps(header, ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return write(path, _blocks(len(text).to_bytes(8, "little") + text, ordered))
+
+
+def _blocks(head, ordered):
+    yield head
+    for _, tensor in ordered:
+        yield memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def read_tensors(path, wanted=None):
+    """{name: tensor}, all or the wanted ones, copied from the mapped file, which may be pruned later."""
+    try:
+        with safe_open(path, framework="pt") as f:
+            return {n: f.get_tensor(n).clone() for n in f.offset_keys() if wanted is None or n in wanted}
+    except (OSError, SafetensorError) as e:
+        raise damaged(path, f"cannot be read ({e})") from e
+
+
+# Verified reading
+
+
+def to_json(value):
+    """Bytes of strict JSON: NaN and infinity are a ValueError."""
+    return (json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False) + "\n").encode()
+
+
+def read_json(path):
+    """The raw bytes of a file and the JSON object in them; Damaged if it is not one."""
+
+    def refuse(constant):
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        raw = path.read_bytes()
+        value = json.loads(raw.decode(), parse_constant=refuse)
+    except OSError as e:
+        raise _unreadable(path, e) from e
+    except (ValueError, RecursionError) as e:
+        raise damaged(path, f"is not valid JSON ({e})") from e
+    if not isinstance(value, dict):
+        raise damaged(path, "is not a JSON object")
+    return raw, value
+
+
+def verify(path, size, sha256):
+    """Raise Damaged unless the file is there, whole and unchanged."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK))
+    try:
+        with open(path, "rb", buffering=0) as f:
+            actual = os.fstat(f.fileno()).st_size
+            if actual != size:
+                raise damaged(path, f"has {actual:,} bytes instead of {size:,}")
+            while n := f.readinto(buffer):
+                digest.update(buffer[:n])
+    except OSError as e:
+        raise _unreadable(path, e) from e
+    if digest.hexdigest() != sha256:
+        raise damaged(path, "does not match its checksum")
+
+
+def damaged(path, what):
+    return Damaged(f"checkpoint {path.parent} is damaged: {path.name} {what}")
+
+
+def _unreadable(path, e):
+    return damaged(
+        path, "is missing" if isinstance(e, FileNotFoundError) else f"cannot be read ({e.strerror})"
+    )
