@@ -16,6 +16,7 @@ The script's source and config files are parsed, never executed.
 import ast
 import difflib
 import io
+import math
 import operator
 import os
 import re
@@ -132,7 +133,7 @@ def _declared_settings(path):
         end = statement.end_lineno
         name, node = _assignment(statement)
         declared.pop(name, None)  # a second assignment takes the place of the first
-        setting = node and _setting(name, node, getattr(statement, "annotation", None), group)
+        setting = name and _setting(name, node, getattr(statement, "annotation", None), group)
         if setting:
             declared[name] = setting
             setting.help = comments.get(end, comments.get(statement.lineno, (-1, "")))[1]
@@ -151,9 +152,9 @@ def _statements_to_call(body):
 
 def _assignment(statement):
     """(name, value node) of an assignment to one name, else (None, None)."""
-    targets = getattr(statement, "targets", [getattr(statement, "target", None)])
-    if isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value and len(targets) == 1:
-        return getattr(targets[0], "id", None), statement.value
+    match statement:
+        case ast.Assign([ast.Name(name)], node) | ast.AnnAssign(ast.Name(name), _, ast.expr() as node):
+            return name, node
     return None, None
 
 
@@ -163,29 +164,30 @@ def _setting(name, node, annotation, group):
         default = _literal(node)
     except (UserError, RecursionError):
         return None
-    if name is None or name.startswith("_") or (default is None and annotation is None):
+    if name.startswith("_") or (default is None and annotation is None):
         return None
     kind = _kind(annotation) if annotation else (type(default),)
     try:
         _fit(default, kind)
     except UserError as error:
-        raise TypeError(f"setting {name} is to be {_describe(kind)}, but its default is {error}") from None
+        raise TypeError(f"setting {name}: expected {_describe(kind)}, its default is {error}") from None
     return Setting(kind, default, group, "")
 
 
-def _kind(node):
+def _kind(annotation):
     """The alternatives, types and single values, that an annotation stands for."""
-    text, outer = ast.unparse(node), ast.unparse(getattr(node, "value", node))
-    types = {"int": int, "float": float, "str": str, "bool": bool, "None": None}
-    if text in types:
-        return (types[text],)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        return _kind(node.left) + _kind(node.right)
-    if isinstance(node, ast.Subscript) and outer.endswith("Optional"):
-        return (*_kind(node.slice), None)
-    if isinstance(node, ast.Subscript) and outer.endswith("Literal"):
-        return tuple(_literal(choice) for choice in getattr(node.slice, "elts", [node.slice]))
-    raise TypeError(f"a setting is annotated with int, float, str, bool, Literal or X | None, not {text}")
+    match annotation:
+        case ast.Name("int" | "float" | "str" | "bool" as name):
+            return ({"int": int, "float": float, "str": str, "bool": bool}[name],)
+        case ast.Constant(None):
+            return (None,)
+        case ast.BinOp(left, ast.BitOr(), right):
+            return _kind(left) + _kind(right)
+        case ast.Subscript(ast.Name("Optional") | ast.Attribute(attr="Optional"), inner):
+            return (*_kind(inner), None)
+        case ast.Subscript(ast.Name("Literal") | ast.Attribute(attr="Literal"), inner):
+            return tuple(_literal(choice) for choice in getattr(inner, "elts", [inner]))
+    raise TypeError(f"a setting is int, float, str, bool, Literal or X | None, not {ast.unparse(annotation)}")
 
 
 # What a person gives: lists of (name, text or expression, source, label for an error)
@@ -284,26 +286,36 @@ def _parse(text, mode):
 
 def _literal(node):
     """The value of a literal, or of arithmetic on numbers."""
-    value = getattr(node, "value", ...) if isinstance(node, ast.Constant) else ...
-    if value is None or isinstance(value, (str, bool)):
-        return value
-    if type(getattr(node, "op", None)) in OPERATORS:
-        numbers = [_literal(side) for side in ast.iter_child_nodes(node) if isinstance(side, ast.expr)]
-        powers = isinstance(node.op, ast.Pow) and all(type(number) is int for number in numbers)
-        try:
-            if any(type(number) not in (int, float) for number in numbers):
-                raise UserError("arithmetic on something other than numbers")
-            if powers and abs(numbers[0]) > 1 and numbers[1] > 1024:
-                raise OverflowError  # without spending minutes on it
-            value = OPERATORS[type(node.op)](*numbers)
-        except ZeroDivisionError:
-            raise UserError("a division by zero") from None
-        except OverflowError:
-            value = float("inf")
-    if type(value) not in (int, float):
-        raise UserError("something that is neither a literal nor arithmetic on numbers")
+    match node:
+        case ast.Constant(None | bool() | str() as value):
+            return value
+        case ast.Constant(int() | float() as value):
+            pass
+        case ast.UnaryOp(op, operand) if type(op) in OPERATORS:
+            value = _calculate(op, [_literal(operand)])
+        case ast.BinOp(left, op, right) if type(op) in OPERATORS:
+            value = _calculate(op, [_literal(left), _literal(right)])
+        case _:
+            raise UserError("something that is neither a literal nor arithmetic on numbers")
     if not -LARGEST <= value <= LARGEST:
         raise UserError("a number that is too large")
+    return value
+
+
+def _calculate(op, numbers):
+    if any(type(number) not in (int, float) for number in numbers):
+        raise UserError("arithmetic on something other than numbers")
+    base, exponent = numbers[0], numbers[-1]
+    if isinstance(op, ast.Pow) and type(base) is int and abs(base) > 1 and exponent > 1024:
+        return math.inf  # without spending minutes on it
+    try:
+        value = OPERATORS[type(op)](*numbers)
+    except OverflowError:
+        return math.inf
+    except ZeroDivisionError:
+        value = 0j
+    if isinstance(value, complex):
+        raise UserError("no real number")
     return value
 
 
