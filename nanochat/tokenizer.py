@@ -17,7 +17,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -220,6 +220,25 @@ def train(
             f"use at most {len(tokens) + len(specials)} or train on more text"
         )
     return Tokenizer(name or f"bpe{vocab_size}", tokens, pattern, specials)
+
+
+def open_tokenizer(
+    setting: str, vocab_size: int, folder: Path, texts: Callable[[], Iterable[str]]
+) -> Tokenizer:
+    """The tokenizer that the setting `tokenizer` means: a JSON file, or for "auto" the one kept in `folder`.
+
+    `folder` belongs to one data set, whose documents `texts()` yields: they train the tokenizer when there is none
+    of `vocab_size` ids yet.
+    """
+    if setting != "auto":
+        return Tokenizer.load(Path(setting).expanduser())
+    path = Path(folder) / f"tokenizer-{vocab_size}.json"
+    if path.exists():
+        return Tokenizer.load(path)
+    tokenizer = train(texts(), vocab_size, max_chars=500_000_000)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(path)
+    return tokenizer
 
 
 def _limited(texts: Iterable[str], max_chars: int) -> Iterable[str]:
