@@ -181,6 +181,12 @@ class AsyncSaver:
         self._buffers, self._job = {}, None
         self._thread = ThreadPoolExecutor(1, "checkpoint", _step_back)
 
+    def reserve(self, model, optimizer):
+        """Have the buffers made in the background, so that the first save stalls no longer than the next."""
+        self.wait()
+        model = model if self._where["rank"] == 0 else {}
+        self._job = self._thread.submit(self._reserve, model=model, optimizer=optimizer)
+
     def submit(self, step, *, model, optimizer, state, files=None, before_publish=None, after_publish=None):
         """Wait for the save before, copy everything, and start `save`; see there for the arguments.
 
@@ -210,15 +216,23 @@ class AsyncSaver:
             after_publish()
         return path
 
+    def _buffer(self, kind, name, tensor):
+        buffer = self._buffers.get((kind, name))
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._buffers[kind, name] = buffer
+        return buffer
+
     def _copy(self, kind, tensors):
-        copies = {}
-        for name, tensor in tensors.items():
-            buffer = self._buffers.get((kind, name))
-            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                self._buffers[kind, name] = buffer
-            copies[name] = buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-        return copies
+        return {
+            name: self._buffer(kind, name, tensor).copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+            for name, tensor in tensors.items()
+        }
+
+    def _reserve(self, **kinds):
+        for kind, tensors in kinds.items():
+            for name, tensor in tensors.items():
+                self._buffer(kind, name, tensor).zero_()  # the first touch is what takes the time
 
     def done(self):
         """Whether wait() would return, or raise, at once."""

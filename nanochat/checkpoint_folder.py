@@ -29,24 +29,39 @@ def checkpoints_in(out_dir):
 
 
 def lock_folder(out_dir, say=print):
-    """Make `out_dir` if need be, clear away what a killed run left half done; returns the Lock of it.
+    """Make `out_dir` if need be, lock it, and clear away what a killed run left half done; returns the Lock.
 
     Held until close() or the end of the process. UserError if another live process holds it (a dead one's is
     taken over), or if the folder cannot be made or written to.
     """
-    lock = _take_lock(Path(out_dir))
-    if lock.exclusive:
-        restore_replaced(Path(out_dir))
-        remove_temporary(Path(out_dir))
-    else:
-        say(f"warning: the file system of {out_dir} has no locks; see to it that no other run writes there")
-    return lock
+    out_dir, lock = Path(out_dir), None
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        lock = Lock(out_dir / LOCK)
+        if lock.exclusive:  # clear away first: it may be what fills the disk
+            restore_replaced(out_dir)
+            remove_temporary(out_dir)
+        else:
+            say(f"warning: the file system of {out_dir} has no locks; let no other run write there")
+        lock.sign()
+        return lock
+    except BlockingIOError as e:
+        raise UserError(
+            f"{out_dir} is in use by {e}; wait for it, or choose another --model_tag or --out_dir"
+        ) from None
+    except OSError as e:
+        if lock:
+            lock.close()
+        raise UserError(
+            f"cannot write to {out_dir} ({io.reason(e)}); make room, or choose a folder that you can "
+            "write to with --out_dir, --base_dir or the variable NANOCHAT_BASE_DIR"
+        ) from e
 
 
 def prune(out_dir, keep, permanent=lambda step: False, say=print):
-    """Delete all but the `keep` newest checkpoints (keep <= 0: none) and those where permanent(step) holds.
+    """Delete old checkpoints: all but the `keep` newest and those where permanent(step) holds.
 
-    Never raises for a deletion that fails: that is said, and training goes on.
+    keep <= 0 keeps all. Never raises for a deletion that fails: that is said, and training goes on.
     """
     steps = checkpoints_in(out_dir)
     passing = [step for step in sorted(steps) if not permanent(step)]
@@ -102,11 +117,28 @@ _held = set()  # file descriptors, open and locked until close() or the end of t
 
 
 class Lock:
-    """A folder held by this process. close() gives it back, and so does the kernel when the process dies."""
+    """A folder held by this process. close() gives it back, and so does the kernel when the process dies.
 
-    def __init__(self, fd, exclusive):
-        self.fd, self.exclusive = fd, exclusive  # exclusive False: the file system knows no locks
-        _held.add(fd)
+    Raises BlockingIOError, naming the holder, if another process has it.
+    """
+
+    def __init__(self, path):
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            self.exclusive = _lock(self.fd)  # False: the file system knows no locks
+        except OSError as e:
+            holder = _holder(self.fd)
+            os.close(self.fd)
+            if e.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK):
+                raise BlockingIOError(holder) from e
+            raise
+        _held.add(self.fd)
+
+    def sign(self):
+        """Say in the file who holds it: for the next one's error message, the lock does not depend on it."""
+        holder = {"pid": os.getpid(), "host": platform.node(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        os.truncate(self.fd, 0)
+        os.write(self.fd, io.to_json(holder))
 
     def close(self):
         if self.fd in _held:
@@ -123,32 +155,8 @@ if hasattr(os, "register_at_fork"):  # a forked worker that outlives us must not
     os.register_at_fork(after_in_child=_let_go)
 
 
-def _take_lock(out_dir):
-    """Make the folder if need be and return its Lock; UserError if it is in use or cannot be written to."""
-    fd = None
-    try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        fd = os.open(out_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        exclusive = _lock(fd)
-        holder = {"pid": os.getpid(), "host": platform.node(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        os.truncate(fd, 0)
-        os.write(fd, io.to_json(holder))
-        return Lock(fd, exclusive)
-    except BlockingIOError:
-        holder = _holder(fd)
-        sentence = f"{out_dir} is in use by {holder}; wait for it, or choose another --model_tag or --out_dir"
-    except OSError as e:
-        sentence = (
-            f"cannot write to {out_dir} ({io.reason(e)}); make room or choose a folder that you can write to, "
-            "with --out_dir, --base_dir or the variable NANOCHAT_BASE_DIR"
-        )
-    if fd is not None:
-        os.close(fd)
-    raise UserError(sentence)
-
-
 def _lock(fd):
-    """True: locked. False: this file system knows no locks. BlockingIOError: another process holds it."""
+    """Take the lock at once or raise an OSError; False if this file system knows no locks."""
     try:
         if sys.platform == "win32":
             import msvcrt
@@ -160,13 +168,11 @@ def _lock(fd):
             import fcntl
 
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
     except OSError as e:
-        if e.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK):
-            raise BlockingIOError from e
         if e.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             return False
         raise
+    return True
 
 
 def _holder(fd):
