@@ -80,25 +80,26 @@ def configure(globals_, argv=None):
     setting and exits with 0. Bad input is reported all at once on stderr and exits with 2, nothing changed.
     From here on an uncaught UserError ends the script like that too: one sentence, status 2, no traceback.
     """
-    _install_excepthook()
+    if sys.excepthook is not _excepthook:
+        _excepthook.previous, sys.excepthook = sys.excepthook, _excepthook
     argv = sys.argv[1:] if argv is None else argv
-    docstring, declared = _declared_settings(globals_["__file__"])
+    declared = _declared_settings(globals_["__file__"])
     values = {name: globals_.get(name, setting.default) for name, setting in declared.items()}
-    sources, errors, given = dict.fromkeys(declared, "default"), [], []
+    sources, errors = dict.fromkeys(declared, "default"), []
+    for name in declared.keys() & {
+        name for name, variable in ENVIRONMENT.items() if os.environ.get(variable)
+    }:
+        values[name], sources[name] = os.environ[ENVIRONMENT[name]], f"environment {ENVIRONMENT[name]}"
     if "--help" in argv or "-h" in argv:
-        _say(_help_page(docstring, globals_, declared, values), sys.stdout)
+        _say(_help_page(globals_, declared, values), sys.stdout)
         raise SystemExit(0)
-    for name, variable in ENVIRONMENT.items():
-        if name in declared and os.environ.get(variable):
-            given.append((name, os.environ[variable], f"environment {variable}", variable))
     command_line, files = _read_arguments(argv, declared, errors)
-    for path in files:
-        given += _read_file(path, declared, errors)
-    for name, raw, source, label in given + command_line:
+    from_files = [given for path in files for given in _read_file(path, declared, errors)]
+    for name, raw, source, label in from_files + command_line:
         try:
             values[name], sources[name] = _value(raw, declared[name].kind), source
         except (UserError, RecursionError) as error:
-            errors.append(f"{label}: expected {_describe(declared[name].kind)}, got {error}")
+            errors.append(f"{label}: {error}")
     if errors:
         more = [f"... and {len(errors) - MAX_ERRORS} more"] * (len(errors) > MAX_ERRORS)
         hint = "hint: --help lists every setting with its default"
@@ -112,16 +113,15 @@ def configure(globals_, argv=None):
 
 
 def _declared_settings(path):
-    """The script's docstring and {name: Setting} in the order of the script."""
+    """{name: Setting} in the order of the script."""
     with tokenize.open(path) as file:
         source = file.read()
-    tree, lines, comments = ast.parse(source), source.split("\n"), {}
+    lines, comments, declared, setting, group, end = source.split("\n"), {}, {}, None, "", 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
+        if token.type == tokenize.COMMENT:  # line -> its column, -1 behind code, and text
             line, column = token.start
             comments[line] = (-1 if lines[line - 1][:column].strip() else column, token.string.strip("# \t"))
-    declared, setting, group, end = {}, None, "", 0
-    for statement in _statements_to_call(tree.body):
+    for statement in _statements_to_call(ast.parse(source).body):
         inside = False  # a block of comment lines whose heading is known
         for line in range(end + 1, statement.lineno):
             column, text = comments.get(line, (-1, ""))
@@ -133,11 +133,11 @@ def _declared_settings(path):
         end = statement.end_lineno
         name, node = _assignment(statement)
         declared.pop(name, None)  # a second assignment takes the place of the first
-        setting = name and _setting(name, node, getattr(statement, "annotation", None), group)
-        if setting:
+        kind, default = _declaration(node, getattr(statement, "annotation", None))
+        setting = Setting(kind, default, group, comments.get(end, (-1, ""))[1]) if kind else None
+        if setting and not name.startswith("_"):
             declared[name] = setting
-            setting.help = comments.get(end, comments.get(statement.lineno, (-1, "")))[1]
-    return ast.get_docstring(tree) or "", declared
+    return declared
 
 
 def _statements_to_call(body):
@@ -158,20 +158,13 @@ def _assignment(statement):
     return None, None
 
 
-def _setting(name, node, annotation, group):
-    """The Setting that an assignment makes, or None where it makes none (private, computed, a bare None)."""
+def _declaration(node, annotation):
+    """(kind, default) of an assignment's value and annotation; no kind where that makes no setting."""
     try:
         default = _literal(node)
     except (UserError, RecursionError):
-        return None
-    if name.startswith("_") or (default is None and annotation is None):
-        return None
-    kind = _kind(annotation) if annotation else (type(default),)
-    try:
-        _fit(default, kind)
-    except UserError as error:
-        raise TypeError(f"setting {name}: expected {_describe(kind)}, its default is {error}") from None
-    return Setting(kind, default, group, "")
+        return None, None
+    return _kind(annotation) if annotation else (type(default),) * (default is not None), default
 
 
 def _kind(annotation):
@@ -225,7 +218,7 @@ def _read_arguments(argv, declared, errors):
 
 def _read_file(path, declared, errors):
     """What a config file gives: a docstring, comments and assignments of literals are all it may hold."""
-    given, body, problem = [], [], ""
+    given, body = [], []
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -233,13 +226,12 @@ def _read_file(path, declared, errors):
             raise ValueError(f"over {MAX_FILE_BYTES:,} bytes, too long for a config file")
         body = _parse(data.decode("utf-8-sig"), "exec")
     except UnicodeDecodeError as error:
-        problem = f":{data.count(10, 0, error.start) + 1}: not UTF-8 text"
+        errors.append(f"{_show(path)}:{data.count(10, 0, error.start) + 1}: not UTF-8 text")
     except SyntaxError as error:
-        problem = f":{error.lineno or 1}: {error.msg}"
+        errors.append(f"{_show(path)}:{error.lineno or 1}: {error.msg}")
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        problem = f": as a config file: {reason}{_near(path.partition('=')[0], declared, '--')}"
-    errors += [f"{_show(path)}{problem}"] if problem else []
+        near = _near(path.partition("=")[0], declared, "--")
+        errors.append(f"config file {_show(path)}: {getattr(error, 'strerror', None) or error}{near}")
     for index, statement in enumerate(body):
         name, node = _assignment(statement)
         place = f"{_show(path)}:{statement.lineno}"
@@ -252,16 +244,14 @@ def _read_file(path, declared, errors):
     return given
 
 
-# Values; the UserErrors here say what was found instead
+# Values
 
 
 def _value(raw, kind):
     """The value that a command line's text or a config file's expression gives a setting of this kind."""
     if isinstance(raw, ast.AST):
         return _fit(_literal(raw), kind)
-    words = {
-        "none" if choice is None else str(choice): choice for choice in kind if not isinstance(choice, type)
-    }
+    words = {"none" if k is None else str(k): k for k in kind if not isinstance(k, type)}
     words |= WORDS if bool in kind else {}
     for word in (raw, raw.lower()):
         if word in words:
@@ -292,58 +282,48 @@ def _literal(node):
         case ast.Constant(int() | float() as value):
             pass
         case ast.UnaryOp(op, operand) if type(op) in OPERATORS:
-            value = _calculate(op, [_literal(operand)])
+            value = _calculate(op, _literal(operand))
         case ast.BinOp(left, op, right) if type(op) in OPERATORS:
-            value = _calculate(op, [_literal(left), _literal(right)])
+            value = _calculate(op, _literal(left), _literal(right))
         case _:
-            raise UserError("something that is neither a literal nor arithmetic on numbers")
-    if not -LARGEST <= value <= LARGEST:
-        raise UserError("a number that is too large")
+            raise UserError("neither a literal nor arithmetic on numbers")
+    if isinstance(value, complex) or not -LARGEST <= value <= LARGEST:
+        raise UserError("the result is too large, or no real number")
     return value
 
 
-def _calculate(op, numbers):
+def _calculate(op, *numbers):
     if any(type(number) not in (int, float) for number in numbers):
-        raise UserError("arithmetic on something other than numbers")
-    base, exponent = numbers[0], numbers[-1]
-    if isinstance(op, ast.Pow) and type(base) is int and abs(base) > 1 and exponent > 1024:
-        return math.inf  # without spending minutes on it
+        raise UserError("arithmetic is for numbers")
+    if isinstance(op, ast.Pow) and numbers[1] > 1024:
+        numbers = (float(numbers[0]), numbers[1])  # overflows at once; the exact power might take minutes
     try:
-        value = OPERATORS[type(op)](*numbers)
-    except OverflowError:
-        return math.inf
-    except ZeroDivisionError:
-        value = 0j
-    if isinstance(value, complex):
-        raise UserError("no real number")
-    return value
+        return OPERATORS[type(op)](*numbers)
+    except ArithmeticError:
+        return math.nan
 
 
 def _fit(value, kind):
     """`value` where the kind takes it: as it is, an integer as a float, an integral float as an integer."""
-    for alternative in kind:
-        if type(value) is alternative or (type(value) is type(alternative) and value == alternative):
-            return value
+    if any(type(value) is k or (type(value) is type(k) and value == k) for k in kind):
+        return value
     if type(value) is int and float in kind:
         return float(value)
     if type(value) is float and value.is_integer() and int in kind:
         return int(value)
-    raise UserError(repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:77]}...")
+    raise UserError(f"expected {_describe(kind)}, got {repr(value)[:200]}")
 
 
 def _describe(kind):
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", None: "none"}
-    choices = [_show(choice) for choice in kind if choice not in names]
-    return " or ".join(
-        ["one of " + ", ".join(choices)] * bool(choices) + [names[k] for k in kind if k in names]
-    )
+    choices = ", ".join(_show(k) for k in kind if k not in names)
+    return " or ".join([f"one of {choices}"] * bool(choices) + [names[k] for k in kind if k in names])
 
 
 def _show(value):
     """A value as one would write it on a command line, on one line and not too long."""
     text = str(value).lower() if value is None or isinstance(value, bool) else str(value)
-    text = text if re.fullmatch(r"\S+", text) and text.isprintable() else repr(text)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return text if re.fullmatch(r"[!-~]{1,200}", text) else repr(text)[:200]
 
 
 def _near(name, names, dashes=""):
@@ -354,11 +334,11 @@ def _near(name, names, dashes=""):
 # What a person sees
 
 
-def _help_page(docstring, globals_, declared, values):
+def _help_page(globals_, declared, values):
     width = max(40, min(110, shutil.get_terminal_size().columns))
     module = getattr(globals_.get("__spec__"), "name", None)
     command = f"python -m {module}" if module else f"python {os.path.basename(globals_['__file__'])}"
-    lines = [docstring, "", f"usage: {command} [CONFIG_FILE ...] [--setting=value ...]"]
+    lines = [globals_.get("__doc__") or "", f"usage: {command} [CONFIG_FILE ...] [--setting=value ...]"]
     left = {name: f"  --{name}={_show(values[name])}  " for name in declared}
     column, group = min(width // 2, max(map(len, left.values()), default=0)), ""
     for name, setting in declared.items():
@@ -367,7 +347,7 @@ def _help_page(docstring, globals_, declared, values):
         text = textwrap.wrap(f"{setting.help} ({_describe(setting.kind)})".strip(), width - column)
         start = left[name].ljust(column) if len(left[name]) <= column else f"{left[name]}\n{' ' * column}"
         lines.append(start + f"\n{' ' * column}".join(text))
-    return "\n".join(lines)
+    return "\n".join(lines).strip()
 
 
 def _say(text, stream):
@@ -377,15 +357,8 @@ def _say(text, stream):
         print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
 
 
-def _install_excepthook():
-    previous = sys.excepthook
-
-    def hook(kind, error, traceback):
-        if not isinstance(error, UserError):
-            return previous(kind, error, traceback)
-        _say(f"error: {error}", sys.stderr)
-        sys.exit(2)
-
-    hook.for_user_errors = True
-    if not hasattr(previous, "for_user_errors"):
-        sys.excepthook = hook
+def _excepthook(kind, error, traceback):
+    if not isinstance(error, UserError):
+        return _excepthook.previous(kind, error, traceback)
+    _say(f"error: {error}", sys.stderr)
+    sys.exit(2)
