@@ -1,0 +1,217 @@
+"""The model: a GPT in the nanochat line.
+
+Rotary positions, QK norm, ReLU-squared MLP, RMSNorm without weights, untied embedding and head, softcapped
+logits, no biases, projections back into the residual stream that start at zero. Three additions, each
+measured in docs/ablations.md: value embeddings on alternate layers, a learned scale of the residual stream
+at each layer, and a learned share of the first embedding mixed back in.
+
+Shapes: B rows, T positions, C width, H heads, D head size, V vocabulary. It knows nothing of files,
+processes or scripts. Parameters are float32; under `torch.autocast` the matrix multiplications and the
+residual stream run in autocast's dtype.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from nanochat.attention import attention
+from nanochat.loss import softcap, softcapped_cross_entropy
+
+ROPE_BASE = 100_000  # longer wavelengths than the usual 10,000
+QK_SCALE = 1.2  # on q and on k after their norm: attention a little sharper than 1 / sqrt(D) gives
+VALUE_GATE_CHANNELS = 32  # channels of the residual stream that the gate of a value embedding looks at
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The architecture, and nothing else: two models of equal GPTConfig have the same parameters."""
+
+    depth: int
+    width: int
+    num_heads: int
+    vocab_size: int
+    max_seq_len: int
+    window_pattern: str = (
+        "L"  # one letter a layer, repeated: L = all of the past, S = the last quarter of max_seq_len
+    )
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.num_heads
+
+    @property
+    def windows(self) -> list[int]:
+        """Positions each layer may look back on, itself included. The last layer always sees everything."""
+        short = max(1, self.max_seq_len // 4)
+        letters = [self.window_pattern[i % len(self.window_pattern)] for i in range(self.depth)]
+        letters[-1] = "L"
+        return [self.max_seq_len if letter == "L" else short for letter in letters]
+
+    def has_value_embedding(self, layer: int) -> bool:
+        """Every second layer, counted from the last."""
+        return (self.depth - 1 - layer) % 2 == 0
+
+
+def norm(x):
+    return F.rms_norm(x, (x.size(-1),))
+
+
+def rotate(x, cos, sin):
+    """Rotary embedding of x (B, H, T, D) by the angles of cos and sin (T, D / 2), in x's dtype."""
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPTConfig, layer: int):
+        super().__init__()
+        C = config.width
+        self.num_heads, self.window = config.num_heads, config.windows[layer]
+        self.query = nn.Linear(C, C, bias=False)
+        self.key = nn.Linear(C, C, bias=False)
+        self.value = nn.Linear(C, C, bias=False)
+        self.out = nn.Linear(C, C, bias=False)
+        if config.has_value_embedding(layer):
+            self.value_gate = nn.Linear(min(C, VALUE_GATE_CHANNELS), config.num_heads, bias=False)
+
+    def forward(self, x, value_embedding, rotary, cache=None):
+        B, T, C = x.shape
+        q, k, v = (proj(x).view(B, T, self.num_heads, -1) for proj in (self.query, self.key, self.value))
+        if (
+            value_embedding is not None
+        ):  # v + gate * embedding; the gate starts at 1 and is read off the stream
+            gate = 2 * torch.sigmoid(self.value_gate(x[..., : self.value_gate.in_features]))  # (B, T, H)
+            v = v + gate.unsqueeze(-1) * value_embedding.view_as(v)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
+        q, k = norm(rotate(q, *rotary)) * QK_SCALE, norm(rotate(k, *rotary)) * QK_SCALE
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        y = attention(q, k, v, self.window)  # (B, H, T, D)
+        return self.out(y.transpose(1, 2).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.up = nn.Linear(config.width, 4 * config.width, bias=False)
+        self.down = nn.Linear(4 * config.width, config.width, bias=False)
+
+    def forward(self, x):
+        return self.down(F.relu(self.up(x)).square())
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig, layer: int):
+        super().__init__()
+        self.attention = Attention(config, layer)
+        self.mlp = MLP(config)
+        self.residual_scale = nn.Parameter(torch.empty(()))
+        self.x0_scale = nn.Parameter(torch.empty(()))
+
+    def forward(self, x, x0, value_embedding, rotary, cache=None):
+        x = self.residual_scale.to(x.dtype) * x + self.x0_scale.to(x.dtype) * x0
+        x = x + self.attention(norm(x), value_embedding, rotary, cache)
+        return x + self.mlp(norm(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.value_embeddings = nn.ModuleDict(
+            {
+                str(i): nn.Embedding(config.vocab_size, config.width)
+                for i in range(config.depth)
+                if config.has_value_embedding(i)
+            }
+        )
+        self.blocks = nn.ModuleList(Block(config, i) for i in range(config.depth))
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.register_buffer("cos", None, persistent=False)
+        self.register_buffer("sin", None, persistent=False)
+        self.loss_chunk_rows = (
+            0  # 0: cross-entropy over all logits at once; n: over n tokens at a time (loss.py)
+        )
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator | None = None):
+        """Fill parameters and rotary tables in place, on the device the model is on.
+
+        Matrices that read the stream: uniform of standard deviation 1 / sqrt(C); those that write to it:
+        zero, so that each block begins as the identity. A small head makes the first loss ln(V).
+        """
+        bound = math.sqrt(
+            3 / self.config.width
+        )  # a uniform distribution on [-b, b] has deviation b / sqrt(3)
+        nn.init.normal_(self.embedding.weight, std=0.8, generator=generator)
+        nn.init.normal_(self.head.weight, std=0.001, generator=generator)
+        for table in self.value_embeddings.values():
+            nn.init.uniform_(table.weight, -bound, bound, generator=generator)
+        for block in self.blocks:
+            for linear in (block.attention.query, block.attention.key, block.attention.value):
+                nn.init.uniform_(linear.weight, -bound, bound, generator=generator)
+            nn.init.uniform_(block.mlp.up.weight, -0.5 * bound, 0.5 * bound, generator=generator)
+            for zero in (block.attention.out.weight, block.mlp.down.weight):
+                nn.init.zeros_(zero)
+            if hasattr(block.attention, "value_gate"):
+                nn.init.zeros_(block.attention.value_gate.weight)
+            nn.init.ones_(block.residual_scale)
+            nn.init.constant_(block.x0_scale, 0.1)
+        D, device = self.config.head_dim, self.embedding.weight.device
+        frequencies = ROPE_BASE ** (-torch.arange(0, D, 2, dtype=torch.float32) / D)
+        angles = torch.outer(
+            torch.arange(self.config.max_seq_len, dtype=torch.float32), frequencies
+        )  # (T, D / 2)
+        self.cos, self.sin = angles.cos().to(device), angles.sin().to(device)
+
+    def forward(self, idx, targets=None, reduction="mean", cache=None):
+        """idx (B, T) int64 -> logits (B, T, V) float32, or with targets (B, T) int64 the loss in nats.
+
+        Targets of -1 are not scored; `reduction` is cross_entropy's ("none" gives (B * T,)). With a `cache`
+        (engine.KVCache) idx continues what the cache holds.
+        """
+        start = 0 if cache is None else cache.length
+        stop = start + idx.size(1)
+        x = norm(self.embedding(idx))  # (B, T, C)
+        if torch.is_autocast_enabled(x.device.type):  # the residual stream too runs in the compute dtype
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        rotary = self.cos[start:stop].to(x.dtype), self.sin[start:stop].to(x.dtype)
+        x0 = x
+        for i, block in enumerate(self.blocks):
+            value_embedding = None
+            if str(i) in self.value_embeddings:
+                value_embedding = self.value_embeddings[str(i)](idx).to(x.dtype)  # (B, T, C)
+            x = block(x, x0, value_embedding, rotary, None if cache is None else cache.layers[i])
+        x = norm(x)
+        if targets is None:
+            return softcap(self.head(x))
+        return softcapped_cross_entropy(
+            x.flatten(0, 1), self.head.weight, targets.flatten(), reduction, self.loss_chunk_rows
+        )
+
+    def parameter_counts(self) -> dict[str, int]:
+        """Parameters by role. `matrices` + `head` are those every token is multiplied with in a dense way."""
+        matrices = sum(m.weight.numel() for m in self.blocks.modules() if isinstance(m, nn.Linear))
+        counts = {
+            "embedding": self.embedding.weight.numel(),
+            "value_embeddings": sum(p.numel() for p in self.value_embeddings.parameters()),
+            "matrices": matrices,
+            "head": self.head.weight.numel(),
+            "scalars": 2 * self.config.depth,
+        }
+        return counts | {"total": sum(counts.values())}
+
+    def flops_per_token(self) -> int:
+        """FLOPs to train on one token, forward and backward.
+
+        6 for every parameter of a matrix multiplication (2 forward, 4 backward), and 12 * C * window a
+        layer for QK^T and AV, not halved for causality: the count of PaLM (arXiv 2204.02311, appendix B).
+        """
+        counts = self.parameter_counts()
+        attended = sum(self.config.windows)
+        return 6 * (counts["matrices"] + counts["head"]) + 12 * self.config.width * attended

@@ -1,0 +1,42 @@
+"""Softcapped cross-entropy: plain, and without ever holding all logits."""
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+SOFTCAP = 15.0  # logits are squashed into (-15, 15): no token's probability runs away
+
+
+def softcap(logits):
+    """(..., V) of any dtype -> (..., V) float32 in (-SOFTCAP, SOFTCAP), by the tanh of Gemma 2 (arXiv
+    2408.00118)."""
+    return SOFTCAP * torch.tanh(logits.float() / SOFTCAP)
+
+
+def _plain(x, weight, targets, reduction):
+    return F.cross_entropy(softcap(F.linear(x, weight)), targets, ignore_index=-1, reduction=reduction)
+
+
+def softcapped_cross_entropy(x, weight, targets, reduction="mean", chunk_rows=0):
+    """Cross-entropy of softcap(x @ weight.T), in nats, float32.
+
+    x (N, C), weight (V, C), targets (N,) int64, -1 = not scored. `chunk_rows` > 0 holds the logits of that
+    many rows at a time and computes them again in the backward pass: memory for one third more work in the
+    head.
+    """
+    if not chunk_rows or x.size(0) <= chunk_rows:
+        return _plain(x, weight, targets, reduction)
+    partial = "none" if reduction == "none" else "sum"
+    losses = [
+        checkpoint(_plain, *piece, partial, use_reentrant=False)
+        for piece in zip(
+            x.split(chunk_rows),
+            [weight] * -(-x.size(0) // chunk_rows),
+            targets.split(chunk_rows),
+            strict=True,
+        )
+    ]
+    if reduction == "none":
+        return torch.cat(losses)
+    total = torch.stack(losses).sum()
+    return total if reduction == "sum" else total / (targets != -1).sum()

@@ -1,0 +1,235 @@
+"""The machine a script runs on: device, processes, signals, and how fast the device can multiply."""
+
+import contextlib
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from nanochat import UserError
+
+# Dense 16-bit matrix multiplication with float32 accumulation, in TFLOP/s, from the makers' data sheets.
+# The first name that stands in torch.cuda.get_device_name() decides; others are measured.
+DATA_SHEET_TFLOPS = [
+    ("GB200", 2500),
+    ("B200", 2250),
+    ("H200", 989),
+    ("H100 PCIe", 756),
+    ("H100", 989),
+    ("A100", 312),
+    ("L40S", 362),
+    ("L4", 121),
+    ("A40", 149.7),
+    ("A10", 125),
+    ("RTX 4090", 165.2),
+    ("RTX 3090", 71),
+    ("V100", 125),
+    ("T4", 65),
+    ("MI300X", 1307),
+]
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where this process runs: its device and its place among the processes that torchrun started (or
+    alone)."""
+
+    device: torch.device
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def print(self, *words, **options):
+        """print(), by the first process alone."""
+        if self.is_main:
+            print(*words, **options, flush=True)
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Element-wise sums over all processes."""
+        if self.world_size == 1:
+            return values
+        # float64 for exact counts; MPS has none, but is never distributed
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def gather(self, value):
+        """The JSON-able values of all processes in order of rank, on every process."""
+        if self.world_size == 1:
+            return [value]
+        values = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    @contextlib.contextmanager
+    def main_first(self):
+        """The first process does what stands inside alone; the others do it after it."""
+        if self.world_size > 1 and not self.is_main:
+            dist.barrier()
+        yield
+        if self.world_size > 1 and self.is_main:
+            dist.barrier()
+
+    def synchronize(self):
+        """Wait until the device has done everything it was asked to do, so that a clock tells the truth."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
+
+    def free_memory(self) -> int:
+        """Bytes that this process may still take: of the GPU, else its share of the machine's memory."""
+        if self.device.type == "cuda":
+            return torch.cuda.mem_get_info(self.device)[0]
+        if not hasattr(os, "sysconf"):  # Windows does not say; small enough for any machine
+            return 4 * 2**30
+        names = os.sysconf_names
+        pages = os.sysconf("SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in names else "SC_PHYS_PAGES")
+        return pages * os.sysconf("SC_PAGE_SIZE") // self.world_size
+
+    def peak_memory(self) -> int:
+        """Bytes: the most that was allocated on the GPU, else the most this process had resident."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        import resource  # not on Windows
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    def close(self):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def start(device_type: str, seed: int) -> Runtime:
+    """Choose the device (`auto`: cuda, else mps, else cpu), join torchrun's process group if there is one,
+    and seed.
+
+    Raises UserError for a device this machine does not have.
+    """
+    have = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if device_type == "auto":
+        device_type = next(name for name, there in have.items() if there)
+    if not have[device_type]:
+        there = ", ".join(name for name, yes in have.items() if yes)
+        raise UserError(f"device_type {device_type} is not available here; this machine has: {there}")
+    rank, local_rank, world_size = (
+        int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
+    )
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"{local_rank + 1} processes on this machine but it has {torch.cuda.device_count()} GPUs; "
+                "lower --nproc_per_node"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        if device_type == "mps":
+            raise UserError(
+                "MPS runs one process; start it with python, or use --device_type=cpu with torchrun"
+            )
+        options = {"device_id": device} if device_type == "cuda" else {}
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", **options)
+    torch.manual_seed(seed)
+    return Runtime(device, rank, local_rank, world_size)
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """FLOP/s of dense matrix multiplication in `dtype`, and where the figure comes from.
+
+    Known GPUs in 16 bit: the data sheet. Everything else is measured on the spot in about a third of a
+    second: the best of several products of two square matrices.
+    """
+    if device.type == "cuda" and dtype != torch.float32:
+        name = torch.cuda.get_device_name(device)
+        for part, tflops in DATA_SHEET_TFLOPS:
+            if part in name:
+                return tflops * 1e12, f"data sheet of {part}"
+    side = 8192 if device.type == "cuda" else 2048 if dtype != torch.float16 or device.type != "cpu" else 512
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    machine, best, began, runs = Runtime(device), float("inf"), time.perf_counter(), 0
+    while runs < 3 or time.perf_counter() - began < 0.25:
+        machine.synchronize()
+        t = time.perf_counter()
+        torch.mm(a, b)
+        machine.synchronize()
+        best, runs = min(best, time.perf_counter() - t), runs + 1
+    return 2 * side**3 / best, f"measured: {side} x {side} {str(dtype).removeprefix('torch.')} product"
+
+
+def decide_compile(setting: str, device: torch.device, expected_seconds: float) -> tuple[bool, str]:
+    """Whether to compile the model, for the setting `compile` (auto, on, off), and the reason.
+
+    Compiling takes a GPU about a minute and a CPU about half a minute; it makes steps about 1.5 times as
+    fast.
+    """
+    if setting != "auto":
+        return setting == "on", "as asked for"
+    if device.type == "cpu":
+        if not any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++", "cl")):
+            return False, "no C++ compiler here"
+    elif device.type == "cuda":
+        try:
+            import triton  # noqa: F401
+        except ImportError:
+            return False, "no Triton here"
+    else:
+        return False, f"{device.type} runs eager"
+    worth = expected_seconds > 90
+    return (
+        worth,
+        f"about {expected_seconds:,.0f} s of steps: compiling {'pays' if worth else 'would take longer'}",
+    )
+
+
+def git_commit() -> str | None:
+    """The commit of the working tree this runs from, with "+" where files differ from it; None outside of
+    git."""
+    command = ["git", "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def device_name(device: torch.device) -> str:
+    """The name of the GPU, or of the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    return f"{name}, {os.cpu_count()} cores"
+
+
+class StopSignal:
+    """Remembers a SIGTERM, SIGINT or SIGUSR1, so that the loop can end at a step's boundary. A second
+    SIGINT stops at once."""
+
+    def __init__(self):
+        self.name = ""
+        for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
+            if hasattr(signal, name):  # Windows has no SIGUSR1
+                with contextlib.suppress(ValueError):  # not in the main thread: the caller's handlers stay
+                    signal.signal(getattr(signal, name), self._remember)
+
+    def _remember(self, number, frame):
+        if self.name == "SIGINT" and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.name = signal.Signals(number).name

@@ -1,0 +1,451 @@
+"""Pretrain a GPT from --depth, on whatever machine this is. Reads from top to bottom.
+
+    python -m scripts.base_train runs/laptop.py                                    # five minutes on two CPU
+    cores python -m scripts.base_train --depth=12                                        # one GPU torchrun
+    --standalone --nproc_per_node=8 -m scripts.base_train --depth=20      # eight GPUs python -m
+    scripts.base_train --depth=20 --plan                                 # say what would be done, and exit
+
+Settings stand below, one line each. A bare argument is a file of settings, --key=value goes over it.
+docs/walkthrough.md explains this script section by section.
+"""
+
+import contextlib
+import gc
+import json
+import math
+import platform
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import configurator
+from nanochat import UserError, checkpoint, metrics, optim, precision, runtime, scaling
+from nanochat.dataloader import TrainLoader, merge_states, validation_batches
+from nanochat.dataset import iterate_documents, open_dataset
+from nanochat.engine import generate
+from nanochat.evaluate import bits_per_byte
+from nanochat.gpt import GPT
+from nanochat.report import write_report
+from nanochat.tokenizer import open_tokenizer
+
+# Model
+depth = 20  # Transformer layers; every other size follows from it
+aspect_ratio = 64  # width = depth * aspect_ratio
+head_dim = 128  # channels of an attention head
+max_seq_len = 2048  # positions a row
+window_pattern = (
+    "L"  # one letter a layer, repeated: L = attends to everything before, S = to the last quarter
+)
+vocab_size = -1  # tokens (-1 = 4096 for the embedded text, 32768 for other data)
+
+# Data
+data = "embedded"  # "embedded" (the source text of Python's standard library), or a file or folder of text
+val_data: str | None = None  # a file or folder that is the validation split (none = what the data set pins)
+tokenizer = "auto"  # a tokenizer's JSON file (auto = trained on the data at the first use)
+
+# Horizon: exactly one decides, in this order
+num_iterations = -1  # optimizer steps (-1 = off)
+target_flops = -1.0  # FLOPs to spend (-1 = off)
+target_param_data_ratio = 12.0  # tokens for each parameter of matrices and head (-1 = off)
+
+# Optimization
+device_batch_size = -1  # rows of a micro-batch on a device (-1 = as many as fit)
+total_batch_size = -1  # tokens an optimizer step, over all devices (-1 = derived from the horizon)
+embedding_lr = 0.3  # AdamW's rate for embeddings
+unembedding_lr = 0.008  # AdamW's rate for the head
+matrix_lr = 0.02  # Muon's rate
+scalar_lr = 0.5  # AdamW's rate for the scalars
+weight_decay = 0.28  # cautious weight decay of Muon's matrices (0 = off)
+grad_clip = 1.0  # the most the gradient's norm may be (-1 = off)
+warmup_steps = 40  # steps of linear warm-up (0 = off)
+warmdown_ratio = 0.65  # share of the run in which the rate falls linearly
+final_lr_frac = 0.05  # the rate at the end, as a share of the full one
+
+# Evaluation
+eval_every = 250  # steps between evaluations of validation bits per byte (-1 = only at the end)
+eval_tokens = 41_943_040  # the first so many validation tokens are scored (-1 = all)
+core_metric_every = -1  # steps between evaluations of CORE (-1 = off)
+core_metric_max_per_task = 500  # examples a task of CORE
+sample_every = 2000  # steps between samples (-1 = only at the end)
+sample_prompts = "def |class |The "  # beginnings to continue, separated by |
+
+# Checkpoints
+save_every = 250  # steps between checkpoints (-1 = only at the end)
+keep_checkpoints = 2  # the newest so many are kept (-1 = all)
+resume = "auto"  # auto (the newest good checkpoint), never (the old run is set aside), a step, or a folder
+init_from: str | None = None  # a checkpoint folder whose weights a new run starts from
+base_dir = "~/.cache/nanochat"  # where data, tokenizers and runs live (environment: NANOCHAT_BASE_DIR)
+out_dir: str | None = None  # the run's folder (none = <base_dir>/base_checkpoints/<model_tag>)
+model_tag: str | None = None  # the run's name (none = d<depth>)
+
+# Machine
+device_type: Literal["auto", "cuda", "cpu", "mps"] = "auto"  # auto = cuda, else mps, else cpu
+dtype: Literal["auto", "bfloat16", "float16", "float32"] = (
+    "auto"  # compute dtype; auto = what the device is good at
+)
+compile: Literal["auto", "on", "off"] = "auto"  # auto = where it saves more time than it takes
+seed = 42  # of initial weights, order of the data, and samples
+run = "dummy"  # wandb run name (dummy = no wandb)
+plan = False  # print the plan and exit
+
+settings = configurator.configure(globals())
+
+# ------------------------------------------------------------------------------------------------------
+# Set up: device and processes, text, tokenizer, the run's folder
+
+machine = runtime.start(device_type, seed)
+say, device, world_size = machine.print, machine.device, machine.world_size
+compute_dtype, dtype_reason = precision.resolve_dtype(dtype, device)
+stop = runtime.StopSignal()
+
+base_path = Path(base_dir).expanduser()
+run_path = Path(out_dir or base_path / "base_checkpoints" / (model_tag or f"d{depth}")).expanduser()
+if vocab_size == -1:
+    vocab_size = 4096 if data == "embedded" else 32768
+with machine.main_first():  # the first process builds what is missing, the others find it
+    dataset = open_dataset(data, val_data, base_dir=base_path)
+    encoding = open_tokenizer(
+        tokenizer,
+        vocab_size,
+        base_path / "tokenizers" / f"{dataset.name}-{dataset.fingerprint[:12]}",
+        lambda: iterate_documents(dataset.train_shards),
+    )
+
+found = None  # the checkpoint this run goes on from
+if not plan:
+    with machine.main_first():
+        lock = checkpoint.lock_folder(run_path, say) if machine.is_main else None
+        found = checkpoint.find(run_path, resume if machine.is_main or resume != "never" else "auto", say)
+resolved = found.state["resolved"] if found else {}  # what was found out at the run's first start, not again
+
+# ------------------------------------------------------------------------------------------------------
+# Derive everything from depth; each line of the plan says why
+
+config = scaling.model_config(depth, aspect_ratio, head_dim, max_seq_len, encoding.vocab_size, window_pattern)
+counts = scaling.on_meta(config).parameter_counts()
+flops_per_token = scaling.on_meta(config).flops_per_token()
+horizon = scaling.derive_horizon(
+    config, num_iterations, target_flops, target_param_data_ratio, total_batch_size, flops_per_token
+)
+num_iterations, total_batch_size, total_tokens = (
+    horizon.num_iterations,
+    horizon.total_batch_size,
+    horizon.tokens,
+)
+
+# The global batch is total_batch_size / max_seq_len rows; a process works through its share in micro-steps
+rows = scaling.rows_per_process(total_batch_size, max_seq_len, device_batch_size, world_size)
+if device_batch_size == -1:
+    device_batch_size = resolved.get("device_batch_size", -1)
+if device_batch_size == -1 or rows % device_batch_size:
+    most = (
+        2**16 if device.type == "cuda" else 2**12
+    )  # tokens: past that it is not faster (docs/benchmarks.md)
+    device_batch_size = scaling.pick_device_batch_size(
+        rows, config, compute_dtype, machine.free_memory(), most
+    )
+grad_accum_steps = rows // device_batch_size
+
+batch_scale = scaling.batch_rate_scale(total_batch_size)
+adam_scale = batch_scale * scaling.adam_width_scale(config.width)
+rates = {
+    "embedding_lr": embedding_lr * adam_scale,
+    "unembedding_lr": unembedding_lr * adam_scale,
+    "scalar_lr": scalar_lr * batch_scale,
+    "matrix_lr": matrix_lr * batch_scale,
+}
+scaled_decay = scaling.scaled_weight_decay(weight_decay, total_batch_size, total_tokens, horizon.d12_tokens)
+
+peak_per_process, peak_source = runtime.peak_flops(device, compute_dtype)
+peak = sum(machine.gather(peak_per_process))  # FLOP/s of all processes
+expected_seconds = flops_per_token * total_tokens / (0.3 * peak)
+expected_bytes = scaling.training_bytes(config, device_batch_size * max_seq_len, compute_dtype)
+if expected_bytes > machine.free_memory():
+    raise UserError(
+        f"this run needs about {expected_bytes / 2**30:.1f} GiB a process and "
+        f"{machine.free_memory() / 2**30:.1f} are free; lower --device_batch_size, --max_seq_len or --depth"
+    )
+compiled, compile_reason = runtime.decide_compile(compile, device, expected_seconds)
+if resolved and compile == "auto":
+    compiled, compile_reason = resolved["compiled"], "as at the run's first start"
+
+plan_lines = [
+    f"device: {device.type} x {world_size}, {peak / 1e12:.3g} TFLOP/s in all ({peak_source})",
+    f"compute dtype: {str(compute_dtype).removeprefix('torch.')} ({dtype_reason}); "
+    "weights, gradients, optimizer: float32",
+    f"compiled: {'yes' if compiled else 'no'} ({compile_reason})",
+    f"data: {dataset.name}, {dataset.note}, fingerprint {dataset.fingerprint[:12]}",
+    f"tokenizer: {encoding.name}, {encoding.vocab_size:,} tokens, fingerprint {encoding.fingerprint[:12]}",
+    f"model: depth {depth}, width {config.width} (depth x {aspect_ratio}, in heads of {head_dim}), "
+    f"{config.num_heads} heads, {counts['total']:,} parameters ({counts['matrices']:,} in matrices, "
+    f"{counts['head']:,} in the head), {flops_per_token:,} FLOPs a token",
+    f"horizon: {num_iterations:,} steps, {total_tokens:,} tokens ({horizon.reason}); "
+    f"{total_tokens / (counts['matrices'] + counts['head']):.2f} tokens a parameter",
+    f"batch: {total_batch_size:,} tokens ({horizon.batch_reason}) = {device_batch_size} rows x {max_seq_len} "
+    f"x {world_size} processes x {grad_accum_steps} micro-steps",
+    f"rates x {batch_scale:.3f} (sqrt of the batch over 2^19), AdamW's also x {adam_scale / batch_scale:.3f} "
+    f"(width^-1/2): " + ", ".join(f"{name.removesuffix('_lr')} {rate:.3g}" for name, rate in rates.items()),
+    f"weight decay: {scaled_decay:.4g} (x sqrt(B) / tokens, against d12), linear to 0",
+    f"expected: {expected_bytes / 2**30:.1f} GiB a process, {expected_seconds / 60:.0f} min at 30 % of the peak",
+    f"out: {run_path}",
+]
+say("\n".join(plan_lines))
+if plan:
+    machine.close()
+    sys.exit(0)
+if core_metric_every > 0:
+    say("CORE is not there yet: core_metric_every is accepted and does nothing")
+
+# ------------------------------------------------------------------------------------------------------
+# Build: model, optimizer, data, all of them as the checkpoint left them
+
+identity = {  # what must be the same for a run to be the same run
+    "model": asdict(config),
+    "data": dataset.fingerprint,
+    "tokenizer": encoding.fingerprint,
+    "seed": seed,
+    "total_batch_size": total_batch_size,
+}
+if found:
+    then = found.state["identity"]
+    if changed := [f"{key} was {then[key]}, is {now}" for key, now in identity.items() if then[key] != now]:
+        raise UserError(
+            f"{found.path} is from another run: {'; '.join(changed)}. Go back to its settings, or start anew "
+            "with --resume=never or another --model_tag"
+        )
+    if found.step >= num_iterations:
+        say(f"finished already: {found.path}; for more give --num_iterations, to start anew --resume=never")
+        machine.close()
+        sys.exit(0)
+    say(f"going on from {found.path}")
+    if num_iterations > (before := found.state["num_iterations"]):
+        say(f"the horizon grew from {before} to {num_iterations} steps: the learning rate rises again")
+
+with torch.device("meta"):
+    model = GPT(config)
+model.to_empty(device=device)
+model.init_weights(torch.Generator(device).manual_seed(seed))
+if found or init_from:
+    start_from = found or checkpoint.find(run_path, init_from, say)
+    model.load_state_dict(start_from.load_model())
+optimizer = optim.MuonAdamW(
+    optim.parameter_groups(model, rates, scaled_decay),
+    muon_dtype=torch.bfloat16 if compute_dtype == torch.bfloat16 else torch.float32,
+    compile=compiled,
+)
+scaler = precision.make_scaler(device, compute_dtype)
+loader = TrainLoader(
+    dataset.train_shards,
+    encoding,
+    rows_per_step=total_batch_size // max_seq_len,
+    max_seq_len=max_seq_len,
+    device_batch_size=device_batch_size,
+    rank=machine.rank,
+    world_size=world_size,
+    seed=seed,
+    device=device,
+    state=found.state["loader"] if found else None,
+)
+loop = {
+    "evaluated": -1,
+    "skipped": 0,
+    "train_seconds": 0.0,
+    "wandb_id": None,
+}  # what a resumed loop must know
+step = 0
+if found:
+    step, loop = found.step, found.state["loop"]
+    optimizer.load_named_state(found.load_optimizer())
+    scaler.load_state_dict(found.state["scaler"])
+
+train_model = torch.compile(model, dynamic=False) if compiled else model
+if world_size > 1:  # averages the gradients over the processes, overlapped with the backward pass
+    train_model = DistributedDataParallel(train_model)
+token_bytes = torch.from_numpy(encoding.token_bytes()).to(device)
+
+record = {
+    "settings": settings.record(),
+    "plan": plan_lines,
+    "identity": identity,
+    "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    "git_commit": runtime.git_commit(),
+    "device": runtime.device_name(device),
+    "world_size": world_size,
+}
+wandb_run = None
+if machine.is_main:
+    metrics.rewind_metrics(run_path / "metrics.jsonl", step)
+    (run_path / "config.json").write_text(json.dumps(record, indent=2) + "\n")
+    wandb_run = metrics.start_wandb(run, "nanochat", record, run_path, loop["wandb_id"], say)
+    loop["wandb_id"] = wandb_run.id if wandb_run else None
+log = metrics.Metrics(run_path, wandb_run, enabled=machine.is_main)
+console = metrics.Console(step, num_iterations, machine.is_main)
+
+
+def is_due(every: int) -> bool:
+    return last_step or (every > 0 and step > 0 and step % every == 0)
+
+
+def save():
+    """Write a checkpoint of this moment: `step` updates have been made."""
+    loaders = machine.gather(loader.state())
+    if machine.is_main:
+        checkpoint.save(
+            run_path,
+            step,
+            model=model.state_dict(),
+            optimizer=optimizer.named_state(),
+            state={
+                "identity": identity,
+                "resolved": {"compiled": compiled, "device_batch_size": device_batch_size},
+                "num_iterations": num_iterations,
+                "loader": merge_states(loaders),
+                "scaler": scaler.state_dict(),
+                "loop": loop,
+            },
+            files={"tokenizer.json": encoding.to_bytes(), "config.json": run_path / "config.json"},
+            before_publish=log.sync,
+        )
+        checkpoint.prune(run_path, keep_checkpoints, say=console.print)
+
+
+def samples() -> list[str]:
+    """A continuation of each prompt by the model as it is."""
+    texts = []
+    for prompt in sample_prompts.split("|"):
+        ids = [encoding.bos_id, *encoding.encode(prompt).tolist()]
+        more = list(
+            generate(
+                model,
+                ids,
+                96,
+                compute_dtype,
+                temperature=0.8,
+                top_k=50,
+                seed=seed,
+                stop_ids={encoding.bos_id},
+            )
+        )
+        texts.append(prompt + encoding.decode(more))
+    return texts
+
+
+# ------------------------------------------------------------------------------------------------------
+# The loop: evaluate, sample, save, then one optimizer step over its micro-steps, then log
+
+texts, bad_steps, first_step = [], 0, step
+stopping = False
+while True:
+    last_step = step == num_iterations
+
+    if not stopping and loop["evaluated"] != step and is_due(eval_every):
+        batches = validation_batches(
+            dataset.val_shards,
+            encoding,
+            max_seq_len,
+            device_batch_size,
+            eval_tokens,
+            machine.rank,
+            world_size,
+            device,
+        )
+        val_bpb = bits_per_byte(model, batches, token_bytes, compute_dtype, machine)
+        console.print(f"step {step}: validation {val_bpb:.4f} bits per byte")
+        log.write({"step": step, "val_bpb": val_bpb, "tokens": step * total_batch_size})
+        loop["evaluated"] = step
+
+    if machine.is_main and not stopping and is_due(sample_every):
+        texts = samples()
+        console.print(*(f"--- {text}" for text in texts))
+
+    if step != first_step and (stopping or is_due(save_every)):
+        save()
+
+    if machine.is_main and loop["evaluated"] == step:
+        write_report(run_path, f"Run {run_path.name}", plan_lines, texts, final=last_step)
+
+    if last_step or stopping:
+        break
+
+    # One optimizer step: the gradient of the whole batch, gathered over micro-steps, then one update
+    started, waited = time.perf_counter(), loader.wait_s
+    multiplier = scaling.lr_multiplier(step, num_iterations, warmup_steps, warmdown_ratio, final_lr_frac)
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * multiplier
+        if group["method"] == "muon":
+            group["betas"] = (scaling.muon_momentum(step, num_iterations), group["betas"][1])
+            group["weight_decay"] = scaled_decay * scaling.weight_decay_multiplier(step, num_iterations)
+
+    step_loss = torch.zeros((), device=device)
+    for micro_step in range(grad_accum_steps):
+        inputs, targets = next(loader)
+        last_micro_step = micro_step == grad_accum_steps - 1
+        with contextlib.nullcontext() if world_size == 1 or last_micro_step else train_model.no_sync():
+            with precision.autocast(device, compute_dtype):
+                loss = (
+                    train_model(inputs, targets) / grad_accum_steps
+                )  # so that the sum of gradients is a mean
+            scaler.scale(loss).backward()
+        step_loss += loss.detach()
+
+    scaler.unscale_(optimizer)
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip if grad_clip > 0 else math.inf)
+    finite = bool(grad_norm.isfinite())
+    if finite or scaler.is_enabled():  # the scaler skips a step that overflowed, and lowers its scale
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    machine.synchronize()
+    seconds = time.perf_counter() - started
+
+    bad_steps = 0 if finite or scaler.is_enabled() else bad_steps + 1
+    loop["skipped"] += not finite
+    loop["train_seconds"] += seconds
+    loss_sum, stops = machine.sum([step_loss.item(), float(stop.name != "")])
+    stopping = stops > 0
+    record = {
+        "step": step,
+        "loss": loss_sum / world_size,
+        "lr_multiplier": multiplier,
+        "grad_norm": grad_norm.item(),
+        "step_time_s": seconds,
+        "data_wait_s": loader.wait_s - waited,
+        "tok_per_sec": total_batch_size / seconds,
+        "mfu": flops_per_token * total_batch_size / seconds / peak,
+        "tokens": (step + 1) * total_batch_size,
+        "flops": (step + 1) * total_batch_size * flops_per_token,
+        "train_time_s": loop["train_seconds"],
+        "epoch": loader.epoch,
+        "skipped": loop["skipped"],
+    }
+    log.write(record)
+    console.step(record)
+    if bad_steps == 3:
+        raise UserError(
+            f"the gradient was not finite in three steps in a row, the last one step {step}; the checkpoints "
+            f"in {run_path} are from before: lower the learning rates or use --dtype=float32, and start again"
+        )
+    if step == first_step:  # what is there now stays: the garbage collector need not look at it again
+        gc.collect()
+        gc.freeze()
+    step += 1
+
+# ------------------------------------------------------------------------------------------------------
+# Finish
+
+loader.close()
+console.close()
+log.close()
+if stopping and not last_step:
+    say(f"stopped by {stop.name or 'a signal'} after {step} steps and saved; the same command goes on")
+else:
+    say(
+        f"done: {step} steps, {loop['train_seconds']:.0f} s in steps, {machine.peak_memory() / 2**30:.2f} GiB at most"
+    )
+    say(f"report: {run_path / 'report.md'}")
+machine.close()
