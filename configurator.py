@@ -3,20 +3,18 @@
     depth = 20              # Transformer layers; every other size follows from it
     settings = configurator.configure(globals())
 
-A setting is a plain or annotated assignment of one literal (a number, arithmetic on numbers, text, True,
-False, an annotated None) that stands before the call: at module level, or, where the call stands in an
-`if __name__ == "__main__":` block that has assignments of its own, in that block. A leading underscore
-makes a name private. The type is the annotation (int, float, str, bool, Literal["a", "b"], X | None), else
-the default's. The trailing comment is the help; comment lines indented deeper continue it. Comment lines of
-their own open a group, named by the first of them that has a word in it.
-
+A setting is an assignment of one literal (number, arithmetic on numbers, text, True, False, annotated None)
+to a name without leading underscore that stands before the call: at module level or, where the call stands
+in an `if __name__ == "__main__":` block with assignments of its own, in that block. Its annotation (int,
+float, str, bool, Literal["a", "b"], X | None), else its default, gives the type; its trailing comment is its
+help. Comment lines of their own above it open a group, named by the first of them that has a word in it.
 The script's source and config files are parsed, never executed.
 """
 
 import ast
+import contextlib
 import difflib
 import io
-import math
 import operator
 import os
 import re
@@ -25,48 +23,31 @@ import sys
 import textwrap
 import tokenize
 import warnings
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any
 
 from nanochat import UserError
 
 ENVIRONMENT = {"base_dir": "NANOCHAT_BASE_DIR"}  # setting -> the variable that may give its default
-WORDS = {
-    "true": True,
-    "yes": True,
-    "on": True,
-    "1": True,
-    "false": False,
-    "no": False,
-    "off": False,
-    "0": False,
-}
+WORDS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-OPERATORS |= {
-    ast.FloorDiv: operator.floordiv,
-    ast.Pow: operator.pow,
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
-}
+OPERATORS |= {ast.FloorDiv: operator.floordiv, ast.UAdd: operator.pos, ast.USub: operator.neg}
+# A float overflows at once where the exact power of an integer might take minutes.
+OPERATORS[ast.Pow] = lambda base, exponent: float(base) ** exponent if exponent > 1024 else base**exponent
 LARGEST = 1e308  # of a number: every integer that passes is a finite float too
 MAX_FILE_BYTES = 100_000  # of a config file, a page of assignments
-MAX_ERRORS = 40  # printed
 
 
-@dataclass
-class Setting:
-    kind: tuple  # what it takes: types and single values, such as (int, None) or ("auto", "on", "off")
-    default: Any
-    group: str
-    help: str
+# kind: the types and single values that a setting takes, such as (int, None) or ("auto", "on", "off")
+Setting = namedtuple("Setting", "kind default group help")
 
 
 @dataclass
 class Settings:
     """Value and source of every setting. A source is default, environment NAME, FILE:LINE or command line."""
 
-    values: dict[str, Any]
-    sources: dict[str, str]
+    values: dict
+    sources: dict
 
     def record(self):
         """{name: {"value": ..., "source": ...}} for JSON: what checkpoints, wandb and the report store."""
@@ -86,57 +67,54 @@ def configure(globals_, argv=None):
     declared = _declared_settings(globals_["__file__"])
     values = {name: globals_.get(name, setting.default) for name, setting in declared.items()}
     sources, errors = dict.fromkeys(declared, "default"), []
-    for name in declared.keys() & {
-        name for name, variable in ENVIRONMENT.items() if os.environ.get(variable)
-    }:
-        values[name], sources[name] = os.environ[ENVIRONMENT[name]], f"environment {ENVIRONMENT[name]}"
+    for name, variable in ENVIRONMENT.items():
+        if name in declared and os.environ.get(variable):
+            values[name], sources[name] = os.environ[variable], f"environment {variable}"
     if "--help" in argv or "-h" in argv:
         _say(_help_page(globals_, declared, values), sys.stdout)
         raise SystemExit(0)
     command_line, files = _read_arguments(argv, declared, errors)
     from_files = [given for path in files for given in _read_file(path, declared, errors)]
-    for name, raw, source, label in from_files + command_line:
+    for name, expression, source, label in from_files + command_line:
         try:
-            values[name], sources[name] = _value(raw, declared[name].kind), source
+            values[name], sources[name] = _fit(_literal(expression), declared[name].kind), source
         except (UserError, RecursionError) as error:
             errors.append(f"{label}: {error}")
     if errors:
-        more = [f"... and {len(errors) - MAX_ERRORS} more"] * (len(errors) > MAX_ERRORS)
-        hint = "hint: --help lists every setting with its default"
-        _say("\n".join([*(f"error: {error}" for error in errors[:MAX_ERRORS]), *more, hint]), sys.stderr)
+        lines = [
+            *(f"error: {error}" for error in errors),
+            "hint: --help lists every setting with its default",
+        ]
+        _say("\n".join(lines), sys.stderr)
         raise SystemExit(2)
     globals_.update({name: values[name] for name, source in sources.items() if source != "default"})
     return Settings(values, sources)
 
 
-# What the script declares
-
-
+# What the script declares.
 def _declared_settings(path):
     """{name: Setting} in the order of the script."""
     with tokenize.open(path) as file:
         source = file.read()
-    lines, comments, declared, setting, group, end = source.split("\n"), {}, {}, None, "", 0
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:  # line -> its column, -1 behind code, and text
-            line, column = token.start
-            comments[line] = (-1 if lines[line - 1][:column].strip() else column, token.string.strip("# \t"))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {
+        token.start[0]: token.string.strip("# ") for token in tokens if token.type == tokenize.COMMENT
+    }
+    declared, group, end = {}, "", 0
     for statement in _statements_to_call(ast.parse(source).body):
-        inside = False  # a block of comment lines whose heading is known
-        for line in range(end + 1, statement.lineno):
-            column, text = comments.get(line, (-1, ""))
-            inside = inside and column == statement.col_offset
-            if setting and column > statement.col_offset:
-                setting.help += f" {text}"
-            elif column == statement.col_offset and not inside and text.strip("-=*~ "):
-                group, inside = text.strip("-=*~ "), True
+        above = "\n".join(source.split("\n")[end : statement.lineno - 1])
+        block = re.search(rf"(^ {{{statement.col_offset}}}#.*\n)+\s*\Z", above + "\n", re.MULTILINE)
+        words = [w for line in (block[0] if block else "").split("\n") if (w := line.strip("#-=*~ \t"))]
+        heading = words[0] if words else group
         end = statement.end_lineno
         name, node = _assignment(statement)
         declared.pop(name, None)  # a second assignment takes the place of the first
-        kind, default = _declaration(node, getattr(statement, "annotation", None))
-        setting = Setting(kind, default, group, comments.get(end, (-1, ""))[1]) if kind else None
-        if setting and not name.startswith("_"):
-            declared[name] = setting
+        annotation = getattr(statement, "annotation", None)
+        with contextlib.suppress(UserError, RecursionError):  # computed: no setting
+            default = _literal(node)
+            kind = _kind(annotation) if annotation else (type(default),)
+            if not name.startswith("_") and (annotation or default is not None):
+                declared[name], group = Setting(kind, default, heading, comments.get(end, "")), heading
     return declared
 
 
@@ -158,15 +136,6 @@ def _assignment(statement):
     return None, None
 
 
-def _declaration(node, annotation):
-    """(kind, default) of an assignment's value and annotation; no kind where that makes no setting."""
-    try:
-        default = _literal(node)
-    except (UserError, RecursionError):
-        return None, None
-    return _kind(annotation) if annotation else (type(default),) * (default is not None), default
-
-
 def _kind(annotation):
     """The alternatives, types and single values, that an annotation stands for."""
     match annotation:
@@ -183,9 +152,7 @@ def _kind(annotation):
     raise TypeError(f"a setting is int, float, str, bool, Literal or X | None, not {ast.unparse(annotation)}")
 
 
-# What a person gives: lists of (name, text or expression, source, label for an error)
-
-
+# What a person gives, as lists of (name, expression, source, label for an error).
 def _read_arguments(argv, declared, errors):
     """What the command line gives, and the config files it names."""
     given, files, rest = [], [], list(reversed(argv))
@@ -194,25 +161,23 @@ def _read_arguments(argv, declared, errors):
         argument = rest.pop()
         key, equals, text = argument.partition("=")
         name = key[2:].replace("-", "_") if key.startswith("--") else ""
+        following = rest[-1] if rest else "--"
         if not argument.startswith("-"):
             files.append(argument)
-            continue
-        if name not in declared and name.removeprefix("no_") in switches and not equals:
-            name, text = name.removeprefix("no_"), "false"
+        elif not equals and name not in declared and name.removeprefix("no_") in switches:
+            given.append((name.removeprefix("no_"), ast.Constant(False), "command line", key))
         elif name not in declared:
             near = _near(key.strip("-").replace("-", "_"), [*declared, *(f"no_{s}" for s in switches)], "--")
             errors.append(f"unknown setting {_show(key)}{near}")
-            if not equals and rest and not rest[-1].startswith("--") and not rest[-1].endswith(".py"):
+            if not equals and not following.startswith("--") and not following.endswith(".py"):
                 rest.pop()  # its value, most likely: one slip, one error
-            continue
-        elif name in switches and not equals:
-            text = rest.pop() if rest and rest[-1].lower() in WORDS else "true"
-        elif not equals and (not rest or rest[-1].startswith("--")):
+        elif not equals and name not in switches and following.startswith("--"):
             errors.append(f"{key} needs a value: {_describe(declared[name].kind)}")
-            continue
-        elif not equals:
-            text = rest.pop()
-        given.append((name, text, "command line", f"{key}={_show(text)}"))
+        else:
+            if not equals:
+                text = "true" if name in switches and following.lower() not in WORDS else rest.pop()
+            label = f"{key}={_show(text)}"
+            given.append((name, _expression(text, declared[name].kind), "command line", label))
     return given, files
 
 
@@ -224,44 +189,35 @@ def _read_file(path, declared, errors):
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
             raise ValueError(f"over {MAX_FILE_BYTES:,} bytes, too long for a config file")
-        body = _parse(data.decode("utf-8-sig"), "exec")
-    except UnicodeDecodeError as error:
-        errors.append(f"{_show(path)}:{data.count(10, 0, error.start) + 1}: not UTF-8 text")
+        body = _parse(data, "exec")
     except SyntaxError as error:
         errors.append(f"{_show(path)}:{error.lineno or 1}: {error.msg}")
     except (OSError, ValueError) as error:
         near = _near(path.partition("=")[0], declared, "--")
         errors.append(f"config file {_show(path)}: {getattr(error, 'strerror', None) or error}{near}")
-    for index, statement in enumerate(body):
+    for statement in body:
         name, node = _assignment(statement)
         place = f"{_show(path)}:{statement.lineno}"
         if name in declared:
             given.append((name, node, f"{path}:{statement.lineno}", f"{place}: {name}"))
         elif name:
             errors.append(f"{place}: unknown setting {_show(name)}{_near(name, declared)}")
-        elif index or not isinstance(getattr(getattr(statement, "value", None), "value", None), str):
+        elif statement is not body[0] or ast.get_docstring(ast.Module(body, [])) is None:
             errors.append(f"{place}: a config file holds lines of name = value, and nothing else")
     return given
 
 
-# Values
-
-
-def _value(raw, kind):
-    """The value that a command line's text or a config file's expression gives a setting of this kind."""
-    if isinstance(raw, ast.AST):
-        return _fit(_literal(raw), kind)
+def _expression(text, kind):
+    """The expression that a command-line text stands for, given the kind of its setting."""
     words = {"none" if k is None else str(k): k for k in kind if not isinstance(k, type)}
     words |= WORDS if bool in kind else {}
-    for word in (raw, raw.lower()):
+    for word in (text, text.lower()):
         if word in words:
-            return words[word]
-    if str in kind or not re.fullmatch(r"[-+.(0-9][-+*/.()0-9a-fA-FxX_ ]{,99}", raw):
-        return _fit(raw, kind)
-    try:
-        return _fit(_literal(_parse(raw, "eval")), kind)
-    except SyntaxError:
-        return _fit(raw, kind)
+            return ast.Constant(words[word])
+    if str not in kind and re.fullmatch(r"[-+.(0-9][-+*/.()0-9a-fA-FxX_ ]{,99}", text):
+        with contextlib.suppress(SyntaxError):
+            return _parse(text, "eval")
+    return ast.Constant(text)
 
 
 def _parse(text, mode):
@@ -281,26 +237,19 @@ def _literal(node):
             return value
         case ast.Constant(int() | float() as value):
             pass
-        case ast.UnaryOp(op, operand) if type(op) in OPERATORS:
-            value = _calculate(op, _literal(operand))
-        case ast.BinOp(left, op, right) if type(op) in OPERATORS:
-            value = _calculate(op, _literal(left), _literal(right))
+        case ast.UnaryOp(op=op) | ast.BinOp(op=op) if type(op) in OPERATORS:
+            numbers = [_literal(side) for side in ast.iter_child_nodes(node) if side is not op]
+            if any(type(number) not in (int, float) for number in numbers):
+                raise UserError("arithmetic is for numbers")
+            try:
+                value = OPERATORS[type(op)](*numbers)
+            except ArithmeticError:
+                value = float("nan")
         case _:
             raise UserError("neither a literal nor arithmetic on numbers")
     if isinstance(value, complex) or not -LARGEST <= value <= LARGEST:
         raise UserError("the result is too large, or no real number")
     return value
-
-
-def _calculate(op, *numbers):
-    if any(type(number) not in (int, float) for number in numbers):
-        raise UserError("arithmetic is for numbers")
-    if isinstance(op, ast.Pow) and numbers[1] > 1024:
-        numbers = (float(numbers[0]), numbers[1])  # overflows at once; the exact power might take minutes
-    try:
-        return OPERATORS[type(op)](*numbers)
-    except ArithmeticError:
-        return math.nan
 
 
 def _fit(value, kind):
@@ -331,9 +280,6 @@ def _near(name, names, dashes=""):
     return f"; did you mean {dashes}{close[0]}?" if close else ""
 
 
-# What a person sees
-
-
 def _help_page(globals_, declared, values):
     width = max(40, min(110, shutil.get_terminal_size().columns))
     module = getattr(globals_.get("__spec__"), "name", None)
@@ -345,8 +291,8 @@ def _help_page(globals_, declared, values):
         lines += ["", setting.group] if setting.group != group else []
         group = setting.group
         text = textwrap.wrap(f"{setting.help} ({_describe(setting.kind)})".strip(), width - column)
-        start = left[name].ljust(column) if len(left[name]) <= column else f"{left[name]}\n{' ' * column}"
-        lines.append(start + f"\n{' ' * column}".join(text))
+        indent = "\n" + " " * column
+        lines.append(left[name].ljust(column) + indent * (len(left[name]) > column) + indent.join(text))
     return "\n".join(lines).strip()
 
 
