@@ -87,7 +87,7 @@ class TrainLoader:
         thread = threading.Thread(
             target=_produce, args=(packer, self._free, self._ready), name="nanochat-loader", daemon=True
         )
-        # The thread holds no reference to self: a loader that is dropped, or alive at Python's exit, stops it.
+        # The thread holds no reference to self: a loader dropped, or alive when Python ends, stops it.
         self._stop = weakref.finalize(self, _stop, thread, self._free)
         thread.start()
 
@@ -162,8 +162,8 @@ def _check_division(rows_per_step: int, world_size: int, device_batch_size: int)
     rows = rows_per_step // world_size
     if rows % device_batch_size:
         raise UserError(
-            f"device_batch_size {device_batch_size} does not divide the {rows} rows of a batch that each process "
-            f"has; use one of {_divisors(rows)} or another total_batch_size"
+            f"device_batch_size {device_batch_size} does not divide the {rows} rows that each process has of "
+            f"a batch; use one of {_divisors(rows)} or another total_batch_size"
         )
 
 
@@ -210,7 +210,8 @@ def _as_json(position) -> dict:
 def _produce(packer: tuple, free: queue.SimpleQueue, ready: queue.SimpleQueue) -> None:
     """Fill free buffers with steps until a None comes; an exception is handed over in place of a step."""
     try:
-        lanes = _open_lanes(*packer)
+        groups, tokenizer, *rest = packer
+        lanes = _open_lanes(groups, tokenizer.copy(), *rest)
         while (item := free.get()) is not None:
             buffer, copied = item
             if copied is not None:
@@ -239,8 +240,8 @@ def _stop(thread: threading.Thread, free: queue.SimpleQueue) -> None:
 class Lane:
     """One lane: packs the documents of its feed into rows.
 
-    `pieces` is sorted: (slots with <|bos|>, -serial number, document number, first token, tokens). Comparisons
-    end at the serial, which is unique; among equally long pieces the oldest is the last.
+    `pieces` is sorted: (slots with <|bos|>, -serial, document number, first token, tokens). Comparisons end
+    at the serial, which is unique; among equally long pieces the oldest is the last.
     """
 
     def __init__(self, number: int, feed: "Feed", tokenizer: Tokenizer, row_tokens: int, position: dict):
@@ -425,7 +426,7 @@ def _restore_pieces(
     """Tokenize again the documents that the lanes' pieces come from, reading every row group once."""
     wanted = sorted({document for position in positions for document, _ in position["pieces"]})
     first_document = np.concatenate([[0], np.cumsum(groups.sizes)])
-    tokens, group, texts = {}, None, []
+    tokens, group, texts = {}, -1, []
     for document in wanted:
         at = int(np.searchsorted(first_document, document, side="right")) - 1
         if at != group:
