@@ -81,14 +81,11 @@ def derive_horizon(
 ) -> Horizon:
     """The number of steps from the first of the three that is positive, and the batch where it is -1.
 
-    Raises UserError where none is positive or the batch is no number of rows.
+    Raises UserError where none is positive.
     """
     T = config.max_seq_len
-    if total_batch_size != -1 and (total_batch_size < T or total_batch_size % T):
-        raise UserError(
-            f"total_batch_size {total_batch_size} is not a multiple of max_seq_len {T}; "
-            f"use {valid_batch_sizes(total_batch_size, T)}"
-        )
+    if total_batch_size != -1 and total_batch_size < 1:
+        raise UserError(f"total_batch_size is {total_batch_size}; give a number of tokens, or -1 for automatic")
     reference = model_config(
         REFERENCE_DEPTH,
         REFERENCE_WIDTH // REFERENCE_DEPTH,

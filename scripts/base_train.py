@@ -188,8 +188,8 @@ plan_lines = [
     f"{total_tokens / (counts['matrices'] + counts['head']):.2f} tokens a parameter",
     f"batch: {total_batch_size:,} tokens ({horizon.batch_reason}) = {device_batch_size} rows x {max_seq_len} "
     f"x {world_size} processes x {grad_accum_steps} micro-steps",
-    f"rates x {batch_scale:.3f} (sqrt of the batch over 2^19), AdamW's also x {adam_scale / batch_scale:.3f} "
-    f"(width^-1/2): " + ", ".join(f"{name.removesuffix('_lr')} {rate:.3g}" for name, rate in rates.items()),
+    f"rates: x {batch_scale:.3f} (sqrt of the batch over 2^19), AdamW's also x {adam_scale / batch_scale:.3f} "
+    "(width^-1/2): " + ", ".join(f"{name} {rate:.3g}" for name, rate in rates.items()),
     f"weight decay: {scaled_decay:.4g} (x sqrt(B) / tokens, against d12), linear to 0",
     f"expected: {expected_bytes / 2**30:.1f} GiB a process, {expected_seconds / 60:.0f} min at 30 % of the peak",
     f"out: {run_path}",
@@ -444,8 +444,6 @@ log.close()
 if stopping and not last_step:
     say(f"stopped by {stop.name or 'a signal'} after {step} steps and saved; the same command goes on")
 else:
-    say(
-        f"done: {step} steps, {loop['train_seconds']:.0f} s in steps, {machine.peak_memory() / 2**30:.2f} GiB at most"
-    )
+    say(f"done: {loop['train_seconds']:.0f} s in steps, {machine.peak_memory() / 2**30:.2f} GiB at most")
     say(f"report: {run_path / 'report.md'}")
 machine.close()

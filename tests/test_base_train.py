@@ -1,0 +1,213 @@
+"""The training script as people run it: real processes, a tiny model, a small corpus of parquet shards."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TINY = [
+    "--depth=2", "--aspect_ratio=16", "--head_dim=16", "--max_seq_len=32", "--vocab_size=300",
+    "--device_batch_size=2", "--total_batch_size=256", "--num_iterations=8", "--dtype=float32",
+    "--eval_every=4", "--save_every=3", "--sample_every=-1", "--compile=off",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    """Shards of random sentences, and a base folder in which runs of this module share a tokenizer."""
+    folder, draw = tmp_path_factory.mktemp("corpus"), random.Random(0)
+    words = ["alpha", "beta", "gamma", "delta", "print", "return", "def", "\n", "(x)", "="]
+    texts = [" ".join(draw.choices(words, k=draw.randint(5, 120))) for _ in range(400)]
+    pq.write_table(pa.table({"text": texts[:380]}), folder / "train.parquet", row_group_size=20)
+    pq.write_table(pa.table({"text": texts[380:]}), folder / "val.parquet")
+    return folder
+
+
+def command(corpus: Path, out: Path, *more: str) -> list[str]:
+    data = [f"--data={corpus}", f"--val_data={corpus / 'val.parquet'}", f"--out_dir={out}"]
+    return ["scripts.base_train", *TINY, *data, f"--base_dir={corpus.parent / 'base'}", *more]
+
+
+def run(arguments: list[str], status: int = 0, processes: int = 1) -> str:
+    """Run the script to its end and return what it printed."""
+    how = [sys.executable, "-m"]
+    if processes > 1:
+        how += ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
+    done = subprocess.run(how + arguments, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert status == 0 or processes > 1 or "Traceback" not in done.stderr
+    return done.stdout + done.stderr
+
+
+def records(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(out: Path) -> dict[int, float]:
+    steps = [r for r in records(out) if "loss" in r]
+    assert len({r["step"] for r in steps}) == len(steps), "a step stands twice"
+    return {r["step"]: r["loss"] for r in steps}
+
+
+def wait_for_step(process, out: Path, step: int):
+    """Return when metrics.jsonl holds that step."""
+    began = time.monotonic()
+    while time.monotonic() - began < 120:
+        path = out / "metrics.jsonl"
+        if path.exists() and f'"step": {step}, "loss"' in path.read_text():
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    raise AssertionError("the run did not get there")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("undisturbed") / "run"
+    run(command(corpus, out))
+    return out
+
+
+def test_a_run_leaves_the_files_and_records_that_others_rely_on(undisturbed):
+    steps = [r for r in records(undisturbed) if "loss" in r]
+    assert [r["step"] for r in steps] == list(range(8))
+    for key in (
+        "lr_multiplier",
+        "grad_norm",
+        "step_time_s",
+        "data_wait_s",
+        "tok_per_sec",
+        "mfu",
+        "tokens",
+        "flops",
+    ):
+        assert all(isinstance(r[key], (int, float)) for r in steps), key
+    assert [r["tokens"] for r in steps] == [256 * (k + 1) for k in range(8)]
+    assert [r["step"] for r in records(undisturbed) if "val_bpb" in r] == [4, 8]
+    assert steps[0]["loss"] == pytest.approx(5.704, rel=0.02)  # ln(300)
+    assert sorted(p.name for p in undisturbed.glob("step_*")) == ["step_000006", "step_000008"]
+    assert {"model.safetensors", "tokenizer.json"} <= {
+        p.name for p in (undisturbed / "step_000008").iterdir()
+    }
+    config = json.loads((undisturbed / "config.json").read_text())
+    assert config["settings"]["depth"] == {"value": 2, "source": "command line"}
+    assert config["settings"]["seed"]["source"] == "default"
+    report = (undisturbed / "report.md").read_text()
+    assert (
+        "bits per byte" in report
+        and "## Samples" in report
+        and (undisturbed / "loss.png").stat().st_size > 1000
+    )
+    assert not list(undisturbed.glob(".tmp*")) and not list(undisturbed.glob("*.tmp"))
+
+
+def test_a_run_killed_and_started_again_has_the_losses_of_one_never_killed(corpus, undisturbed, tmp_path):
+    out = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command(corpus, out)], cwd=ROOT, stdout=subprocess.DEVNULL
+    )
+    wait_for_step(process, out, 4)  # past the checkpoint at 3
+    process.kill()
+    process.wait()
+    assert "going on from" in run(command(corpus, out))
+    assert losses(out) == losses(undisturbed)
+    evaluations = [(r["step"], r["val_bpb"]) for r in records(out) if "val_bpb" in r]
+    assert evaluations == [(r["step"], r["val_bpb"]) for r in records(undisturbed) if "val_bpb" in r]
+    weights = [(folder / "step_000008" / "model.safetensors").read_bytes() for folder in (out, undisturbed)]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to catch")
+def test_sigterm_saves_and_exits_with_0_and_the_same_command_goes_on(corpus, undisturbed, tmp_path):
+    out = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command(corpus, out, "--save_every=-1")],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    wait_for_step(process, out, 1)
+    process.send_signal(signal.SIGTERM)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "stopped by SIGTERM" in printed
+    assert len(list(out.glob("step_*"))) == 1
+    run(command(corpus, out, "--save_every=-1"))
+    assert losses(out) == losses(undisturbed)
+
+
+def test_two_processes_and_other_micro_batches_give_the_losses_of_one(corpus, undisturbed, tmp_path):
+    expected = losses(undisturbed)
+    run(command(corpus, tmp_path / "two"), processes=2)
+    run(command(corpus, tmp_path / "eight", "--device_batch_size=8"))
+    for out in (tmp_path / "two", tmp_path / "eight"):
+        assert losses(out) == pytest.approx(expected, abs=1e-4)
+    assert (
+        losses(tmp_path / "two") != expected or losses(tmp_path / "eight") != expected
+    )  # rounding is not a copy
+    bpb = [[r["val_bpb"] for r in records(out) if "val_bpb" in r] for out in (undisturbed, tmp_path / "two")]
+    assert bpb[0] == pytest.approx(bpb[1], abs=1e-4)
+
+
+def test_a_finished_run_says_so_and_resume_never_sets_it_aside(corpus, tmp_path):
+    out = tmp_path / "run"
+    short = ["--num_iterations=2", "--eval_every=-1"]
+    run(command(corpus, out, *short))
+    before = (out / "metrics.jsonl").read_bytes()
+    assert "finished already" in run(command(corpus, out, *short))
+    assert (out / "metrics.jsonl").read_bytes() == before
+    run(command(corpus, out, *short, "--resume=never"))
+    aside = [folder for folder in tmp_path.iterdir() if folder != out]
+    assert len(aside) == 1 and (aside[0] / "metrics.jsonl").read_bytes() == before
+    assert losses(out) == losses(aside[0])
+
+
+def test_plan_prints_the_derivation_and_leaves_nothing(corpus, tmp_path):
+    printed = run(command(corpus, tmp_path / "run", "--plan"))
+    assert "width 32" in printed and "4 micro-steps" in printed
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["--total_batch_size=100"], "use 64 or 128"),
+        (["--total_batch_size=96"], "use 64 or 128"),
+        (["--depth=0"], "depth is 0"),
+        (["--dept=3"], "did you mean --depth?"),
+        (["--device_type=cuda"], "this machine has: cpu"),
+        (["--num_iterations=-1", "--target_param_data_ratio=-1"], "the run has no end"),
+        (["--depth=400", "--aspect_ratio=400"], "lower --device_batch_size"),
+        (["--data=/no/such/place"], "/no/such/place"),
+        (["--core_metric_every=x"], "core_metric_every"),
+    ],
+)
+def test_bad_settings_end_in_one_sentence_and_status_2(corpus, tmp_path, more, sentence):
+    printed = run(command(corpus, tmp_path / "run", *more), status=2)
+    assert sentence in printed
+
+
+def test_another_model_in_the_same_folder_is_refused_and_nothing_is_lost(corpus, undisturbed):
+    before = sorted((p, p.stat().st_mtime) for p in undisturbed.rglob("*") if p.name != ".lock")
+    printed = run(command(corpus, undisturbed, "--aspect_ratio=32", "--num_iterations=20"), status=2)
+    assert "is from another run: model was" in printed and "--resume=never" in printed
+    assert sorted((p, p.stat().st_mtime) for p in undisturbed.rglob("*") if p.name != ".lock") == before
+
+
+def test_a_gradient_that_stays_infinite_stops_the_run_and_names_the_step(corpus, tmp_path):
+    more = [
+        "--embedding_lr=1e38",
+        "--matrix_lr=1e38",
+        "--warmup_steps=0",
+        "--num_iterations=20",
+        "--grad_clip=-1",
+    ]
+    assert "not finite in three steps in a row" in run(command(corpus, tmp_path / "run", *more), status=2)
