@@ -1,0 +1,388 @@
+"""Muon against an SVD and a slow float64 implementation, AdamW against torch's, and the state's names."""
+
+import copy
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.optim import PARAMETER_TABLE, POLAR_EXPRESS, MuonAdamW, orthogonalize, parameter_groups
+
+RATES = {"embedding_lr": 0.1, "unembedding_lr": 0.01, "matrix_lr": 0.02, "scalar_lr": 0.3}
+
+
+def express(s):
+    """What the polynomials of POLAR_EXPRESS, one after the other, make of a singular value."""
+    for a, b, c in POLAR_EXPRESS:
+        s = a * s + b * s**3 + c * s**5
+    return s
+
+
+# ------------------------------------------------------------------------------------------------------
+# The coefficients: algorithm 1 of Polar Express (arXiv 2505.16932)
+
+
+def best_odd_quintic(lower, upper):
+    """(a, b, c) of the a x + b x^3 + c x^5 that stays closest to 1 on [lower, upper], by Remez' exchange.
+
+    The best one errs by +E, -E, +E, -E at lower, two inner points and upper, and the inner points are its
+    turning points: solve for the polynomial, move the points, until E stays.
+    """
+    if lower >= (1 - 5e-6) * upper:  # too narrow to solve for: the limit, Padé's polynomial
+        return np.array([15 / 8 / upper, -10 / 8 / upper**3, 3 / 8 / upper**5])
+    points = np.array([lower, 0.75 * lower + 0.25 * upper, 0.25 * lower + 0.75 * upper, upper])
+    error, before = np.inf, 0.0
+    while abs(error - before) > 1e-15:
+        before = error
+        system = np.stack([points, points**3, points**5, [1, -1, 1, -1]], axis=1)
+        a, b, c, error = np.linalg.solve(system, np.ones(4))
+        turning = np.roots([5 * c, 3 * b, a])  # of the derivative, in x^2
+        points[1:3] = np.sqrt(np.sort(turning))
+    return np.array([a, b, c])
+
+
+def polar_express_coefficients(lower, steps, safety, cushion):
+    """Each step's best polynomial for the interval that the steps before have left.
+
+    `cushion`: no interval is taken wider than 1 to 1/cushion, and the polynomial is then recentred on 1.
+    `safety`: every polynomial but the last is stretched, so that rounding cannot push a value out.
+    """
+    upper, found, powers = 1.0, [], np.array([1, 3, 5])
+    for step in range(steps):
+        coefficients = best_odd_quintic(max(lower, cushion * upper), upper)
+        ends = [coefficients @ x**powers for x in (lower, upper)]
+        if lower < cushion * upper:
+            coefficients = coefficients * 2 / sum(ends)
+        if step < steps - 1:
+            coefficients = coefficients / (1 + safety) ** powers
+        found.append(coefficients)
+        lower = coefficients @ lower**powers
+        upper = 2 - lower
+    return np.array(found)
+
+
+def test_coefficients_are_those_of_the_papers_algorithm():
+    expected = polar_express_coefficients(lower=1e-3, steps=5, safety=2e-2, cushion=2e-2)
+    np.testing.assert_allclose(POLAR_EXPRESS, expected, rtol=1e-9)
+
+
+def test_one_step_of_the_derivation_beats_every_neighbouring_polynomial():
+    x = np.linspace(0.1, 1, 2001)
+    best = best_odd_quintic(0.1, 1)
+
+    def worst(coefficients):
+        return np.abs(1 - sum(k * x**p for k, p in zip(coefficients, (1, 3, 5), strict=True))).max()
+
+    rng = np.random.default_rng(0)
+    for nudge in rng.normal(size=(200, 3)) * 0.01:
+        assert worst(best) < worst(best * (1 + nudge))
+
+
+def test_every_singular_value_from_a_thousandth_to_one_comes_close_to_one():
+    s = express(torch.logspace(-3, 0, 10_000, dtype=torch.float64))
+    assert s.min() > 0.85 and s.max() < 1.15
+
+
+# ------------------------------------------------------------------------------------------------------
+# Orthogonalisation
+
+
+@pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-4), (torch.bfloat16, 0.2)])
+@pytest.mark.parametrize("shape", [(48, 48), (48, 160), (160, 48), (4, 32)])
+def test_orthogonalize_keeps_singular_vectors_and_brings_singular_values_to_one(shape, dtype, close):
+    G = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    X = orthogonalize(G, dtype)
+    assert X.dtype == dtype
+    U, S, Vh = torch.linalg.svd(G.double(), full_matrices=False)
+    in_basis = U.mT @ X.double() @ Vh.mT  # diagonal where the singular vectors are those of G
+    values = express(S / (1.02 * G.double().norm(dim=(1, 2))[:, None]))
+    torch.testing.assert_close(in_basis, torch.diag_embed(values), rtol=0, atol=close)
+    torch.testing.assert_close(X.double(), U @ in_basis @ Vh, rtol=0, atol=close)  # and nothing beside it
+    if shape[0] != shape[1]:  # a Gaussian matrix that is not square has no small singular values
+        torch.testing.assert_close(X.double(), U @ Vh, rtol=0, atol=0.2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_orthogonalize_of_a_nearly_singular_matrix_stays_bounded(dtype):
+    generator = torch.Generator().manual_seed(0)
+    U, _ = torch.linalg.qr(torch.randn(32, 32, generator=generator, dtype=torch.float64))
+    V, _ = torch.linalg.qr(torch.randn(32, 32, generator=generator, dtype=torch.float64))
+    S = torch.logspace(0, -12, 32, dtype=torch.float64)
+    values = torch.linalg.svdvals(orthogonalize((U * S @ V.mT).float()[None], dtype)[0].double())
+    assert values.isfinite().all() and values.max() < 1.2
+    assert (values > 0.8).sum() >= (S > 2e-3).sum()  # the large ones are brought up all the same
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_orthogonalize_of_zero_is_zero_and_does_not_spoil_its_neighbours(dtype):
+    G = torch.randn(3, 16, 24, generator=torch.Generator().manual_seed(0))
+    alone = orthogonalize(G, dtype)
+    G[1] = 0
+    X = orthogonalize(G, dtype)
+    assert X[1].eq(0).all()
+    torch.testing.assert_close(X[[0, 2]], alone[[0, 2]])
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e6])
+def test_orthogonalize_does_not_depend_on_the_size_of_the_gradient(scale):
+    G = torch.randn(1, 16, 40, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(
+        orthogonalize(scale * G, torch.float32), orthogonalize(G, torch.float32), rtol=0, atol=1e-3
+    )
+
+
+# ------------------------------------------------------------------------------------------------------
+# Muon
+
+
+class SlowMuon:
+    """One matrix in float64, written from the papers: no stacking, an SVD, a loop over neurons."""
+
+    def __init__(self, p, decay):
+        self.p, self.decay = p.double().clone(), decay
+        self.momentum = torch.zeros_like(self.p)
+        self.size = [0.0] * max(p.shape)  # of each neuron's update, squared: NorMuon's second moment
+
+    def step(self, grad, lr, beta, beta2):
+        grad = grad.double()
+        self.momentum = beta * self.momentum + (1 - beta) * grad
+        look_ahead = beta * self.momentum + (1 - beta) * grad
+        U, S, Vh = torch.linalg.svd(look_ahead, full_matrices=False)
+        update = U @ torch.diag(express(S / (1.02 * S.square().sum().sqrt() + 1e-6))) @ Vh
+        length = update.norm()
+        rows, columns = update.shape
+        neurons = list(update) if rows >= columns else list(update.T)
+        for i, neuron in enumerate(neurons):
+            self.size[i] = beta2 * self.size[i] + (1 - beta2) * float(neuron.square().mean())
+            neurons[i] = neuron / self.size[i] ** 0.5
+        update = torch.stack(neurons) if rows >= columns else torch.stack(neurons).T
+        update = update * length / update.norm()
+        lr = lr * max(1, rows / columns) ** 0.5
+        for i in range(rows):
+            for j in range(columns):
+                decay = self.decay if update[i, j] * self.p[i, j] > 0 else 0.0
+                self.p[i, j] -= lr * (update[i, j] + decay * self.p[i, j])
+
+
+def muon_group(params, decay=0.0):
+    names = [f"w{i}" for i in range(len(params))]
+    return {
+        "method": "muon",
+        "params": params,
+        "names": names,
+        "lr": 0.02,
+        "betas": (0.95, 0.9),
+        "weight_decay": decay,
+    }
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (12, 6), (5, 15)])
+def test_muon_is_the_slow_per_matrix_implementation_over_several_steps(shape):
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(*shape, generator=generator)) for _ in range(3)]
+    slow = [SlowMuon(p.detach(), decay=0.3) for p in params]
+    optimizer = MuonAdamW([muon_group(params, decay=0.3)])
+    for step in range(5):
+        lr, beta = 0.02 + 0.01 * step, 0.85 + 0.02 * step  # both change from step to step
+        optimizer.param_groups[0].update(lr=lr, betas=(beta, 0.9))
+        for p, reference in zip(params, slow, strict=True):
+            p.grad = torch.randn(*shape, generator=generator)
+            reference.step(p.grad, lr, beta, 0.9)
+        optimizer.step()
+    for p, reference in zip(params, slow, strict=True):
+        torch.testing.assert_close(p.detach().double(), reference.p, rtol=0, atol=2e-4)
+
+
+def test_muon_leaves_a_matrix_without_gradient_as_it_is():
+    params = [torch.nn.Parameter(torch.randn(6, 4)) for _ in range(2)]
+    before = params[0].detach().clone()
+    optimizer = MuonAdamW([muon_group(params, decay=0.3)])
+    for _ in range(3):
+        params[0].grad, params[1].grad = torch.zeros(6, 4), torch.randn(6, 4)
+        optimizer.step()
+    assert torch.equal(params[0], before)
+    assert params[1].isfinite().all()
+    params[0].grad = torch.randn(6, 4)  # and its first gradient moves it as far as any other
+    optimizer.step()
+    assert 0 < (params[0] - before).norm() < 2 * 0.02 * 1.15 * (6 / 4 * 4) ** 0.5
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
+@pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-5), (torch.bfloat16, 5e-3)])
+def test_compiled_and_eager_muon_agree_to_rounding_and_new_rates_compile_nothing_anew(dtype, close):
+    torch.manual_seed(0)
+    eager = [torch.nn.Parameter(torch.randn(16, 48)) for _ in range(3)]
+    compiled = copy.deepcopy(eager)
+    optimizers = [
+        MuonAdamW([muon_group(params, decay=0.3)], muon_dtype=dtype, compile=params is compiled)
+        for params in (eager, compiled)
+    ]
+    for step in range(4):
+        for p, q in zip(eager, compiled, strict=True):
+            p.grad = q.grad = torch.randn(16, 48)
+        with torch.compiler.set_stance("fail_on_recompile" if step else "default"):
+            for optimizer in optimizers:
+                optimizer.param_groups[0].update(lr=0.02 / (step + 1), betas=(0.9 + 0.01 * step, 0.9))
+                optimizer.step()
+    for p, q in zip(eager, compiled, strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=close)
+
+
+# ------------------------------------------------------------------------------------------------------
+# AdamW
+
+
+def test_adamw_is_torchs_over_several_steps_of_changing_rate():
+    torch.manual_seed(0)
+    ours = [torch.nn.Parameter(torch.randn(*shape)) for shape in ([7, 5], [3], [1])]
+    theirs = copy.deepcopy(ours)
+    group = {
+        "method": "adamw",
+        "params": ours,
+        "names": ["a", "b", "c"],
+        "lr": 0.1,
+        "betas": (0.8, 0.95),
+        "weight_decay": 0.2,
+    }
+    optimizer = MuonAdamW([group])
+    reference = torch.optim.AdamW(
+        theirs, lr=0.1, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.2, foreach=False, fused=False
+    )
+    for step in range(6):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn(p.shape)
+            q.grad = p.grad.clone()
+        for o in (optimizer, reference):
+            o.param_groups[0]["lr"] = 0.1 / (step + 1)
+            o.step()
+        for p, q in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------
+# The groups of a model, and the state's names
+
+
+def tiny_model():
+    model = GPT(GPTConfig(depth=3, width=32, num_heads=2, vocab_size=61, max_seq_len=16))
+    model.init_weights(torch.Generator().manual_seed(0))
+    return model
+
+
+def make_optimizer(model):
+    return MuonAdamW(parameter_groups(model, RATES, weight_decay=0.1))
+
+
+def random_gradients(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+def test_every_parameter_is_in_one_group_and_every_row_of_the_table_is_used():
+    model = tiny_model()
+    groups = parameter_groups(model, RATES, weight_decay=0.1)
+    grouped = {
+        name: (p, g) for g in groups for name, p in zip(g["names"], g["params"], strict=True)
+    }  # a name twice would make it shorter than the sum below
+    assert sum(len(g["params"]) for g in groups) == len(grouped)
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == {
+        name: p.data_ptr() for name, (p, _) in grouped.items()
+    }
+    rows = {next(i for i, row in enumerate(PARAMETER_TABLE) if row[0] in name) for name in grouped}
+    assert rows == set(range(len(PARAMETER_TABLE)))
+
+
+def test_muon_gets_the_matrices_inside_the_blocks_and_adamw_all_else():
+    model = tiny_model()
+    for group in parameter_groups(model, RATES, weight_decay=0.1):
+        for name, p in zip(group["names"], group["params"], strict=True):
+            is_block_matrix = name.startswith("blocks.") and p.ndim == 2
+            assert group["method"] == ("muon" if is_block_matrix else "adamw"), name
+        if group["method"] == "muon":
+            assert len({p.shape for p in group["params"]}) == 1
+
+
+def test_rates_and_decay_are_the_settings_times_the_tables_factors():
+    model = tiny_model()
+    for group in parameter_groups(model, RATES, weight_decay=0.1):
+        row = next(row for row in PARAMETER_TABLE if row[0] in group["names"][0])
+        assert group["lr"] == RATES[row[2]] * row[3]
+        assert group["betas"] == row[4]
+        assert group["weight_decay"] == 0.1 * row[5]
+    optimizer = make_optimizer(model)
+    assert all(g["initial_lr"] == g["lr"] for g in optimizer.param_groups)
+
+
+def test_named_state_restored_into_a_new_optimizer_goes_on_bit_for_bit():
+    model = tiny_model()
+    optimizer = make_optimizer(model)
+    for seed in range(3):
+        random_gradients(model, seed)
+        optimizer.step()
+    saved_model = copy.deepcopy(model.state_dict())
+    saved = {name: tensor.clone() for name, tensor in optimizer.named_state().items()}
+
+    restored = tiny_model()
+    restored.load_state_dict(saved_model)
+    new_optimizer = make_optimizer(restored)
+    new_optimizer.load_named_state(saved)
+    for seed in range(3, 6):
+        for m, o in ((model, optimizer), (restored, new_optimizer)):
+            random_gradients(m, seed)
+            o.step()
+    for (name, p), q in zip(model.named_parameters(), restored.parameters(), strict=True):
+        assert torch.equal(p, q), name
+    for name, tensor in new_optimizer.named_state().items():
+        assert torch.equal(tensor, optimizer.named_state()[name]), name
+        assert not torch.equal(tensor, saved[name]), f"{name} shares memory with what it was loaded from"
+
+
+def test_named_state_files_each_tensor_in_float32_under_its_parameters_name():
+    model = tiny_model()
+    optimizer = make_optimizer(model)
+    random_gradients(model, 0)
+    optimizer.step()
+    parameters = dict(model.named_parameters())
+    state = optimizer.named_state()
+    assert {name.rpartition("/")[0] for name in state} == set(parameters)
+    for name, tensor in state.items():
+        owner, _, key = name.rpartition("/")
+        assert tensor.dtype == torch.float32
+        if key in ("momentum", "exp_avg", "exp_avg_sq"):
+            assert tensor.shape == parameters[owner].shape, name
+
+
+def test_state_does_not_depend_on_the_order_of_the_parameters_in_their_groups():
+    model = tiny_model()
+    optimizer = make_optimizer(model)
+    random_gradients(model, 0)
+    optimizer.step()
+    other = copy.deepcopy(model)
+    groups = parameter_groups(other, RATES, weight_decay=0.1)
+    for group in groups:
+        group["params"].reverse()
+        group["names"].reverse()
+    reversed_optimizer = MuonAdamW(groups[::-1])
+    reversed_optimizer.load_named_state(optimizer.named_state())
+    for m, o in ((model, optimizer), (other, reversed_optimizer)):
+        random_gradients(m, 1)
+        o.step()
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_one_training_step_lowers_the_loss():
+    model = tiny_model()
+    optimizer = make_optimizer(model)
+    idx = torch.randint(61, (4, 16), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for _ in range(5):
+        loss = model(idx, idx.roll(-1, 1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
