@@ -93,11 +93,13 @@ class Runtime:
         """Bytes that this process may still take: of the GPU, else its share of the machine's memory."""
         if self.device.type == "cuda":
             return torch.cuda.mem_get_info(self.device)[0]
-        if not hasattr(os, "sysconf"):  # Windows does not say; small enough for any machine
+        with contextlib.suppress(OSError, StopIteration):  # Linux: what is free or could be freed
+            lines = Path("/proc/meminfo").read_text().splitlines()
+            line = next(line for line in lines if line.startswith("MemAvailable"))
+            return int(line.split()[1]) * 1024 // self.world_size
+        if not hasattr(os, "sysconf"):  # Windows does not say; what any machine has
             return 4 * 2**30
-        names = os.sysconf_names
-        pages = os.sysconf("SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in names else "SC_PHYS_PAGES")
-        return pages * os.sysconf("SC_PAGE_SIZE") // self.world_size
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 // self.world_size
 
     def peak_memory(self) -> int:
         """Bytes: the most that was allocated on the GPU, else the most this process had resident."""
@@ -233,3 +235,4 @@ class StopSignal:
         if self.name == "SIGINT" and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name
+        os.write(2, f"\n{self.name}: finishing this step, then saving\n".encode())  # print() is not safe here

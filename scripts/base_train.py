@@ -118,9 +118,12 @@ with machine.main_first():  # the first process builds what is missing, the othe
 
 found = None  # the checkpoint this run goes on from
 if not plan:
-    with machine.main_first():
-        lock = checkpoint.lock_folder(run_path, say) if machine.is_main else None
-        found = checkpoint.find(run_path, resume if machine.is_main or resume != "never" else "auto", say)
+    if machine.is_main:
+        lock = checkpoint.lock_folder(run_path, say)  # held until this process ends
+        found = checkpoint.find(run_path, resume, say)
+    path = machine.gather(str(found.path) if found else None)[0]  # all processes take the same one
+    if path and not machine.is_main:
+        found = checkpoint.open_checkpoint(path, verify=False)
 resolved = found.state["resolved"] if found else {}  # what was found out at the run's first start, not again
 
 # ------------------------------------------------------------------------------------------------------
