@@ -1,0 +1,314 @@
+"""The rules from depth to everything else, each against its formula, and refusals whose advice works."""
+
+import math
+import re
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanochat import UserError, scaling
+from nanochat.gpt import GPT
+from nanochat.precision import autocast
+
+SIZES = {"aspect_ratio": 64, "head_dim": 128, "max_seq_len": 2048, "vocab_size": 32768, "window_pattern": "L"}
+FEW = settings(max_examples=60, deadline=None)
+MANY = settings(max_examples=300, deadline=None)
+
+
+def config(depth=4, **changes):
+    return scaling.model_config(depth, **{**SIZES, **changes})
+
+
+def horizon(model, num_iterations=-1, flops=-1.0, ratio=-1.0, batch=-1, flops_per_token=10**9):
+    return scaling.derive_horizon(model, num_iterations, flops, ratio, batch, flops_per_token)
+
+
+# ------------------------------------------------------------------------------------------------------
+# Width
+
+
+@given(st.integers(1, 60), st.integers(1, 200), st.integers(1, 128).map(lambda n: 2 * n))
+def test_width_is_depth_times_aspect_ratio_in_whole_heads(depth, aspect_ratio, head_dim):
+    model = config(depth, aspect_ratio=aspect_ratio, head_dim=head_dim)
+    assert model.head_dim == head_dim and model.width == model.num_heads * head_dim
+    assert 0 <= model.width - depth * aspect_ratio < head_dim
+
+
+@pytest.mark.parametrize(
+    "setting, value, says",
+    [
+        ("depth", 0, "depth is 0"),
+        ("aspect_ratio", -1, "aspect_ratio is -1"),
+        ("head_dim", 7, "even"),
+        ("head_dim", 0, "head_dim is 0"),
+        ("max_seq_len", 0, "max_seq_len is 0"),
+        ("max_seq_len", 10**9, "max_seq_len"),
+        ("window_pattern", "", "window_pattern"),
+        ("window_pattern", "LX", "window_pattern is 'LX'"),
+    ],
+)
+def test_sizes_that_no_model_can_have_are_refused_in_one_sentence(setting, value, says):
+    with pytest.raises(UserError, match=says) as refusal:
+        config(**{"depth": 4, setting: value})
+    assert "\n" not in str(refusal.value)
+
+
+def test_scaling_parameters_are_those_that_every_token_is_multiplied_with():
+    model = config(3, head_dim=64, vocab_size=100)
+    built = GPT(model)
+    linears = sum(m.weight.numel() for m in built.modules() if isinstance(m, torch.nn.Linear))
+    assert scaling.scaling_parameters(model) == linears
+    assert all(p.is_meta for p in scaling.on_meta(model).parameters())
+
+
+# ------------------------------------------------------------------------------------------------------
+# Horizon
+
+
+def test_the_first_positive_one_of_iterations_flops_and_ratio_decides():
+    model = config(4)
+    batch, parameters = 2**14, scaling.scaling_parameters(model)
+    given_steps = horizon(model, num_iterations=7, flops=1e18, ratio=20, batch=batch)
+    by_flops = horizon(model, flops=1e15, ratio=20, batch=batch)
+    by_ratio = horizon(model, ratio=20, batch=batch)
+    assert (given_steps.num_iterations, given_steps.tokens) == (7, 7 * batch)
+    assert by_flops.num_iterations == round(1e15 / 1e9 / batch)
+    assert by_ratio.num_iterations == round(20 * parameters / batch)
+    with pytest.raises(UserError, match="num_iterations"):
+        horizon(model, batch=batch)
+    assert horizon(model, flops=1.0, batch=batch).num_iterations == 1  # never none
+
+
+def test_every_horizon_says_why():
+    model = config(4)
+    assert "num_iterations" in horizon(model, num_iterations=7).reason
+    assert "FLOPs" in horizon(model, flops=1e15).reason
+    assert "parameters" in horizon(model, ratio=20).reason
+    assert horizon(model, ratio=20, batch=4096).batch_reason == "as asked for"
+    assert "0.383" in horizon(model, ratio=20).batch_reason
+
+
+def test_the_reference_model_at_its_own_horizon_gets_the_reference_batch():
+    reference = horizon(config(12), ratio=12)
+    assert reference.total_batch_size == scaling.REFERENCE_BATCH
+    tokens = 12 * scaling.scaling_parameters(config(12))
+    assert reference.d12_tokens == tokens
+    assert abs(reference.tokens - tokens) <= reference.total_batch_size / 2
+
+
+@FEW
+@given(st.floats(6, 13), st.sampled_from([64, 512, 2048, 3000]))
+def test_the_batch_grows_with_tokens_to_the_0_383_in_powers_of_two_rows(log_tokens, T):
+    tokens, d12_tokens = 10**log_tokens, 1.3e9
+    batch = scaling.best_batch(tokens, d12_tokens, T)
+    rows = batch / T
+    assert rows == 2 ** round(math.log2(rows)) and rows >= 1
+    exact = 2**19 * (tokens / d12_tokens) ** 0.383
+    assert rows == 1 or abs(math.log2(batch / exact)) <= 0.5 + 1e-9
+    assert scaling.best_batch(2 * tokens, d12_tokens, T) >= batch
+
+
+@FEW
+@given(st.integers(1, 10**6), st.sampled_from([64, 512, 2048]))
+def test_with_the_steps_given_the_batch_is_the_best_one_for_the_tokens_it_makes(steps, T):
+    d12_tokens = 1.3e9
+    low, high = 1.0, 1e12  # B = 2^19 (steps B / d12_tokens)^0.383 has one solution: bisect for it
+    for _ in range(200):
+        middle = math.sqrt(low * high)
+        grows = 2**19 * (steps * middle / d12_tokens) ** 0.383 > middle
+        low, high = (middle, high) if grows else (low, middle)
+    batch = scaling.best_batch_for_iterations(steps, d12_tokens, T)
+    assert batch == T or abs(math.log2(batch / low)) <= 0.5 + 1e-6
+    assert batch >= T and batch % T == 0
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.floats(0.1, 100), st.integers(1, 16))
+def test_more_tokens_a_parameter_or_more_depth_never_mean_fewer_tokens(ratio, depth):
+    small = horizon(config(depth), ratio=ratio, batch=2048)
+    assert horizon(config(depth), ratio=2 * ratio, batch=2048).tokens >= small.tokens
+    assert horizon(config(depth + 1), ratio=ratio, batch=2048).tokens >= small.tokens
+
+
+# ------------------------------------------------------------------------------------------------------
+# Batch: refusals offer numbers that are then taken
+
+
+def numbers_offered(refusal):
+    offer = re.search(r"use (.+)$", str(refusal.value)).group(1)
+    return [int(n) for n in offer.split(" or ")]
+
+
+@pytest.mark.parametrize("batch", [0, -2, -4096])
+def test_a_batch_of_no_tokens_is_refused(batch):
+    with pytest.raises(UserError, match=f"total_batch_size is {batch}; give"):
+        horizon(config(2), num_iterations=5, batch=batch)
+
+
+@MANY
+@given(
+    st.one_of(st.integers(1, 20_000), st.integers(1, 40).map(lambda n: 512 * n)),
+    st.sampled_from([1, 7, 512, 2048]),
+    st.one_of(st.just(-1), st.integers(1, 40)),
+    st.integers(1, 9),
+)
+def test_batches_that_do_not_come_out_even_are_refused_with_some_that_do(batch, T, device_rows, world_size):
+    unit = T * world_size * max(1, device_rows)
+    if batch % unit == 0:
+        rows = scaling.rows_per_process(batch, T, device_rows, world_size)
+        assert rows * world_size * T == batch and rows % max(1, device_rows) == 0
+        return
+    with pytest.raises(UserError, match=f"{batch} is not a multiple of .* = {unit}") as refusal:
+        scaling.rows_per_process(batch, T, device_rows, world_size)
+    for n in numbers_offered(refusal):
+        assert scaling.rows_per_process(n, T, device_rows, world_size) * world_size * T == n
+
+
+def test_the_sentence_of_the_design_page():
+    with pytest.raises(UserError) as refusal:
+        scaling.rows_per_process(5000, 512, 4, 2)
+    assert str(refusal.value) == (
+        "total_batch_size 5000 is not a multiple of device_batch_size x max_seq_len x processes = 4096; "
+        "use 4096 or 8192"
+    )
+
+
+@pytest.mark.parametrize("device_rows", [0, -2])
+def test_a_device_batch_of_no_rows_is_refused(device_rows):
+    with pytest.raises(UserError, match=f"device_batch_size is {device_rows}"):
+        scaling.rows_per_process(4096, 512, device_rows, 1)
+
+
+# ------------------------------------------------------------------------------------------------------
+# Rates
+
+
+def test_rates_and_decay_hold_as_they_stand_at_the_reference_and_follow_their_formulas():
+    assert scaling.batch_rate_scale(2**19) == scaling.adam_width_scale(768) == 1
+    assert scaling.scaled_weight_decay(0.2, 2**19, 1e9, 1e9) == 0.2
+    for batch in (2**12, 2**17, 2**21):
+        assert scaling.batch_rate_scale(batch) == pytest.approx((batch / 2**19) ** 0.5)
+        assert scaling.adam_width_scale(batch) == pytest.approx((768 / batch) ** 0.5)
+
+
+@given(st.sampled_from([2**11, 2**15, 2**20]), st.floats(1e6, 1e12))
+def test_weight_decay_forgets_over_the_same_share_of_any_run(batch, tokens):
+    """AdamW averages over 1 / (rate x decay) steps; as a share of the run's steps that is to stay."""
+
+    def share(batch, tokens):
+        rate = 0.02 * scaling.batch_rate_scale(batch)
+        decay = scaling.scaled_weight_decay(0.28, batch, tokens, 1.3e9)
+        return 1 / (rate * decay) / (tokens / batch)
+
+    assert share(batch, tokens) == pytest.approx(share(2**19, 1.3e9))
+
+
+# ------------------------------------------------------------------------------------------------------
+# Schedules
+
+RUN = {
+    "num_iterations": st.integers(1, 3000),
+    "warmup_steps": st.integers(-1, 400),
+    "warmdown_ratio": st.floats(0, 1),
+    "final_lr_frac": st.floats(0, 1),
+}
+
+
+@MANY
+@given(**RUN)
+def test_the_learning_rate_has_no_jumps_in_a_run_of_any_length(
+    num_iterations, warmup_steps, warmdown_ratio, final_lr_frac
+):
+    def multiplier(step):
+        return scaling.lr_multiplier(step, num_iterations, warmup_steps, warmdown_ratio, final_lr_frac)
+
+    warmdown = warmdown_ratio * num_iterations
+    rise = 1 / warmup_steps if warmup_steps > 0 else 0
+    fall = (1 - final_lr_frac) / max(1, warmdown) if warmdown > 0 else 0
+    values = [multiplier(step) for step in range(num_iterations + 1)]
+    for step, (now, then) in enumerate(pairwise(values)):
+        assert -fall - 1e-9 <= then - now <= rise + 1e-9
+        assert 0 <= now <= 1
+        if step + 1 >= warmup_steps and num_iterations - step >= warmdown:
+            assert now == pytest.approx(1)
+    if warmup_steps <= num_iterations and warmdown > 0:
+        assert values[-1] == pytest.approx(final_lr_frac)
+    if warmup_steps > 0:
+        assert values[0] <= rise + 1e-9
+
+
+@MANY
+@given(st.integers(1, 3000))
+def test_muons_momentum_rises_evenly_and_stays(num_iterations):
+    values = [scaling.muon_momentum(step, num_iterations) for step in range(num_iterations)]
+    ramp = min(300, max(1, num_iterations / 3))
+    assert values[0] == pytest.approx(0.85)
+    assert all(0 <= b - a <= 0.1 / ramp + 1e-9 for a, b in pairwise(values))
+    assert all(v == pytest.approx(0.95) for step, v in enumerate(values) if step >= ramp)
+
+
+@given(st.integers(1, 3000))
+def test_weight_decay_falls_evenly_to_zero(num_iterations):
+    assert scaling.weight_decay_multiplier(0, num_iterations) == 1
+    assert scaling.weight_decay_multiplier(num_iterations, num_iterations) == 0
+    assert scaling.weight_decay_multiplier(num_iterations // 2, num_iterations) == pytest.approx(
+        1 - num_iterations // 2 / num_iterations
+    )
+
+
+# ------------------------------------------------------------------------------------------------------
+# Memory
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_expected_memory_is_within_a_factor_of_two_of_what_autograd_keeps(dtype):
+    model_config = config(4, max_seq_len=256, vocab_size=2048)
+    model = GPT(model_config)
+    model.init_weights()
+    parameters = {p.data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    idx = torch.zeros(2, 256, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast(idx.device, dtype):
+        loss = model(idx, idx)
+    measured = sum(storage.nbytes() for storage in kept.values())
+    del loss
+    weights = scaling.training_bytes(model_config, 0, dtype)
+    assert weights == 16 * sum(p.numel() for p in model.parameters())
+    expected = scaling.training_bytes(model_config, idx.numel(), dtype) - weights
+    assert measured / 2 < expected < 2 * measured
+
+
+def test_more_tokens_depth_or_bits_need_more_memory_and_chunks_of_the_loss_less():
+    def need(depth=4, tokens=4096, dtype=torch.bfloat16, chunk=0):
+        return scaling.training_bytes(config(depth), tokens, dtype, chunk)
+
+    assert need() < need(tokens=8192) < need(tokens=8192, dtype=torch.float32)
+    assert need() < need(depth=5)
+    assert need(chunk=512) < need(chunk=1024) < need() == need(chunk=10**6)
+
+
+@FEW
+@given(st.integers(1, 96), st.integers(0, 2**18), st.floats(0, 12))
+def test_the_automatic_device_batch_divides_the_rows_and_fits(rows, most_tokens, log_gigabytes):
+    model, memory = config(2, max_seq_len=512, vocab_size=512), int(2**log_gigabytes * 1e7)
+    picked = scaling.pick_device_batch_size(rows, model, torch.float32, memory, most_tokens)
+    assert rows % picked == 0
+
+    def fits(n):
+        return (
+            n * 512 <= most_tokens and scaling.training_bytes(model, n * 512, torch.float32) <= 0.8 * memory
+        )
+
+    larger = [n for n in range(picked + 1, rows + 1) if rows % n == 0]
+    assert not any(fits(n) for n in larger)
+    assert fits(picked) or picked == 1
