@@ -3,6 +3,7 @@
 import contextlib
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -17,12 +18,14 @@ import torch.distributed as dist
 from nanochat import UserError
 
 # Dense 16-bit matrix multiplication with float32 accumulation, in TFLOP/s, from the makers' data sheets.
-# The first name that stands in torch.cuda.get_device_name() decides; others are measured.
+# The first name that stands as a word in torch.cuda.get_device_name() decides; others are measured.
 DATA_SHEET_TFLOPS = [
     ("GB200", 2500),
     ("B200", 2250),
+    ("GH200", 989),
     ("H200", 989),
     ("H100 PCIe", 756),
+    ("H100 NVL", 835),
     ("H100", 989),
     ("A100", 312),
     ("L40S", 362),
@@ -102,11 +105,13 @@ class Runtime:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 // self.world_size
 
     def peak_memory(self) -> int:
-        """Bytes: the most that was allocated on the GPU, else the most this process had resident."""
+        """Bytes: the most allocated on the GPU, else the most this process had resident (0: unknown)."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        import resource  # not on Windows
-
+        try:
+            import resource
+        except ImportError:  # Windows
+            return 0
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -124,7 +129,7 @@ def start(device_type: str, seed: int) -> Runtime:
     have = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if device_type == "auto":
         device_type = next(name for name, there in have.items() if there)
-    if not have[device_type]:
+    if not have.get(device_type):
         there = ", ".join(name for name, yes in have.items() if yes)
         raise UserError(f"device_type {device_type} is not available here; this machine has: {there}")
     rank, local_rank, world_size = (
@@ -159,7 +164,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     if device.type == "cuda" and dtype != torch.float32:
         name = torch.cuda.get_device_name(device)
         for part, tflops in DATA_SHEET_TFLOPS:
-            if part in name:
+            if re.search(rf"\b{part}\b", name):  # "A40" is not in "RTX A4000"
                 return tflops * 1e12, f"data sheet of {part}"
     side = 8192 if device.type == "cuda" else 2048 if dtype != torch.float16 or device.type != "cpu" else 512
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
