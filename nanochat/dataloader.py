@@ -17,8 +17,6 @@ import queue
 import threading
 import time
 import weakref
-from bisect import bisect_right, insort
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -27,12 +25,9 @@ import torch
 
 from nanochat import UserError
 from nanochat.dataset import RowGroups, iterate_documents
+from nanochat.lanes import open_lanes
 from nanochat.tokenizer import Tokenizer
 
-BUFFER_PIECES = 32  # pieces that a lane chooses from: best fit wastes little, state and restore stay small
-BUFFER_ROWS = 64  # rows' worth of tokens at which a lane waits with more: documents may be very long
-MAX_BARREN_EPOCHS = 16  # in a row, of a lane, before it is told that it has no text
-GROUPS_PER_LANE = 8  # with at least so many row groups a lane takes whole ones, else every lane-th document
 STEPS_AHEAD = 2  # steps that the background thread prepares
 
 
@@ -130,7 +125,7 @@ class TrainLoader:
     @property
     def epoch(self) -> int:
         """The earliest epoch that a lane of this process is in, from 0."""
-        return min(position["epoch"] for position in self.state()["lanes"].values())
+        return min(_as_json(position)["epoch"] for position in self._handed_out.values())
 
     def state(self) -> dict:
         """Position after the last complete step handed out, of this process's lanes; JSON-able."""
@@ -211,7 +206,7 @@ def _produce(packer: tuple, free: queue.SimpleQueue, ready: queue.SimpleQueue) -
     """Fill free buffers with steps until a None comes; an exception is handed over in place of a step."""
     try:
         groups, tokenizer, *rest = packer
-        lanes = _open_lanes(groups, tokenizer.copy(), *rest)
+        lanes = open_lanes(groups, tokenizer.copy(), *rest)
         while (item := free.get()) is not None:
             buffer, copied = item
             if copied is not None:
@@ -232,215 +227,6 @@ def _stop(thread: threading.Thread, free: queue.SimpleQueue) -> None:
         free.put(None)
     if thread is not threading.current_thread():
         thread.join()
-
-
-# -- lanes
-
-
-class Lane:
-    """One lane: packs the documents of its feed into rows.
-
-    `pieces` is sorted: (slots with <|bos|>, -serial, document number, first token, tokens). Comparisons end
-    at the serial, which is unique; among equally long pieces the oldest is the last.
-    """
-
-    def __init__(self, number: int, feed: "Feed", tokenizer: Tokenizer, row_tokens: int, position: dict):
-        self.number = number
-        self.epoch = position["epoch"]
-        self.taken = position["taken"]  # documents of this epoch that have been tokenized
-        self.pieces: list[tuple] = []
-        self._feed = feed
-        self._encode = tokenizer.encode
-        self._bos = tokenizer.bos_id
-        self._room = BUFFER_ROWS * row_tokens  # tokens that may still be buffered
-        self._exhausted = False  # every document of the epoch is taken
-        self._barren = 0  # epochs in a row that held no token
-        self._age = 0
-
-    def add(self, document: int, first: int, tokens: np.ndarray) -> None:
-        """Put a document's tokens from `first` on into the buffer."""
-        if len(tokens) > first:
-            self._age += 1
-            tokens = tokens[first:]
-            insort(self.pieces, (len(tokens) + 1, -self._age, document, first, tokens))
-            self._room -= len(tokens)
-
-    def fill(self, row: np.ndarray) -> None:
-        """Write the lane's next row: pieces by best fit, the last one cut where it does not fit."""
-        pieces, at, space = self.pieces, 0, len(row)
-        while space:
-            if not pieces or (not self._exhausted and self._room > 0 and len(pieces) < BUFFER_PIECES):
-                self._refill()
-            fitting = bisect_right(pieces, (space, 1))
-            if fitting:
-                size, _, _, _, tokens = pieces.pop(fitting - 1)
-                row[at] = self._bos
-                row[at + 1 : at + size] = tokens
-                self._room += size - 1
-            else:
-                size = space
-                row[at] = self._bos  # alone where space is 1: a target, and no document token is spent
-                if size > 1:
-                    self._cut(row[at + 1 :])
-            at += size
-            space -= size
-
-    def _cut(self, gap: np.ndarray) -> None:
-        """Fill the gap from the longest piece: long documents take turns, which mixes the batches."""
-        slots, age, document, first, tokens = self.pieces.pop()
-        n = len(gap)
-        gap[:] = tokens[:n]
-        insort(self.pieces, (slots - n, age, document, first + n, tokens[n:]))
-        self._room += n
-
-    def _refill(self) -> None:
-        """Take documents until the buffer is full; those of the next epoch only when it is empty."""
-        if self._exhausted:
-            self._next_epoch()
-        while self._room > 0 and len(self.pieces) < BUFFER_PIECES:
-            item = self._feed.next(self.number)
-            if item is not None:
-                self.taken += 1
-                self.add(item[0], 0, self._encode(item[1]))
-            elif self.pieces:
-                self._exhausted = True
-                return
-            else:
-                self._next_epoch()
-
-    def _next_epoch(self) -> None:
-        self.epoch, self.taken, self._exhausted = self.epoch + 1, 0, False
-        self._barren += 1
-        if self._barren > MAX_BARREN_EPOCHS:
-            raise UserError(
-                f"row {self.number} of the batch gets documents without any text only; "
-                "use a smaller total_batch_size or data with more text"
-            )
-
-
-class Feed:
-    """The documents of an epoch in its order, dealt to the lanes served here; every row group is read once.
-
-    `lanes` maps the lane numbers served to their share: the running document numbers r of an epoch with
-    r mod `stride` == share. `start` maps them to (epoch, documents of it already taken).
-    """
-
-    def __init__(self, groups: RowGroups, seed: int, order, stride: int, shares: dict, start: dict):
-        self._groups = groups
-        self._seed = seed
-        self._order = order  # epoch -> its row groups
-        self._stride = stride
-        self._shares = shares
-        self._start = start
-        self._first_document = np.concatenate([[0], np.cumsum(groups.sizes)])
-        self._queues: dict[int, deque] = {lane: deque() for lane in shares}
-        self._epoch = min(epoch for epoch, _ in start.values())
-        self._begin_epoch()
-        behind = [lane for lane, (epoch, _) in start.items() if epoch == self._epoch]
-        running = min(start[lane][1] * stride + shares[lane] for lane in behind)
-        while self._at < len(self._groups_now) and self._running + self._size_now() <= running:
-            self._running += self._size_now()
-            self._at += 1
-
-    def next(self, lane: int) -> tuple[int, str] | None:
-        """The lane's next (document number, text); None once at the end of every epoch."""
-        mine = self._queues[lane]
-        while not mine:
-            self._deal()
-        return mine.popleft()
-
-    def _begin_epoch(self) -> None:
-        self._groups_now = self._order(self._epoch)
-        self._at = 0  # index of the next row group
-        self._running = 0  # documents of the epoch before it
-
-    def _size_now(self) -> int:
-        return self._groups.sizes[self._groups_now[self._at]]
-
-    def _deal(self) -> None:
-        """Read one row group, or end the epoch, and give each lane what it does not have yet."""
-        if self._at == len(self._groups_now):
-            for lane, waiting in self._queues.items():
-                if self._epoch >= self._start[lane][0]:
-                    waiting.append(None)
-            self._epoch += 1
-            self._begin_epoch()
-            return
-        group = self._groups_now[self._at]
-        texts = self._groups.read(group)
-        shuffled = _permutation(len(texts), self._seed, self._epoch, group + 1).tolist()
-        first_document = int(self._first_document[group])
-        for lane, share in self._shares.items():
-            epoch, taken = self._start[lane]
-            if self._epoch < epoch:
-                continue
-            skip = (share - self._running) % self._stride
-            if self._epoch == epoch:  # running numbers below this one were taken before the restart
-                skip += max(0, taken * self._stride + share - (self._running + skip))
-            self._queues[lane].extend((first_document + i, texts[i]) for i in shuffled[skip :: self._stride])
-        self._running += len(texts)
-        self._at += 1
-
-
-def _open_lanes(
-    groups: RowGroups,
-    tokenizer: Tokenizer,
-    rows_per_step: int,
-    seed: int,
-    lanes: Sequence[int],
-    positions: list[dict],
-    row_tokens: int,
-) -> list[Lane]:
-    """The lanes at their positions. One feed serves them all, or each has its own where groups are many."""
-
-    def order(epoch: int) -> list[int]:
-        return _permutation(len(groups.sizes), seed, epoch, 0).tolist()
-
-    start = {lane: (p["epoch"], p["taken"]) for lane, p in zip(lanes, positions, strict=True)}
-    if len(groups.sizes) >= GROUPS_PER_LANE * rows_per_step:
-        feeds = {
-            lane: Feed(
-                groups,
-                seed,
-                lambda epoch, lane=lane: order(epoch)[lane::rows_per_step],
-                1,
-                {lane: 0},
-                {lane: start[lane]},
-            )
-            for lane in lanes
-        }
-    else:
-        feed = Feed(groups, seed, order, rows_per_step, {lane: lane for lane in lanes}, start)
-        feeds = dict.fromkeys(lanes, feed)
-    opened = [
-        Lane(lane, feeds[lane], tokenizer, row_tokens, position)
-        for lane, position in zip(lanes, positions, strict=True)
-    ]
-    _restore_pieces(opened, groups, tokenizer, positions)
-    return opened
-
-
-def _restore_pieces(
-    lanes: list[Lane], groups: RowGroups, tokenizer: Tokenizer, positions: list[dict]
-) -> None:
-    """Tokenize again the documents that the lanes' pieces come from, reading every row group once."""
-    wanted = sorted({document for position in positions for document, _ in position["pieces"]})
-    first_document = np.concatenate([[0], np.cumsum(groups.sizes)])
-    tokens, group, texts = {}, -1, []
-    for document in wanted:
-        at = int(np.searchsorted(first_document, document, side="right")) - 1
-        if at != group:
-            group, texts = at, groups.read(at)
-        tokens[document] = tokenizer.encode(texts[document - int(first_document[at])])
-    for lane, position in zip(lanes, positions, strict=True):
-        for document, first in position["pieces"]:
-            lane.add(document, first, tokens[document])
-
-
-def _permutation(n: int, *seeds: int) -> np.ndarray:
-    """A permutation fixed by the seeds. numpy promises its raw bits for ever, but not its shuffles."""
-    bits = np.random.PCG64(np.random.SeedSequence([seed % 2**64 for seed in seeds])).random_raw(n)
-    return np.argsort(bits, kind="stable")
 
 
 # -- validation
@@ -494,10 +280,12 @@ def validation_batches(
     device: str | torch.device = "cpu",
 ) -> ValidationBatches:
     """Tokenize the validation documents, the first `eval_tokens` tokens of them (-1: all)."""
+    if eval_tokens != -1 and eval_tokens < 1:
+        raise UserError(f"eval_tokens {eval_tokens} scores nothing; use -1 (all) or a positive number")
     tokens, windows, total = [], [], 0
     for text in iterate_documents(shards):
         document = tokenizer.encode(text)
-        if eval_tokens >= 0:
+        if eval_tokens > 0:
             document = document[: eval_tokens - total]
         tokens.append(document.astype(np.int32))
         for first in range(0, len(document), max_seq_len):

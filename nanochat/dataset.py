@@ -65,11 +65,13 @@ def iterate_documents(shards: Sequence[Path]) -> Iterator[str]:
 class RowGroups:
     """Random access to the row groups of shards, numbered in the order given; empty ones are left out.
 
-    `sizes[g]` is the number of documents of group g; `read(g)` gives their texts (a null is an empty text).
+    `sizes[g]` is the number of documents of group g and `starts[g]` the number of those before it;
+    `starts[-1]` is the number of all. `read(g)` gives a group's texts (a null is an empty text).
     """
 
     def __init__(self, shards: Sequence[Path]):
         self.sizes: list[int] = []
+        self.starts = [0]
         self._places: list[tuple[Path, int]] = []
         for shard in shards:
             metadata = _read_footer(Path(shard)).metadata
@@ -77,6 +79,7 @@ class RowGroups:
                 if rows := metadata.row_group(i).num_rows:
                     self._places.append((Path(shard), i))
                     self.sizes.append(rows)
+                    self.starts.append(self.starts[-1] + rows)
 
     def read(self, group: int) -> list[str]:
         shard, i = self._places[group]
