@@ -1,0 +1,139 @@
+"""Which dtype is chosen on which device, and that parameters, gradients and optimizer state stay float32."""
+
+import pytest
+import torch
+
+from nanochat import UserError, precision
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.optim import MuonAdamW, parameter_groups
+
+CPU, CUDA, MPS = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps")
+RATES = {"embedding_lr": 0.1, "unembedding_lr": 0.01, "matrix_lr": 0.02, "scalar_lr": 0.3}
+
+
+@pytest.mark.parametrize(
+    "capability, expected",
+    [
+        ((6, 1), torch.float16),
+        ((7, 0), torch.float16),
+        ((7, 5), torch.float16),
+        ((8, 0), torch.bfloat16),
+        ((8, 9), torch.bfloat16),
+        ((9, 0), torch.bfloat16),
+        ((10, 0), torch.bfloat16),
+    ],
+)
+def test_auto_on_cuda_is_bfloat16_from_compute_capability_8_and_float16_before(
+    capability, expected, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    dtype, reason = precision.resolve_dtype("auto", CUDA)
+    assert dtype == expected
+    assert "{}.{}".format(*capability) in reason
+
+
+def test_bfloat16_on_an_older_gpu_is_refused_with_what_to_use(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    with pytest.raises(UserError, match=r"8\.0, this GPU has 7\.0; use --dtype=float16 or --dtype=float32"):
+        precision.resolve_dtype("bfloat16", CUDA)
+    assert precision.resolve_dtype("float16", CUDA)[0] == torch.float16
+    assert precision.resolve_dtype("float32", CUDA)[0] == torch.float32
+
+
+@pytest.mark.parametrize(
+    "cpuinfo, native",
+    [
+        ("flags\t\t: fpu sse2 avx512f avx512_bf16 sha\n", True),
+        ("flags\t\t: fpu amx_bf16 amx_tile\n", True),
+        ("Features\t: fp asimd i8mm bf16 dgh\n", True),
+        ("flags\t\t: fpu sse2 avx2 avx512f avx512_vnni\n", False),
+        (OSError(), False),  # macOS and Windows have no such file
+    ],
+)
+def test_auto_on_a_cpu_is_bfloat16_where_the_instruction_set_has_it(cpuinfo, native, monkeypatch):
+    class Cpuinfo:
+        def __init__(self, path):
+            assert path == "/proc/cpuinfo"
+
+        def read_text(self):
+            if isinstance(cpuinfo, OSError):
+                raise cpuinfo
+            return cpuinfo
+
+    monkeypatch.setattr(precision, "Path", Cpuinfo)
+    dtype, reason = precision.resolve_dtype("auto", CPU)
+    assert dtype == (torch.bfloat16 if native else torch.float32)
+    assert ("without" in reason) != native
+
+
+def test_auto_on_mps_is_float32():
+    assert precision.resolve_dtype("auto", MPS)[0] == torch.float32
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
+def test_a_dtype_asked_for_is_taken(name):
+    assert precision.resolve_dtype(name, CPU) == (getattr(torch, name), "as asked for")
+
+
+def test_autocast_computes_in_the_dtype_and_float32_is_left_alone():
+    x = torch.randn(4, 4)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        with precision.autocast(CPU, dtype):
+            assert (x @ x).dtype == dtype
+            assert torch.is_autocast_enabled("cpu") == (dtype != torch.float32)
+
+
+def make_model():
+    model = GPT(GPTConfig(depth=2, width=32, num_heads=2, vocab_size=61, max_seq_len=16))
+    model.init_weights(torch.Generator().manual_seed(0))
+    return model, MuonAdamW(parameter_groups(model, RATES, weight_decay=0.1), muon_dtype=torch.bfloat16)
+
+
+def train_one_step(model, optimizer, scaler, dtype, factor=1.0):
+    idx = torch.randint(61, (4, 16), generator=torch.Generator().manual_seed(0))
+    with precision.autocast(CPU, dtype):
+        logits, loss = model(idx), model(idx, idx.roll(-1, 1))
+    scaler.scale(loss * factor).backward()
+    scaler.unscale_(optimizer)
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return logits, loss, gradients
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_training_step_keeps_everything_that_lasts_in_float32(dtype):
+    model, optimizer = make_model()
+    scaler = precision.make_scaler(CPU, dtype)
+    for _ in range(2):  # the second step has gradients everywhere
+        logits, loss, gradients = train_one_step(model, optimizer, scaler, dtype)
+        assert logits.dtype == loss.dtype == torch.float32
+        assert {g.dtype for g in gradients.values()} == {torch.float32}
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert {s.dtype for s in optimizer.named_state().values()} == {torch.float32}
+
+
+def test_the_scaler_works_in_float16_alone_and_passes_everything_through_otherwise():
+    gradients = {}
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        model, optimizer = make_model()
+        scaler = precision.make_scaler(CPU, dtype)
+        assert scaler.is_enabled() == (dtype == torch.float16)
+        *_, gradients[dtype] = train_one_step(model, optimizer, scaler, dtype)
+    for dtype in (torch.float16, torch.bfloat16):  # unscaled, they are the gradients of float32, roughly
+        for name, exact in gradients[torch.float32].items():
+            if exact.ndim == 2:  # the scalars' are sums that nearly cancel
+                assert (gradients[dtype][name] - exact).norm() <= 0.05 * exact.norm(), name
+
+
+@pytest.mark.parametrize("factor", [1.0, torch.inf])
+def test_the_scaler_skips_a_step_that_overflowed_and_lowers_its_scale(factor):
+    model, optimizer = make_model()
+    scaler = precision.make_scaler(CPU, torch.float16)
+    before, scale = model.head.weight.detach().clone(), scaler.get_scale()
+    train_one_step(model, optimizer, scaler, torch.float16, factor)
+    overflowed = factor == torch.inf
+    assert torch.equal(model.head.weight, before) == overflowed
+    assert (scaler.get_scale() < scale) == overflowed
+    assert bool(optimizer.named_state()) != overflowed
