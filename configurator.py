@@ -164,8 +164,9 @@ def _read_arguments(argv, declared, errors):
         following = rest[-1] if rest else "--"
         if not argument.startswith("-"):
             files.append(argument)
-        elif not equals and name not in declared and name.removeprefix("no_") in switches:
+        elif name not in declared and name.removeprefix("no_") in switches:
             given.append((name.removeprefix("no_"), ast.Constant(False), "command line", key))
+            errors += [f"{key} takes no value"] if equals else []
         elif name not in declared:
             near = _near(key.strip("-").replace("-", "_"), [*declared, *(f"no_{s}" for s in switches)], "--")
             errors.append(f"unknown setting {_show(key)}{near}")
@@ -214,7 +215,7 @@ def _expression(text, kind):
     for word in (text, text.lower()):
         if word in words:
             return ast.Constant(words[word])
-    if str not in kind and re.fullmatch(r"[-+.(0-9][-+*/.()0-9a-fA-FxX_ ]{,99}", text):
+    if str not in kind and re.fullmatch(r"[-+.(0-9][-+*/.()0-9a-fA-FxX_ ]{,999}", text):
         with contextlib.suppress(SyntaxError):
             return _parse(text, "eval")
     return ast.Constant(text)
@@ -276,7 +277,7 @@ def _show(value):
 
 
 def _near(name, names, dashes=""):
-    close = difflib.get_close_matches(name.lower(), names, 1)
+    close = difflib.get_close_matches(name.lower(), names, 1, 0.7)
     return f"; did you mean {dashes}{close[0]}?" if close else ""
 
 
@@ -285,14 +286,14 @@ def _help_page(globals_, declared, values):
     module = getattr(globals_.get("__spec__"), "name", None)
     command = f"python -m {module}" if module else f"python {os.path.basename(globals_['__file__'])}"
     lines = [globals_.get("__doc__") or "", f"usage: {command} [CONFIG_FILE ...] [--setting=value ...]"]
-    left = {name: f"  --{name}={_show(values[name])}  " for name in declared}
-    column, group = min(width // 2, max(map(len, left.values()), default=0)), ""
+    left = {name: f"  --{name}={_show(values[name])}" for name in declared}
+    column, group = min(width // 2, 2 + max(map(len, left.values()), default=0)), ""
     for name, setting in declared.items():
         lines += ["", setting.group] if setting.group != group else []
-        group = setting.group
+        group, indent = setting.group, "\n" + " " * column
         text = textwrap.wrap(f"{setting.help} ({_describe(setting.kind)})".strip(), width - column)
-        indent = "\n" + " " * column
-        lines.append(left[name].ljust(column) + indent * (len(left[name]) > column) + indent.join(text))
+        first = left[name].ljust(column) if len(left[name]) < column else left[name] + indent
+        lines.append(first + indent.join(text))
     return "\n".join(lines).strip()
 
 
