@@ -1,0 +1,307 @@
+"""The machine: device and dtype peaks, signals, and what two processes tell each other."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanochat import UserError, runtime
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parent.parent
+
+
+def python(code, *arguments, **variables):
+    """A child that runs `code` with this project on its path; its output is read through pipes."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------
+# Device and seed
+
+
+def test_a_device_that_is_not_here_is_refused_with_those_that_are(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("cuda", "mps", "tpu"):
+        with pytest.raises(UserError, match=f"device_type {name} is not available here; .*cpu"):
+            runtime.start(name, seed=0)
+
+
+def test_auto_takes_cuda_before_mps_before_cpu(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert runtime.start("auto", seed=0).device == CPU
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert runtime.start("auto", seed=0).device.type == "mps"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert runtime.start("auto", seed=0).device == torch.device("cuda", 1)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(UserError, match="3 processes on this machine but it has 2 GPUs; lower"):
+        runtime.start("auto", seed=0)
+
+
+def test_the_seed_decides_what_is_drawn():
+    drawn = []
+    for seed in (1, 2, 1):
+        runtime.start("cpu", seed)
+        drawn.append(torch.rand(3).tolist())
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
+def test_a_process_alone_is_the_main_one_and_its_sums_are_its_own(capsys):
+    machine = runtime.start("cpu", seed=0)
+    assert machine.is_main and machine.world_size == 1
+    assert machine.sum([1.5, 2]) == [1.5, 2]
+    assert machine.gather({"a": 1}) == [{"a": 1}]
+    with machine.main_first():
+        machine.print("hello")
+    machine.synchronize()
+    machine.close()
+    assert capsys.readouterr().out == "hello\n"
+
+
+def test_memory_is_counted_in_bytes_and_shared_among_processes():
+    alone, four = runtime.Runtime(CPU), runtime.Runtime(CPU, world_size=4)
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 2**24 < alone.free_memory() <= physical
+    assert four.free_memory() == pytest.approx(alone.free_memory() / 4, rel=0.2)
+    block = torch.ones(2**26)  # 256 MiB, touched
+    assert block.nbytes < alone.peak_memory() < physical
+
+
+# ------------------------------------------------------------------------------------------------------
+# Two processes
+
+TWO = """
+import json, sys, time
+from pathlib import Path
+import torch
+from nanochat import runtime
+from nanochat.evaluate import bits_per_byte
+from nanochat.gpt import GPT, GPTConfig
+
+folder = Path(sys.argv[1])
+machine = runtime.start("cpu", seed=0)
+out = {"world_size": machine.world_size}
+out["sum"] = machine.sum([machine.rank + 0.5, 2.0**40 + machine.rank])
+out["gather"] = machine.gather({"rank": machine.rank, "text": "x" * (10 + machine.rank)})
+machine.print("only once")
+for turn in range(2):
+    with machine.main_first():
+        if machine.is_main:
+            time.sleep(0.3)
+            (folder / f"built{turn}").touch()
+        out[f"found{turn}"] = (folder / f"built{turn}").exists()
+
+model = GPT(GPTConfig(1, 32, 2, 50, 8))
+model.init_weights(torch.Generator().manual_seed(0))
+model.head.weight.data.normal_(generator=torch.Generator().manual_seed(1))
+rows = torch.randint(50, (6, 8), generator=torch.Generator().manual_seed(2))
+targets = torch.randint(50, (6, 8), generator=torch.Generator().manual_seed(3))
+targets[0, 3:] = -1
+token_bytes, alone = torch.arange(50), runtime.Runtime(machine.device)
+shares = rows[: 2] if machine.is_main else rows[2:], targets[: 2] if machine.is_main else targets[2:]
+out["shared"] = bits_per_byte(model, [shares], token_bytes, torch.float32, machine)
+out["alone"] = bits_per_byte(model, [(rows, targets)], token_bytes, torch.float32, alone)
+(folder / f"rank{machine.rank}.json").write_text(json.dumps(out))
+machine.close()
+"""
+
+
+def test_two_processes_sum_gather_and_wait_for_the_first(tmp_path):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    children = [
+        python(
+            TWO,
+            tmp_path,
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [child.communicate(timeout=90) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    assert [child.returncode for child in children] == [0, 0], outputs
+    assert [out for out, _ in outputs] == ["only once\n", ""]
+    for rank in range(2):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert found["world_size"] == 2
+        assert found["sum"] == [2.0, 2.0**41 + 1]
+        assert found["gather"] == [{"rank": 0, "text": "x" * 10}, {"rank": 1, "text": "x" * 11}]
+        assert found["found0"] and found["found1"], "the second process did not wait"
+        assert found["shared"] == pytest.approx(found["alone"], rel=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------
+# Signals
+
+WAITER = """
+import os, time
+from nanochat.runtime import StopSignal
+stop = StopSignal()
+print("ready", flush=True)
+seen = ""
+try:
+    while True:
+        if stop.name != seen:
+            seen = stop.name
+            print(seen, flush=True)
+        time.sleep(0.01)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+def test_signals_are_remembered_and_a_second_sigint_stops_at_once():
+    child = python(WAITER)
+    try:
+        assert child.stdout.readline() == "ready\n"
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            child.send_signal(number)
+            assert child.stdout.readline().strip() == number.name
+        child.send_signal(signal.SIGTERM)  # a scheduler's second notice is no second Ctrl-C
+        assert child.stdout.readline() == "SIGTERM\n"
+        child.send_signal(signal.SIGINT)
+        assert child.stdout.readline() == "SIGINT\n"
+        child.send_signal(signal.SIGINT)
+        assert child.stdout.readline() == "interrupted\n"
+        assert child.wait(timeout=30) == 0
+    finally:
+        child.kill()
+        child.communicate()
+
+
+# ------------------------------------------------------------------------------------------------------
+# Speed
+
+
+def test_a_measured_peak_is_near_what_another_product_reaches():
+    peak, source = runtime.peak_flops(CPU, torch.float32)
+    assert "measured" in source and "float32" in source
+    a, best = torch.randn(1024, 1024), float("inf")
+    for _ in range(5):
+        started = time.perf_counter()
+        a @ a
+        best = min(best, time.perf_counter() - started)
+    assert 0.2 < peak / (2 * 1024**3 / best) < 5
+
+
+@pytest.mark.parametrize(
+    "name, tflops",
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA A10", 125),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 3090", 71),
+        ("Tesla V100-SXM2-16GB", 125),
+        ("Tesla T4", 65),
+        ("AMD Instinct MI300X", 1307),
+    ],
+)
+def test_known_gpus_are_judged_by_their_data_sheet(name, tflops, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    peak, source = runtime.peak_flops(torch.device("cuda", 0), torch.bfloat16)
+    assert peak == tflops * 1e12 and "data sheet" in source
+
+
+class Measured(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA RTX A4000", "NVIDIA A10G", "NVIDIA L40", "NVIDIA T400 4GB", "RTX A1000"]
+)
+def test_a_gpu_whose_name_only_resembles_a_known_one_is_measured(name, monkeypatch):
+    def measure(*args, **kwargs):
+        raise Measured
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch, "randn", measure)
+    with pytest.raises(Measured):
+        runtime.peak_flops(torch.device("cuda", 0), torch.bfloat16)
+
+
+def test_known_gpus_are_measured_in_float32_which_no_data_sheet_figure_here_is_for(monkeypatch):
+    def measure(*args, **kwargs):
+        raise Measured
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch, "randn", measure)
+    with pytest.raises(Measured):
+        runtime.peak_flops(torch.device("cuda", 0), torch.float32)
+
+
+def test_compiling_is_decided_by_setting_then_tools_then_by_what_it_saves(monkeypatch):
+    assert runtime.decide_compile("on", CPU, 0) == (True, "as asked for")
+    assert runtime.decide_compile("off", CPU, 1e9) == (False, "as asked for")
+    monkeypatch.setattr(runtime.shutil, "which", lambda name: "/usr/bin/c++" if name == "c++" else None)
+    monkeypatch.delenv("CXX", raising=False)
+    assert runtime.decide_compile("auto", CPU, 1e6)[0] is True
+    assert runtime.decide_compile("auto", CPU, 1)[0] is False
+    monkeypatch.setattr(runtime.shutil, "which", lambda name: None)
+    assert runtime.decide_compile("auto", CPU, 1e6) == (False, "no C++ compiler here")
+    assert runtime.decide_compile("auto", torch.device("mps"), 1e6)[0] is False
+
+
+# ------------------------------------------------------------------------------------------------------
+# Names
+
+
+def git(folder, *words):
+    identity = ["-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
+    return subprocess.run(
+        ["git", *identity, *words], cwd=folder, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def test_the_commit_is_named_with_a_plus_where_files_differ_and_none_outside_of_git(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert runtime.git_commit() is None
+    git(tmp_path, "init")
+    (tmp_path / "a.txt").write_text("1")
+    git(tmp_path, "add", "a.txt")
+    git(tmp_path, "commit", "-m", "a")
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    assert runtime.git_commit() == commit
+    (tmp_path / "a.txt").write_text("2")
+    assert runtime.git_commit() == commit + "+"
+
+
+def test_the_processor_has_a_name():
+    name = runtime.device_name(CPU)
+    assert name.endswith(f", {os.cpu_count()} cores") and len(name) > len(f", {os.cpu_count()} cores")
