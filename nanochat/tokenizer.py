@@ -202,7 +202,7 @@ def train(
     smallest = 256 + len(specials)
     if vocab_size < smallest:
         raise UserError(
-            f"vocab_size {vocab_size} is too small; 256 bytes and the special tokens need {smallest}"
+            f"vocab_size {vocab_size} is too small; use at least {smallest} (all bytes and special tokens)"
         )
     trainee = Trainee(models.BPE())
     trainee.pre_tokenizer = pre_tokenizers.Sequence(
