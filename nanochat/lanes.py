@@ -46,6 +46,7 @@ class Lane:
     def add(self, document: int, first: int, tokens: np.ndarray) -> None:
         """Put a document's tokens from `first` on into the buffer."""
         if len(tokens) > first:
+            self._barren = 0
             self._age += 1
             tokens = tokens[first:]
             insort(self.pieces, (len(tokens) + 1, -self._age, document, first, tokens))
