@@ -96,8 +96,10 @@ class Console:
         )
 
     def step(self, record: dict):
-        self.smooth, self.seen = 0.9 * self.smooth + 0.1 * record["loss"], self.seen + 1
-        loss = self.smooth / (1 - 0.9**self.seen)  # a single batch's loss is noise; this is its running mean
+        loss = record["loss"]
+        if math.isfinite(loss):  # a single batch's loss is noise; show the running mean of those there are
+            self.smooth, self.seen = 0.9 * self.smooth + 0.1 * loss, self.seen + 1
+            loss = self.smooth / (1 - 0.9**self.seen)
         text = (
             f"loss {loss:.4f} | lr x{record['lr_multiplier']:.2f} | {1000 * record['step_time_s']:.0f} ms "
             f"| {record['tok_per_sec']:,.0f} tok/s | mfu {100 * record['mfu']:.1f} %"
