@@ -160,6 +160,7 @@ def start_wandb(run: str, project: str, config: dict, folder, run_id: str | None
         say(
             f"wandb cannot be reached ({type(error).__name__}): logging offline (wandb sync uploads it later)"
         )
+        wandb.teardown()  # or its service still holds the run's id for the attempt that failed
         return wandb.init(**options, mode="offline")
 
 

@@ -326,6 +326,9 @@ class FakeWandb:
         assert options["init_timeout"] <= 30  # seconds: a run must not wait for a network for long
         return options
 
+    def teardown(self):
+        self.modes.append("teardown")
+
     def init(self, mode, **options):
         self.modes.append(mode)
         if mode != "offline" and not self.reachable:
@@ -337,7 +340,7 @@ class FakeWandb:
     "key, reachable, modes, says",
     [
         (True, True, [None], ""),
-        (True, False, [None, "offline"], "cannot be reached (ConnectionError)"),
+        (True, False, [None, "teardown", "offline"], "cannot be reached (ConnectionError)"),
         (False, True, ["offline"], "no API key"),
     ],
 )
