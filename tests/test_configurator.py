@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -545,6 +546,15 @@ def test_a_file_that_is_not_text_is_reported_with_its_line(script, tmp_path):
     assert errors_of(script, str(path))[0].startswith(f"{path}:1: ")
 
 
+def test_a_file_that_python_would_warn_about_is_read_in_silence(script, tmp_path):
+    path = tmp_path / "config.py"
+    path.write_text(r"run = 'C:\data'")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert values_of(script, str(path))["run"] == r"C:\data"
+    assert not seen
+
+
 def test_the_script_itself_is_no_config_file(script):
     assert f"{script}:7: {NOTHING_ELSE}" in errors_of(script, str(script))
 
@@ -621,8 +631,8 @@ def test_settings_end_at_the_call_and_stand_in_the_block_that_holds_it(tmp_path)
 
 
 def test_only_single_names_with_literal_values_are_settings(tmp_path):
-    text = "a = b = 1\nc, d = 1, 2\ne: int\nf = [1]\ng = f\nh = 3\nh = f\ni = 1\ni = 2.5\nj = b'x'\nk = 1j\nl = None"
-    found = declared(tmp_path, text + "\nm = -1\nn += 1\no.p = 1")
+    text = "a = b = 1\nc, d = 1, 2\ne: int\nf = [1]\ng = f\nh = 3\nh = f\ni = 1\ni = 2.5\nj = b'x'\nk = 1j"
+    found = declared(tmp_path, text + "\nl = None\nm = -1\nn += 1\no.p = 1")
     assert {name: setting.default for name, setting in found.items()} == {"i": 2.5, "m": -1}
 
 
