@@ -34,7 +34,6 @@ from nanochat.checkpoint_folder import (
     lock_folder,
     prune,
     remove_temporary,
-    restore_replaced,
     set_aside,
 )
 from nanochat.checkpoint_io import Damaged
@@ -121,11 +120,7 @@ def _publish(temp, final):
     old = final.with_name(f".old-{final.name}")
     if final.exists():
         os.rename(final, old)
-    try:
-        os.rename(temp, final)
-    except OSError:
-        restore_replaced(final.parent)
-        raise
+    os.rename(temp, final)
     io.sync_folder(final.parent)
     if old.exists():
         io.attempt(io.remove, old)
