@@ -199,6 +199,16 @@ def test_restarts_at_any_row_and_with_any_number_of_processes_change_nothing(cas
     assert state == json.loads(json.dumps(states[0]))
 
 
+@pytest.mark.parametrize("group_size", [1, 30])
+def test_a_restart_where_the_lanes_are_in_different_epochs_changes_nothing(tmp_path, group_size):
+    corpus = Corpus(tmp_path, [2000] + [10] * 63, group_size)
+    expected, _ = run(corpus, 120, n_lanes=4, T=16)
+    for steps in (30, 60, 90):
+        _, (state,) = run(corpus, steps, n_lanes=4, T=16)
+        assert len({position["epoch"] for position in state["lanes"].values()}) > 1
+        assert np.array_equal(run(corpus, 120 - steps, n_lanes=4, T=16, state=state)[0], expected[steps:])
+
+
 @pytest.fixture(scope="session")
 def real(tmp_path_factory):
     """Shards of real source text, and a tokenizer trained on it."""
