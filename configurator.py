@@ -87,7 +87,7 @@ def configure(globals_, argv=None):
         ]
         _say("\n".join(lines), sys.stderr)
         raise SystemExit(2)
-    globals_.update({name: values[name] for name, source in sources.items() if source != "default"})
+    globals_.update(values)
     return Settings(values, sources)
 
 
