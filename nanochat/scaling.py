@@ -15,6 +15,8 @@ from nanochat.gpt import GPT, GPTConfig
 REFERENCE_DEPTH = 12
 REFERENCE_BATCH = 2**19  # tokens
 REFERENCE_WIDTH = 768
+HORIZON_EXPONENT = 0.32
+MOST_DECAY = 8.0
 BATCH_EXPONENT = 0.383  # best batch ~ tokens**0.383: Power Lines, arXiv 2505.13738
 
 
@@ -85,7 +87,9 @@ def derive_horizon(
     """
     T = config.max_seq_len
     if total_batch_size != -1 and total_batch_size < 1:
-        raise UserError(f"total_batch_size is {total_batch_size}; give a number of tokens, or -1 for automatic")
+        raise UserError(
+            f"total_batch_size is {total_batch_size}; give a number of tokens, or -1 for automatic"
+        )
     reference = model_config(
         REFERENCE_DEPTH,
         REFERENCE_WIDTH // REFERENCE_DEPTH,
@@ -155,10 +159,14 @@ def rows_per_process(total_batch_size: int, max_seq_len: int, device_batch_size:
     return rows // world_size
 
 
-def batch_rate_scale(total_batch_size: int) -> float:
-    """Learning rates go with the square root of the batch: the noise of an Adam-like step (arXiv
-    2205.10287)."""
-    return math.sqrt(total_batch_size / REFERENCE_BATCH)
+def rate_scale(total_batch_size: int, tokens: float, d12_tokens: float) -> float:
+    """What all learning rates are multiplied with, at most 2.
+
+    They go with the square root of the batch, the noise of an Adam-like step (arXiv 2205.10287), and with
+    tokens**-0.32: a shorter run wants larger steps (arXiv 2409.19913). Measured at d4: docs/ablations.md.
+    """
+    scale = math.sqrt(total_batch_size / REFERENCE_BATCH) * (tokens / d12_tokens) ** -HORIZON_EXPONENT
+    return min(2.0, scale)
 
 
 def adam_width_scale(width: int) -> float:
@@ -167,11 +175,15 @@ def adam_width_scale(width: int) -> float:
 
 
 def scaled_weight_decay(
-    weight_decay: float, total_batch_size: int, tokens: float, d12_tokens: float
+    weight_decay: float, scale: float, total_batch_size: int, tokens: float, d12_tokens: float
 ) -> float:
-    """Keeps the averaging time B / (rate * decay * tokens) constant (arXiv 2405.13698) while the rate goes
-    with sqrt(B)."""
-    return weight_decay * math.sqrt(total_batch_size / REFERENCE_BATCH) * d12_tokens / tokens
+    """Weight decay for rates multiplied by `scale`.
+
+    Keeps rate * decay * steps, the averaging times in a run, as they are at d12 (arXiv 2405.13698), up to
+    what would be MOST_DECAY times the setting.
+    """
+    d12_steps, steps = d12_tokens / REFERENCE_BATCH, tokens / total_batch_size
+    return weight_decay * min(MOST_DECAY, d12_steps / steps) / scale
 
 
 def lr_multiplier(step, num_iterations, warmup_steps, warmdown_ratio, final_lr_frac) -> float:

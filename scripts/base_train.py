@@ -57,7 +57,7 @@ target_param_data_ratio = 12.0  # tokens for each parameter of matrices and head
 device_batch_size = -1  # rows of a micro-batch on a device (-1 = as many as fit)
 total_batch_size = -1  # tokens an optimizer step, over all devices (-1 = derived from the horizon)
 embedding_lr = 0.3  # AdamW's rate for embeddings
-unembedding_lr = 0.008  # AdamW's rate for the head
+unembedding_lr = 0.004  # AdamW's rate for the head
 matrix_lr = 0.02  # Muon's rate
 scalar_lr = 0.5  # AdamW's rate for the scalars
 weight_decay = 0.28  # cautious weight decay of Muon's matrices (0 = off)
@@ -154,15 +154,18 @@ if device_batch_size == -1 or rows % device_batch_size:
     )
 grad_accum_steps = rows // device_batch_size
 
-batch_scale = scaling.batch_rate_scale(total_batch_size)
-adam_scale = batch_scale * scaling.adam_width_scale(config.width)
+rate_scale = scaling.rate_scale(total_batch_size, total_tokens, horizon.d12_tokens)
+adam_scale = rate_scale * scaling.adam_width_scale(config.width)
 rates = {
     "embedding_lr": embedding_lr * adam_scale,
     "unembedding_lr": unembedding_lr * adam_scale,
-    "scalar_lr": scalar_lr * batch_scale,
-    "matrix_lr": matrix_lr * batch_scale,
+    "scalar_lr": scalar_lr * rate_scale,
+    "matrix_lr": matrix_lr * rate_scale,
 }
-scaled_decay = scaling.scaled_weight_decay(weight_decay, total_batch_size, total_tokens, horizon.d12_tokens)
+scaled_decay = scaling.scaled_weight_decay(
+    weight_decay, rate_scale, total_batch_size, total_tokens, horizon.d12_tokens
+)
+warmup_steps = min(warmup_steps, num_iterations // 10)
 
 peak_per_process, peak_source = runtime.peak_flops(device, compute_dtype)
 peak = sum(machine.gather(peak_per_process))  # FLOP/s of all processes
@@ -191,10 +194,12 @@ plan_lines = [
     f"{total_tokens / (counts['matrices'] + counts['head']):.2f} tokens a parameter",
     f"batch: {total_batch_size:,} tokens ({horizon.batch_reason}) = {device_batch_size} rows x {max_seq_len} "
     f"x {world_size} processes x {grad_accum_steps} micro-steps",
-    f"rates: x {batch_scale:.3f} (sqrt of the batch over 2^19), AdamW's also x {adam_scale / batch_scale:.3f} "
-    "(width^-1/2): " + ", ".join(f"{name} {rate:.3g}" for name, rate in rates.items()),
-    f"weight decay: {scaled_decay:.4g} (x sqrt(B) / tokens, against d12), linear to 0",
-    f"expected: {expected_bytes / 2**30:.1f} GiB a process, {expected_seconds / 60:.0f} min at 30 % of the peak",
+    f"rates: x {rate_scale:.3f} (batch^1/2 x tokens^-0.32, against d12), AdamW's also x "
+    f"{adam_scale / rate_scale:.3f} (width^-1/2): "
+    + ", ".join(f"{name} {rate:.3g}" for name, rate in rates.items()),
+    f"weight decay: {scaled_decay:.4g} (rate x decay x steps as at d12), linear to 0; "
+    f"warm-up {warmup_steps} steps, warm-down the last {warmdown_ratio:.0%}",
+    f"expected: {expected_bytes / 2**30:.1f} GiB a process, {expected_seconds / 60:.0f} min at 30 % MFU",
     f"out: {run_path}",
 ]
 say("\n".join(plan_lines))
@@ -341,13 +346,14 @@ def samples() -> list[str]:
 # ------------------------------------------------------------------------------------------------------
 # The loop: evaluate, sample, save, then one optimizer step over its micro-steps, then log
 
+validation = None  # made at the first evaluation
 texts, bad_steps, first_step = [], 0, step
 stopping = False
 while True:
     last_step = step == num_iterations
 
     if not stopping and loop["evaluated"] != step and is_due(eval_every):
-        batches = validation_batches(
+        validation = validation or validation_batches(
             dataset.val_shards,
             encoding,
             max_seq_len,
@@ -357,7 +363,7 @@ while True:
             world_size,
             device,
         )
-        val_bpb = bits_per_byte(model, batches, token_bytes, compute_dtype, machine)
+        val_bpb = bits_per_byte(model, validation, token_bytes, compute_dtype, machine)
         console.print(f"step {step}: validation {val_bpb:.4f} bits per byte")
         log.write({"step": step, "val_bpb": val_bpb, "tokens": step * total_batch_size})
         loop["evaluated"] = step
