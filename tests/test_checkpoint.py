@@ -399,6 +399,13 @@ def test_a_step_that_is_reached_again_replaces_its_checkpoint(tmp_path):
     assert find(tmp_path).state["again"] and names_in(tmp_path) == ["step_000001"]
 
 
+def test_what_a_dead_process_of_the_same_number_left_does_not_enter_a_checkpoint(tmp_path):
+    stale = tmp_path / f".tmp-step_000001-{os.getpid()}"
+    stale.mkdir()
+    (stale / "junk").touch()
+    assert "junk" not in names_in(save_step(tmp_path, 1)) and names_in(tmp_path) == ["step_000001"]
+
+
 def test_prune_keeps_the_newest_and_the_permanent_ones(tmp_path):
     for step in range(1, 8):
         save_step(tmp_path, step)
