@@ -73,7 +73,7 @@ def test_chunks_whose_targets_are_all_unscored_count_for_nothing():
 
 
 def test_in_chunks_nothing_of_the_size_of_all_logits_is_kept_for_the_backward_pass():
-    x, weight, targets = random_problem(N=64, C=4, V=512)
+    x, weight, targets = random_problem(N=64, C=4, V=512)  # x and weight are kept in any case: 1/14 of it
     kept = {}
 
     def remember(tensor):
@@ -84,7 +84,7 @@ def test_in_chunks_nothing_of_the_size_of_all_logits_is_kept_for_the_backward_pa
         kept.clear()
         with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
             softcapped_cross_entropy(x, weight, targets, chunk_rows=chunk_rows)
-        assert (max(kept.values()) >= 64 * 512) == holds
+        assert (sum(kept.values()) >= 64 * 512) == holds
 
 
 def test_softcap_is_bounded_odd_rising_and_the_identity_near_zero():
