@@ -115,14 +115,18 @@ class Console:
                 else record["step_time_s"]
             )
             eta = timedelta(seconds=round(each * (self.num_iterations - done)))
-            print(f"step {done}/{self.num_iterations} | {text} | {eta} left", flush=True)
+            self.print(f"step {done}/{self.num_iterations} | {text} | {eta} left")
 
     def print(self, *lines):
         """Lines above the progress line."""
-        if self.enabled:
+        if not self.enabled:
+            return
+        try:
             for line in lines:
                 tqdm.write(str(line), file=sys.stdout)
             sys.stdout.flush()
+        except BrokenPipeError:  # Ctrl-C ends the `tee` behind a run too; the run is still to save
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def close(self):
         self.bar.close()

@@ -57,7 +57,10 @@ class Runtime:
     def print(self, *words, **options):
         """print(), by the first process alone."""
         if self.is_main:
-            print(*words, **options, flush=True)
+            try:
+                print(*words, **options, flush=True)
+            except BrokenPipeError:  # Ctrl-C ends the `tee` behind a run too; the run is still to save
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def sum(self, values: list[float]) -> list[float]:
         """Element-wise sums over all processes."""
@@ -240,4 +243,5 @@ class StopSignal:
         if self.name == "SIGINT" and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name
-        os.write(2, f"\n{self.name}: finishing this step, then saving\n".encode())  # print() is not safe here
+        with contextlib.suppress(OSError):  # nobody may read it any more; and print() is not safe here
+            os.write(2, f"\n{self.name}: finishing this step, then saving\n".encode())

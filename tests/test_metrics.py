@@ -144,14 +144,15 @@ def test_rewinding_where_nothing_was_recorded_does_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rewind_that_fails_leaves_the_records_as_they_were(tmp_path, monkeypatch):
+@pytest.mark.parametrize("fails_at", ["fsync", "replace"])
+def test_a_rewind_that_fails_leaves_the_records_as_they_were(tmp_path, monkeypatch, fails_at):
     write_all(tmp_path, run_of(0, 9, 3))
     before = (tmp_path / "metrics.jsonl").read_bytes()
 
     def fail(*args):
         raise OSError("disk full")
 
-    monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr(os, fails_at, fail)
     with pytest.raises(OSError):
         rewind_metrics(tmp_path / "metrics.jsonl", 4)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
@@ -212,6 +213,31 @@ def test_processes_other_than_the_first_print_nothing(capsys):
     console.close()
     captured = capsys.readouterr()
     assert captured.out == captured.err == ""
+
+
+WITHOUT_READER = """
+import sys
+from nanochat.metrics import Console
+sys.stdin.readline()  # until the reader of our output has gone
+console = Console(0, 5, enabled=True)
+for step in range(5):
+    console.step(dict(step=step, loss=1.0, lr_multiplier=1, step_time_s=1, tok_per_sec=1, mfu=1))
+    console.print("x" * 10_000)
+console.close()
+"""
+
+
+def test_a_run_outlives_the_reader_of_its_output():
+    child = subprocess.Popen(
+        [sys.executable, "-c", WITHOUT_READER],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    child.stdout.close()
+    _, errors = child.communicate(b"\n", timeout=60)
+    assert (child.returncode, errors) == (0, b"")
 
 
 # ------------------------------------------------------------------------------------------------------

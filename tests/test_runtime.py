@@ -25,6 +25,7 @@ def python(code, *arguments, **variables):
     return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)],
         env=environment,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -199,6 +200,26 @@ def test_signals_are_remembered_and_a_second_sigint_stops_at_once():
         watchdog.cancel()
         child.kill()
         child.communicate()
+
+
+WITHOUT_READER = """
+import os, signal, sys
+from nanochat.runtime import StopSignal, start
+machine, stop = start("cpu", seed=0), StopSignal()
+sys.stdin.readline()  # until the readers of our output have gone
+os.kill(os.getpid(), signal.SIGINT)
+machine.print("x" * 10_000)
+sys.exit(0 if stop.name == "SIGINT" else 1)
+"""
+
+
+def test_a_stopped_run_outlives_the_readers_of_its_output():
+    child = python(WITHOUT_READER)
+    child.stdout.close()
+    child.stderr.close()
+    child.stdin.write("\n")
+    child.stdin.close()
+    assert child.wait(timeout=60) == 0
 
 
 # ------------------------------------------------------------------------------------------------------
