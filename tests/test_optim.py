@@ -244,11 +244,12 @@ def test_adamw_is_torchs_over_several_steps_of_changing_rate():
         "names": ["a", "b", "c"],
         "lr": 0.1,
         "betas": (0.8, 0.95),
+        "eps": 1e-4,
         "weight_decay": 0.2,
     }
     optimizer = MuonAdamW([group])
     reference = torch.optim.AdamW(
-        theirs, lr=0.1, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.2, foreach=False, fused=False
+        theirs, lr=0.1, betas=(0.8, 0.95), eps=1e-4, weight_decay=0.2, foreach=False, fused=False
     )
     for step in range(6):
         for p, q in zip(ours, theirs, strict=True):
@@ -311,7 +312,8 @@ def test_rates_and_decay_are_the_settings_times_the_tables_factors():
         row = next(row for row in PARAMETER_TABLE if row[0] in group["names"][0])
         assert group["lr"] == RATES[row[2]] * row[3]
         assert group["betas"] == row[4]
-        assert group["weight_decay"] == 0.1 * row[5]
+        assert group["eps"] == row[5]
+        assert group["weight_decay"] == 0.1 * row[6]
     optimizer = make_optimizer(model)
     assert all(g["initial_lr"] == g["lr"] for g in optimizer.param_groups)
 
