@@ -13,16 +13,17 @@ import torch
 from torch.optim.adamw import adamw
 
 # One row a kind of parameter: the first whose word is in the parameter's name decides. The rate is a setting
-# of the script, times the factor. Muon's betas are its momentum and that of NorMuon's second moment.
+# of the script, times the factor. Muon's betas are its momentum and that of NorMuon's second moment. The
+# scalars' gradients begin as nothing but rounding, which a smaller eps would blow up to full steps.
 # fmt: off
 PARAMETER_TABLE = [
-    # word in the name    method   rate              factor  betas         weight decay
-    ("residual_scale",    "adamw", "scalar_lr",      0.01,   (0.80, 0.95), 0.0),
-    ("x0_scale",          "adamw", "scalar_lr",      1.00,   (0.96, 0.95), 0.0),
-    ("value_embeddings",  "adamw", "embedding_lr",   0.50,   (0.80, 0.95), 0.0),
-    ("embedding",         "adamw", "embedding_lr",   1.00,   (0.80, 0.95), 0.0),
-    ("head",              "adamw", "unembedding_lr", 1.00,   (0.80, 0.95), 0.0),
-    ("blocks",            "muon",  "matrix_lr",      1.00,   (0.95, 0.90), 1.0),
+    # word in the name    method   rate              factor  betas         eps    weight decay
+    ("residual_scale",    "adamw", "scalar_lr",      0.01,   (0.80, 0.95), 1e-5,  0.0),
+    ("x0_scale",          "adamw", "scalar_lr",      1.00,   (0.96, 0.95), 1e-5,  0.0),
+    ("value_embeddings",  "adamw", "embedding_lr",   0.50,   (0.80, 0.95), 1e-10, 0.0),
+    ("embedding",         "adamw", "embedding_lr",   1.00,   (0.80, 0.95), 1e-10, 0.0),
+    ("head",              "adamw", "unembedding_lr", 1.00,   (0.80, 0.95), 1e-10, 0.0),
+    ("blocks",            "muon",  "matrix_lr",      1.00,   (0.95, 0.90), 0.0,   1.0),
 ]
 # fmt: on
 
@@ -81,8 +82,8 @@ def muon_update(params, grads, momentum, second_moment, lr, beta, beta2, weight_
 class MuonAdamW(torch.optim.Optimizer):
     """Muon and AdamW behind one `step()`.
 
-    Group keys: method, params, names, lr, initial_lr, betas, weight_decay. The script changes `lr`, `betas`
-    and `weight_decay` between steps. State is float32 and filed under the parameter's name.
+    Group keys: method, params, names, lr, initial_lr, betas, eps, weight_decay. The script changes `lr`,
+    `betas` and `weight_decay` between steps. State is float32 and filed under the parameter's name.
     """
 
     def __init__(self, groups, muon_dtype=torch.float32, compile=False):
@@ -120,7 +121,7 @@ class MuonAdamW(torch.optim.Optimizer):
             beta2=group["betas"][1],
             lr=group["lr"],
             weight_decay=group["weight_decay"],
-            eps=1e-10,
+            eps=group["eps"],
             maximize=False,
         )
 
@@ -173,7 +174,7 @@ def parameter_groups(model, rates: dict[str, float], weight_decay: float) -> lis
     groups: dict[tuple, dict] = {}
     for name, p in model.named_parameters():
         row = next(i for i, (word, *_) in enumerate(PARAMETER_TABLE) if word in name)
-        _, method, rate, factor, betas, decay = PARAMETER_TABLE[row]
+        _, method, rate, factor, betas, eps, decay = PARAMETER_TABLE[row]
         key = (row, tuple(p.shape)) if method == "muon" else (row,)
         group = groups.setdefault(
             key,
@@ -183,6 +184,7 @@ def parameter_groups(model, rates: dict[str, float], weight_decay: float) -> lis
                 "names": [],
                 "lr": rates[rate] * factor,
                 "betas": betas,
+                "eps": eps,
                 "weight_decay": weight_decay * decay,
             },
         )

@@ -59,7 +59,7 @@ total_batch_size = -1  # tokens an optimizer step, over all devices (-1 = derive
 embedding_lr = 0.3  # AdamW's rate for embeddings
 unembedding_lr = 0.004  # AdamW's rate for the head
 matrix_lr = 0.02  # Muon's rate
-scalar_lr = 0.5  # AdamW's rate for the scalars
+scalar_lr = 0.1  # AdamW's rate for the scalars
 weight_decay = 0.28  # cautious weight decay of Muon's matrices (0 = off)
 grad_clip = 1.0  # the most the gradient's norm may be (-1 = off)
 warmup_steps = 40  # steps of linear warm-up (0 = off)
@@ -86,7 +86,7 @@ model_tag: str | None = None  # the run's name (none = d<depth>)
 # Machine
 device_type: Literal["auto", "cuda", "cpu", "mps"] = "auto"  # auto = cuda, else mps, else cpu
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = (
-    "auto"  # compute dtype; auto = what the device is good at
+    "auto"  # compute dtype; auto = what suits the device
 )
 compile: Literal["auto", "on", "off"] = "auto"  # auto = where it saves more time than it takes
 seed = 42  # of initial weights, order of the data, and samples
@@ -109,11 +109,9 @@ if vocab_size == -1:
     vocab_size = 4096 if data == "embedded" else 32768
 with machine.main_first():  # the first process builds what is missing, the others find it
     dataset = open_dataset(data, val_data, base_dir=base_path)
+    tokenizers = base_path / "tokenizers" / f"{dataset.name}-{dataset.fingerprint[:12]}"
     encoding = open_tokenizer(
-        tokenizer,
-        vocab_size,
-        base_path / "tokenizers" / f"{dataset.name}-{dataset.fingerprint[:12]}",
-        lambda: iterate_documents(dataset.train_shards),
+        tokenizer, vocab_size, tokenizers, lambda: iterate_documents(dataset.train_shards)
     )
 
 found = None  # the checkpoint this run goes on from
@@ -135,23 +133,17 @@ flops_per_token = scaling.on_meta(config).flops_per_token()
 horizon = scaling.derive_horizon(
     config, num_iterations, target_flops, target_param_data_ratio, total_batch_size, flops_per_token
 )
-num_iterations, total_batch_size, total_tokens = (
-    horizon.num_iterations,
-    horizon.total_batch_size,
-    horizon.tokens,
-)
+num_iterations, total_batch_size = horizon.num_iterations, horizon.total_batch_size
+total_tokens = horizon.tokens
 
 # The global batch is total_batch_size / max_seq_len rows; a process works through its share in micro-steps
 rows = scaling.rows_per_process(total_batch_size, max_seq_len, device_batch_size, world_size)
 if device_batch_size == -1:
     device_batch_size = resolved.get("device_batch_size", -1)
 if device_batch_size == -1 or rows % device_batch_size:
-    most = (
-        2**16 if device.type == "cuda" else 2**12
-    )  # tokens: past that it is not faster (docs/benchmarks.md)
-    device_batch_size = scaling.pick_device_batch_size(
-        rows, config, compute_dtype, machine.free_memory(), most
-    )
+    most = 2**16 if device.type == "cuda" else 2**12  # tokens: more is not faster (docs/benchmarks.md)
+    memory = machine.free_memory()
+    device_batch_size = scaling.pick_device_batch_size(rows, config, compute_dtype, memory, most)
 grad_accum_steps = rows // device_batch_size
 
 rate_scale = scaling.rate_scale(total_batch_size, total_tokens, horizon.d12_tokens)
@@ -259,13 +251,8 @@ loader = TrainLoader(
     device=device,
     state=found.state["loader"] if found else None,
 )
-loop = {
-    "evaluated": -1,
-    "skipped": 0,
-    "train_seconds": 0.0,
-    "wandb_id": None,
-}  # what a resumed loop must know
-step = 0
+# What a resumed loop must know
+step, loop = 0, {"evaluated": -1, "skipped": 0, "train_seconds": 0.0, "wandb_id": None}
 if found:
     step, loop = found.step, found.state["loop"]
     optimizer.load_named_state(found.load_optimizer())
@@ -288,6 +275,7 @@ record = {
 wandb_run = None
 if machine.is_main:
     metrics.rewind_metrics(run_path / "metrics.jsonl", step)
+    checkpoint.set_aside(run_path, after=step)  # checkpoints past this one are of a run that is given up
     (run_path / "config.json").write_text(json.dumps(record, indent=2) + "\n")
     wandb_run = metrics.start_wandb(run, "nanochat", record, run_path, loop["wandb_id"], say)
     loop["wandb_id"] = wandb_run.id if wandb_run else None
@@ -295,51 +283,46 @@ log = metrics.Metrics(run_path, wandb_run, enabled=machine.is_main)
 console = metrics.Console(step, num_iterations, machine.is_main)
 
 
+saver = checkpoint.AsyncSaver(run_path)
+
+
 def is_due(every: int) -> bool:
     return last_step or (every > 0 and step > 0 and step % every == 0)
 
 
 def save():
-    """Write a checkpoint of this moment: `step` updates have been made."""
-    loaders = machine.gather(loader.state())
-    if machine.is_main:
-        checkpoint.save(
-            run_path,
+    """Start to write a checkpoint of this moment: `step` updates have been made."""
+    state = {
+        "identity": identity,
+        "resolved": {"compiled": compiled, "device_batch_size": device_batch_size},
+        "num_iterations": num_iterations,
+        "loader": merge_states(machine.gather(loader.state())),
+        "scaler": scaler.state_dict(),
+        "loop": loop,
+    }
+    if not machine.is_main:
+        return
+    try:
+        saver.submit(
             step,
             model=model.state_dict(),
             optimizer=optimizer.named_state(),
-            state={
-                "identity": identity,
-                "resolved": {"compiled": compiled, "device_batch_size": device_batch_size},
-                "num_iterations": num_iterations,
-                "loader": merge_states(loaders),
-                "scaler": scaler.state_dict(),
-                "loop": loop,
-            },
+            state=state,
             files={"tokenizer.json": encoding.to_bytes(), "config.json": run_path / "config.json"},
             before_publish=log.sync,
+            after_publish=lambda: checkpoint.prune(run_path, keep_checkpoints, say=console.print),
         )
-        checkpoint.prune(run_path, keep_checkpoints, say=console.print)
+    except checkpoint.SaveError as error:  # of the save before this one; training goes on
+        console.print(f"warning: {error}")
 
 
 def samples() -> list[str]:
     """A continuation of each prompt by the model as it is."""
-    texts = []
+    texts, options = [], {"temperature": 0.8, "top_k": 50, "seed": seed, "stop_ids": {encoding.bos_id}}
     for prompt in sample_prompts.split("|"):
         ids = [encoding.bos_id, *encoding.encode(prompt).tolist()]
-        more = list(
-            generate(
-                model,
-                ids,
-                96,
-                compute_dtype,
-                temperature=0.8,
-                top_k=50,
-                seed=seed,
-                stop_ids={encoding.bos_id},
-            )
-        )
-        texts.append(prompt + encoding.decode(more))
+        more = generate(model, ids, 96, compute_dtype, **options)
+        texts.append(prompt + encoding.decode(list(more)))
     return texts
 
 
@@ -353,16 +336,9 @@ while True:
     last_step = step == num_iterations
 
     if not stopping and loop["evaluated"] != step and is_due(eval_every):
-        validation = validation or validation_batches(
-            dataset.val_shards,
-            encoding,
-            max_seq_len,
-            device_batch_size,
-            eval_tokens,
-            machine.rank,
-            world_size,
-            device,
-        )
+        if validation is None:
+            shape = max_seq_len, device_batch_size, eval_tokens, machine.rank, world_size, device
+            validation = validation_batches(dataset.val_shards, encoding, *shape)
         val_bpb = bits_per_byte(model, validation, token_bytes, compute_dtype, machine)
         console.print(f"step {step}: validation {val_bpb:.4f} bits per byte")
         log.write({"step": step, "val_bpb": val_bpb, "tokens": step * total_batch_size})
@@ -376,7 +352,7 @@ while True:
         save()
 
     if machine.is_main and loop["evaluated"] == step:
-        write_report(run_path, f"Run {run_path.name}", plan_lines, texts, final=last_step)
+        write_report(run_path, run_path.name, plan_lines, texts, final=last_step)
 
     if last_step or stopping:
         break
@@ -396,9 +372,7 @@ while True:
         last_micro_step = micro_step == grad_accum_steps - 1
         with contextlib.nullcontext() if world_size == 1 or last_micro_step else train_model.no_sync():
             with precision.autocast(device, compute_dtype):
-                loss = (
-                    train_model(inputs, targets) / grad_accum_steps
-                )  # so that the sum of gradients is a mean
+                loss = train_model(inputs, targets) / grad_accum_steps  # the sum of gradients is a mean
             scaler.scale(loss).backward()
         step_loss += loss.detach()
 
@@ -439,15 +413,18 @@ while True:
             f"the gradient was not finite in three steps in a row, the last one step {step}; the checkpoints "
             f"in {run_path} are from before: lower the learning rates or use --dtype=float32, and start again"
         )
-    if step == first_step:  # what is there now stays: the garbage collector need not look at it again
+    if step == first_step:
         gc.collect()
-        gc.freeze()
+        gc.freeze()  # what is there now stays: the garbage collector need not look at it again
+        if machine.is_main:
+            saver.reserve(model.state_dict(), optimizer.named_state())
     step += 1
 
 # ------------------------------------------------------------------------------------------------------
 # Finish
 
 loader.close()
+saver.close()
 console.close()
 log.close()
 if stopping and not last_step:
