@@ -35,7 +35,8 @@ class Metrics:
 
     def sync(self):
         """Return when every record is on disk."""
-        os.fsync(self.file)
+        if self.enabled:
+            os.fsync(self.file)
 
     def close(self):
         if self.enabled:

@@ -99,13 +99,17 @@ class Runtime:
         """Bytes that this process may still take: of the GPU, else its share of the machine's memory."""
         if self.device.type == "cuda":
             return torch.cuda.mem_get_info(self.device)[0]
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        if not hasattr(os, "sysconf"):  # Windows does not say; what any machine has
+            return 4 * 2**30 // processes
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
         with contextlib.suppress(OSError, StopIteration):  # Linux: what is free or could be freed
             lines = Path("/proc/meminfo").read_text().splitlines()
-            line = next(line for line in lines if line.startswith("MemAvailable"))
-            return int(line.split()[1]) * 1024 // self.world_size
-        if not hasattr(os, "sysconf"):  # Windows does not say; what any machine has
-            return 4 * 2**30
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 // self.world_size
+            free = 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
+        with contextlib.suppress(OSError, ValueError):  # a container's limit ("max" = none)
+            limit, used = (int(Path(f"/sys/fs/cgroup/memory.{n}").read_text()) for n in ("max", "current"))
+            free = min(free, limit - used)
+        return free // processes
 
     def peak_memory(self) -> int:
         """Bytes: the most allocated on the GPU, else the most this process had resident (0: unknown)."""

@@ -212,13 +212,14 @@ def training_bytes(
 ) -> int:
     """Estimate of the memory a training process needs.
 
-    16 bytes a parameter (weight, gradient and two states in float32), 18 C values a token and layer kept
-    for the backward pass, and the logits three times over: in the compute dtype, softcapped, and as
+    16 bytes a parameter (weight, gradient and two states in float32); 18 C values a token and layer kept for
+    the backward pass in float32, 30 C in 16 bit, where some are kept in both (counted in
+    tests/test_scaling.py); and the logits three times over: in the compute dtype, softcapped, and as
     probabilities.
     """
     size = torch.finfo(dtype).bits // 8
     parameters = 16 * on_meta(config).parameter_counts()["total"]
-    activations = micro_batch_tokens * config.depth * 18 * config.width * size
+    activations = micro_batch_tokens * config.depth * config.width * (18 if size == 4 else 30) * size
     rows = min(micro_batch_tokens, loss_chunk_rows or micro_batch_tokens)
     return parameters + activations + rows * config.vocab_size * (8 + size)
 

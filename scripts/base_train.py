@@ -1,9 +1,9 @@
 """Pretrain a GPT from --depth, on whatever machine this is. Reads from top to bottom.
 
-    python -m scripts.base_train runs/laptop.py                                    # five minutes on two CPU
-    cores python -m scripts.base_train --depth=12                                        # one GPU torchrun
-    --standalone --nproc_per_node=8 -m scripts.base_train --depth=20      # eight GPUs python -m
-    scripts.base_train --depth=20 --plan                                 # say what would be done, and exit
+    python -m scripts.base_train runs/laptop.py                                 # minutes on two CPU cores
+    python -m scripts.base_train --depth=12                                     # one GPU
+    torchrun --standalone --nproc_per_node=8 -m scripts.base_train --depth=20   # eight GPUs
+    python -m scripts.base_train --depth=20 --plan                              # say what it would do; exit
 
 Settings stand below, one line each. A bare argument is a file of settings, --key=value goes over it.
 docs/walkthrough.md explains this script section by section.
@@ -260,7 +260,7 @@ if found:
 
 train_model = torch.compile(model, dynamic=False) if compiled else model
 if world_size > 1:  # averages the gradients over the processes, overlapped with the backward pass
-    train_model = DistributedDataParallel(train_model)
+    train_model = DistributedDataParallel(train_model, broadcast_buffers=False)
 token_bytes = torch.from_numpy(encoding.token_bytes()).to(device)
 
 record = {
@@ -366,7 +366,7 @@ while True:
             group["betas"] = (scaling.muon_momentum(step, num_iterations), group["betas"][1])
             group["weight_decay"] = scaled_decay * scaling.weight_decay_multiplier(step, num_iterations)
 
-    step_loss = torch.zeros((), device=device)
+    micro_losses = torch.zeros(grad_accum_steps, device=device)
     for micro_step in range(grad_accum_steps):
         inputs, targets = next(loader)
         last_micro_step = micro_step == grad_accum_steps - 1
@@ -374,28 +374,28 @@ while True:
             with precision.autocast(device, compute_dtype):
                 loss = train_model(inputs, targets) / grad_accum_steps  # the sum of gradients is a mean
             scaler.scale(loss).backward()
-        step_loss += loss.detach()
+        micro_losses[micro_step] = loss.detach()
 
     scaler.unscale_(optimizer)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip if grad_clip > 0 else math.inf)
-    finite = bool(grad_norm.isfinite())
-    if finite or scaler.is_enabled():  # the scaler skips a step that overflowed, and lowers its scale
-        scaler.step(optimizer)
-        scaler.update()
+    optimizer.found_inf = 1 - grad_norm.isfinite().float()  # a bad step changes nothing; nobody waits to know
+    scaler.step(optimizer)
+    scaler.update()
     optimizer.zero_grad(set_to_none=True)
     machine.synchronize()
     seconds = time.perf_counter() - started
 
-    bad_steps = 0 if finite or scaler.is_enabled() else bad_steps + 1
+    grad_norm, finite = grad_norm.item(), math.isfinite(grad_norm)
+    bad_steps = 0 if finite or scaler.is_enabled() else bad_steps + 1  # an overflow of float16 is no bad step
     loop["skipped"] += not finite
     loop["train_seconds"] += seconds
-    loss_sum, stops = machine.sum([step_loss.item(), float(stop.name != "")])
+    loss_sum, stops = machine.sum([micro_losses.sum().item(), float(stop.name != "")])
     stopping = stops > 0
     record = {
         "step": step,
         "loss": loss_sum / world_size,
         "lr_multiplier": multiplier,
-        "grad_norm": grad_norm.item(),
+        "grad_norm": grad_norm,
         "step_time_s": seconds,
         "data_wait_s": loader.wait_s - waited,
         "tok_per_sec": total_batch_size / seconds,
@@ -409,9 +409,12 @@ while True:
     log.write(record)
     console.step(record)
     if bad_steps == 3:
+        bad = [i for i, value in enumerate(micro_losses.tolist()) if not math.isfinite(value)]
+        where = f"micro-step {bad[0]} of its {grad_accum_steps}" if bad else "its gradient"
         raise UserError(
-            f"the gradient was not finite in three steps in a row, the last one step {step}; the checkpoints "
-            f"in {run_path} are from before: lower the learning rates or use --dtype=float32, and start again"
+            f"three steps in a row were not finite, the last one step {step} in {where} (rows from "
+            f"{step * (total_batch_size // max_seq_len)} on); the checkpoints in {run_path} are from before: "
+            "lower the learning rates or use --dtype=float32"
         )
     if step == first_step:
         gc.collect()

@@ -1,6 +1,7 @@
 """Muon against an SVD and a slow float64 implementation, AdamW against torch's, and the state's names."""
 
 import copy
+import math
 import shutil
 
 import numpy as np
@@ -388,3 +389,27 @@ def test_one_training_step_lowers_the_loss():
         optimizer.step()
         losses.append(loss.item())
     assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_step_with_found_inf_changes_neither_weights_nor_state(bad):
+    model = tiny_model()
+    optimizer = make_optimizer(model)
+    for _ in range(2):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    before = copy.deepcopy((model.state_dict(), optimizer.named_state()))
+    for p in model.parameters():
+        p.grad = torch.full_like(p, bad)
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    for then, now in zip(before, (model.state_dict(), optimizer.named_state()), strict=True):
+        assert then.keys() == now.keys()
+        for name in then:
+            assert torch.equal(then[name], now[name]), name
+    optimizer.found_inf = torch.zeros(())
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    assert not torch.equal(before[0]["head.weight"], model.state_dict()["head.weight"])
