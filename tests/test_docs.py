@@ -1,0 +1,324 @@
+"""The documentation is true: excerpts stand in the code, links lead somewhere, figures come out."""
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanochat import precision, scaling
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "docs"))
+
+import measurements as measured  # noqa: E402
+
+SCRIPT = (ROOT / "scripts" / "base_train.py").read_text(encoding="utf-8")
+WALKTHROUGH = (ROOT / "docs" / "walkthrough.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # sums in the order of the page's figures, and no fight over cores
+    yield
+    torch.set_num_threads(threads)
+
+
+def says(*words: str):
+    """The walkthrough has these words; spaces and line ends do not count."""
+    page = re.sub(r"\s+", " ", WALKTHROUGH)
+    for word in words:
+        assert word in page, f"docs/walkthrough.md does not say: {word}"
+
+
+# ------------------------------------------------------------------------------------------------------
+# The worked example: one parameter w, a row's loss is (w - y)**2 / 2, so a row's gradient is w - y
+
+
+TARGETS = [8.0, 6.0, 4.0, 2.0]  # y of each row of micro-batches 1 to 4
+
+
+def parameter(value=10.0):
+    return torch.tensor(value, requires_grad=True)
+
+
+def worked_step(w, rows=(256, 256, 256, 256), divide=True, clear=False, update=False):
+    """The inner loop once; returns .grad after each micro-step, and the sum of the losses."""
+    seen, total = [], 0.0
+    for y, n in zip(TARGETS, rows, strict=True):
+        if clear:
+            w.grad = None
+        loss = ((w - torch.full((n,), y)) ** 2 / 2).mean() / (len(rows) if divide else 1)
+        loss.backward()
+        total += loss.item()
+        seen.append(w.grad.item())
+        if update:
+            w.data -= w.grad
+    return seen, total
+
+
+def test_gradients_after_each_micro_step_are_the_ones_in_the_table():
+    grads, loss = worked_step(w := parameter())
+    for i, (y, grad) in enumerate(zip(TARGETS, grads, strict=True)):
+        says(f"| {i + 1} | {y:g} | {10 - y:g} | {(10 - y) / 4:g} | **{grad:g}** |")
+    big, rows = parameter(), torch.tensor(TARGETS).repeat_interleave(256)
+    big_loss = ((big - rows) ** 2 / 2).mean()
+    big_loss.backward()
+    assert w.grad == big.grad == 5 and loss == big_loss.item() == 15
+    assert 10 - w.grad == rows.mean()  # a rate of 1 lands on the minimum
+    assert worked_step(parameter(), divide=False)[0] == [2, 6, 12, 20]
+    says("2, 6, 12, 20", "10 - 20 = -10")
+
+
+def test_settings_of_the_worked_example_give_four_micro_steps():
+    says("--max_seq_len=512 --total_batch_size=524288 --device_batch_size=256")
+    rows = scaling.rows_per_process(524288, 512, 256, 1)
+    assert rows == 1024 and rows // 256 == 4
+
+
+def test_each_call_in_the_wrong_loop_gives_what_the_page_says():
+    assert worked_step(parameter(), clear=True)[0][-1] == 2
+    worked_step(w := parameter(), update=True)
+    says(f"{w.item():.3f}")
+    w = parameter()
+    for _ in range(2):  # two steps of rate 1, never cleared
+        worked_step(w)
+        w.data -= w.grad
+    assert w == 0
+    big, inside, after = (measured.saved_bytes(*how) for how in ((64, True), (16, True), (16, False)))
+    assert inside < 0.26 * big and after > 0.99 * big
+    quoted = [float(x) * 1e6 for x in re.findall(r"([\d.]+) MB", WALKTHROUGH)]
+    assert quoted == pytest.approx([big, inside, after], rel=0.1)  # kernels of other versions keep a bit more
+
+
+def test_a_short_last_micro_batch_counts_too_much_unless_sums_are_divided_by_all_targets():
+    short = (256, 256, 256, 64)
+    assert worked_step(parameter(), rows=short)[0][-1] == 5
+    says("3584 / 832", f"{10 - sum(n * y for n, y in zip(short, TARGETS, strict=True)) / sum(short):.4f}")
+    inputs, targets = measured.byte_rows(64, 99)
+    targets[48:, 8:] = -1  # the last of four micro-batches has a quarter of its targets
+    big, mean_of_means, by_targets = (measured.our_model() for _ in range(3))
+    big(inputs, targets).backward()
+    measured.accumulate(mean_of_means, inputs, targets, 16)
+    micro_batches = list(zip(inputs.split(16), targets.split(16), strict=True))
+    measured.add_gradients_by_targets(by_targets, micro_batches)
+    right = measured.flat_grad(big)
+    assert measured.compare(measured.flat_grad(mean_of_means), right)[1] > 0.02
+    assert measured.compare(measured.flat_grad(by_targets), right)[1] < 1e-6
+
+
+# ------------------------------------------------------------------------------------------------------
+# Measurements: what the page concludes has to hold on any machine; the digits are of ours
+
+
+def test_accumulation_equals_the_big_batch_but_for_rounding():
+    results = measured.accumulation()
+    between = {"float64": (0, 1e-13), "float32": (1e-9, 2e-6), "bfloat16": (1e-5, 1e-2)}
+    for dtype, (low, high) in between.items():
+        for steps in (4, 64):
+            assert low < results[f"{dtype}, {steps} micro-steps"][1] < high
+        assert results[f"{dtype}, again"] == (1, 0)
+    ratio = results["float32, 4 micro-steps"][1] / results["float32, rows in another order"][1]
+    assert 0.2 < ratio < 5
+    one, many = (results[f"bfloat16, {what} against float64"][1] for what in ("one batch", "64 micro-steps"))
+    assert many < 1.2 * one < 0.02
+    assert results["float64, 64 other rows"][1] > 0.1
+
+
+def test_two_processes_add_up_like_twice_the_micro_steps():
+    results = measured.two_processes()
+    assert len(results) == 6
+    for name, (equal, apart) in results.items():
+        assert apart < 1e-6, name
+        assert equal == 1 or "2 x 1 against" not in name, name  # a + b = b + a
+
+
+def test_only_the_last_micro_step_completes_the_gradient():
+    distances = measured.on_the_way()
+    assert distances == sorted(distances, reverse=True) and distances[2] > 0.1 and distances[3] < 1e-6
+
+
+def test_without_the_division_our_optimizer_makes_the_same_update_and_sgd_four_times_it():
+    results = measured.undivided()
+    for name, (size, norm, loss, apart) in results.items():
+        assert norm == pytest.approx(4, rel=1e-4) and loss == pytest.approx(4, rel=1e-4), name
+        assert "SGD" in name or (size == pytest.approx(1, abs=0.01) and apart < 0.05), name
+    assert results["SGD, clip inf"][0] == pytest.approx(4, rel=1e-4)
+    assert 1.1 < results["SGD, clip 1.0"][0] < 3.9  # the wrong norm is clipped, the right one is not
+
+
+def test_backward_inside_autocast_gives_the_same_bits_here():
+    grads = []
+    for inside in (False, True):
+        model = measured.our_model()
+        with precision.autocast(torch.device("cpu"), torch.bfloat16):
+            loss = model(*measured.byte_rows(64, 99))
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        grads.append(measured.flat_grad(model))
+    assert torch.equal(*grads)
+
+
+def test_muon_makes_the_singular_values_alike():
+    figures = measured.directions()
+    assert figures["largest over median before"] > 20 and figures["largest over median after"] < 1.5
+    assert figures["four largest in the squared norm"] > 0.6 and figures["embedding rows touched"] < 0.5
+
+
+def test_a_leaked_target_gives_a_fine_loss_and_a_useless_sample():
+    (leaked_loss, leaked_text), (loss, text) = measured.leak()
+    assert leaked_loss < 0.2 < 1 < loss and leaked_text == "e" * 20 and len(set(text)) > 3
+    says(f"`{leaked_text}`")
+
+
+def test_figures_from_formulas_come_out():
+    flops = scaling.on_meta(scaling.model_config(4, 64, 128, 512, 4096, "L")).flops_per_token()
+    says(f"{flops:,} FLOPs", f"{1e4 * flops / 1e12:.3f} TFLOP/s", f"{1e6 * flops / 0.96e12:.0f} %")
+    for micro_batches in (4, 32):  # the idle share of a pipeline of 4 stages
+        says(f"{100 * (4 - 1) / (micro_batches + 4 - 1):.0f} % with {micro_batches}")
+
+
+def test_the_rules_of_scaling_are_the_ones_in_the_table():
+    says(f"^{scaling.BATCH_EXPONENT} tokens", f"^-{scaling.HORIZON_EXPONENT}, at most twice")
+    d12 = 1e9
+    assert scaling.rate_scale(2**19, d12, d12) == 1 and scaling.rate_scale(2**40, d12, d12) == 2
+    assert scaling.rate_scale(2**17, d12, d12) == pytest.approx(0.5)
+    longer = scaling.rate_scale(2**19, 10 * d12, d12)
+    assert longer == pytest.approx(10**-scaling.HORIZON_EXPONENT)
+    assert [round(scaling.muon_momentum(step, 1200), 9) for step in (0, 300, 1199)] == [0.85, 0.95, 0.95]
+
+
+def test_the_smallest_two_loop_script_runs_and_checks_itself():
+    path = ROOT / "docs" / "two_loops.py"
+    source = path.read_text(encoding="utf-8")
+    says(f"in {len(source.splitlines())} lines")
+    assert set(re.findall(r"^(?:import|from) (\w+)", source, re.MULTILINE)) == {
+        "argparse",
+        "inspect",
+        "math",
+        "torch",
+    }
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [float(x) for x in re.findall(r"loss (\d\.\d+)", done.stdout)]
+    assert len(losses) == 7 and losses[0] > 5.5 and losses[-1] < 2.7
+
+
+# ------------------------------------------------------------------------------------------------------
+# Excerpts, names, links
+
+
+def stands_in(excerpt: str, source: str) -> bool:
+    """Whether the excerpt's lines follow each other in the source, all indented alike."""
+    wanted = textwrap.dedent(excerpt).rstrip().splitlines()
+    lines = source.splitlines()
+    for first in range(len(lines) - len(wanted) + 1):
+        here = "\n".join(lines[first : first + len(wanted)])
+        if textwrap.dedent(here).splitlines() == wanted:
+            return True
+    return False
+
+
+def test_an_excerpt_with_a_changed_line_is_noticed():
+    source = "if a:\n    b = 1\n    c = 2\n"
+    assert stands_in("b = 1\nc = 2\n", source) and stands_in("  if a:\n      b = 1\n", source)
+    assert not stands_in("b = 1\nc = 3\n", source) and not stands_in("if a:\nb = 1\n", source)
+
+
+def test_every_excerpt_stands_in_the_file_it_is_said_to_be_from():
+    blocks = re.findall(r"(?:<!-- from (.+?) -->\n)?```python\n(.*?)```", WALKTHROUGH, re.DOTALL)
+    assert len(blocks) >= 7
+    for path, code in blocks:
+        assert path, f"say in a comment above it where this is from:\n{code}"
+        source = (ROOT / path).read_text(encoding="utf-8")
+        for piece in re.split(r"^ *\.\.\.\n", code, flags=re.MULTILINE):  # a line of dots: left out
+            assert stands_in(piece, source), f"{path} has no longer:\n{piece}"
+
+
+def settings_of_base_train() -> set[str]:
+    names = set()
+    for node in ast.parse(SCRIPT).body:
+        if "configure(" in ast.unparse(node):
+            break
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            names.add(ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target))
+    return names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_option_of_base_train_on_a_page_exists(page):
+    known = settings_of_base_train() | {"help"}
+    for command in re.findall(r"scripts\.base_train((?:[^`\n\\]|\\\n)*)", page.read_text(encoding="utf-8")):
+        for name in re.findall(r"--([\w-]+)", command):
+            assert name.replace("-", "_").removeprefix("no_") in known, f"--{name}"
+
+
+def test_the_walkthrough_names_every_setting_and_no_other():
+    known = settings_of_base_train()
+    assert "depth" in known and not known - set(re.findall(r"\w+", WALKTHROUGH))
+    assert not set(re.findall(r"--([a-z]\w*)", WALKTHROUGH)) - known - {"help"}
+    table = WALKTHROUGH.partition("| group | settings |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`(\w+)`", table)) == known
+
+
+def test_every_name_in_the_walkthrough_stands_in_the_code():
+    files = [*ROOT.glob("*.py"), *(ROOT / "scripts").glob("*.py"), *(ROOT / "nanochat").glob("*.py")]
+    words = set(re.findall(r"\w+", " ".join(p.read_text(encoding="utf-8") for p in files)))
+    words |= {"train_step", "accumulate", "scale_grads"}  # of other projects
+    prose = re.sub(r"```.*?```", "", WALKTHROUGH, flags=re.DOTALL)
+    spans = re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", prose)
+    assert len(spans) > 50
+    for span in spans:
+        *path, name = span.split(".")
+        if name == "py":
+            assert (ROOT / span).exists() or (ROOT / "nanochat" / span).exists() or span == "base_train.py"
+        elif (
+            path
+            and name != "jsonl"
+            and (path[0] == "torch" or (ROOT / "nanochat" / f"{path[0]}.py").exists())
+        ):
+            module = ".".join(path) if path[0] == "torch" else f"nanochat.{path[0]}"
+            assert hasattr(importlib.import_module(module), name), span
+        elif not path:
+            assert name in words or span == "e" * 20, span
+
+
+def test_the_walkthrough_says_what_is_not_there_yet_only_while_it_is_not():
+    assert ("not in the script yet" in re.sub(r"\s+", " ", WALKTHROUGH)) == ("not there yet" in SCRIPT)
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_and_file_names_lead_somewhere(page):
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        where = page.parent / path if path else page
+        assert where.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", where.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {slug(heading) for heading in headings}, target
+    for name in re.findall(r"(?<![\w/~.-])((?:docs|nanochat|scripts|runs|tests|\.ci)/[\w./-]*\w)", text):
+        assert (ROOT / name).exists(), name
+    for module in re.findall(r"-m ((?:scripts|nanochat|docs)\.\w+)", text):
+        assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module
+
+
+def test_all_twelve_questions_have_their_place():
+    numbers = re.findall(r"^\| (\d+) \| .+ \| \[.+\]\(#.+\) \|$", WALKTHROUGH, re.MULTILINE)
+    assert [int(n) for n in numbers] == list(range(1, 13))
