@@ -1,58 +1,85 @@
 """Where text comes from: parquet shards with a `text` column, split into training and validation.
 
     dataset = open_dataset("embedded", base_dir=base_dir)     # the running Python's standard library
-    dataset = open_dataset("my_shards/", "my_shards/val.parquet", base_dir=base_dir)
+    dataset = open_dataset("my_texts/", base_dir=base_dir)    # files or folders of text, imported once
+    dataset = open_dataset("climbmix", base_dir=base_dir)     # public shards, downloaded by
+    python -m nanochat.dataset --name=climbmix --num_shards=8
     for text in iterate_documents(dataset.train_shards): ...
 
-A data set that we build lies in `<base_dir>/data/<name>/` beside an `index.json` that names its files, their
-sizes and its fingerprint. It is written into a temporary folder that is renamed when complete: what has the
-name is whole, and of two processes that build at once one finds the other's work.
+docs/data.md says what becomes a document, and which documents are validation.
 """
 
 import hashlib
 import json
-import os
 import platform
+import re
 import shutil
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat import UserError
+from nanochat.shard_folder import Dataset, build, open_built, writing
+from nanochat.shards import RowGroups, footer_digest
+from nanochat.textfiles import find_files, read_documents
 
-# Documents whose hash is 0 modulo this number are validation: 0.4 M of the standard library's 31 M characters
-# with Python 3.11, enough for a stable number and scored in seconds. Never change it: the split would move.
-ONE_IN_VALIDATES = 40
 FORMAT = 1  # of what we build; a higher number makes old folders be built anew
-ROW_GROUP_CHARS = 1 << 19  # a row group is what is read at once
-ROW_GROUP_DOCUMENTS = 1024
 
 
 @dataclass(frozen=True)
-class Dataset:
-    """Shards of a split text, `fingerprint` of their content, and a one-line `note` for the log."""
+class Public:
+    """Shards shard_00000.parquet ... of a Hugging Face data set; the last one is the validation split."""
 
-    name: str
-    train_shards: list[Path]
-    val_shards: list[Path]
-    fingerprint: str
-    note: str
+    repo: str
+    shards: int
+
+    def file(self, number: int) -> str:
+        return f"shard_{number:05d}.parquet"
+
+    @property
+    def validation(self) -> str:
+        return self.file(self.shards - 1)
+
+
+PUBLIC = {
+    "climbmix": Public("karpathy/climbmix-400b-shuffle", 6543),
+    "fineweb-edu": Public("karpathy/fineweb-edu-100b-shuffle", 1823),
+}
 
 
 def open_dataset(
-    data: str | Path = "embedded", val_data: str | Path | None = None, *, base_dir: str | Path
+    data: str | Path = "embedded",
+    val_data: str | Path | None = None,
+    *,
+    base_dir: str | Path,
+    text_field: str = "text",
 ) -> Dataset:
-    """The data set that the settings `data` and `val_data` mean, built first where it does not exist yet."""
+    """The data set that the settings `data`, `val_data` and `text_field` mean, built where it is not yet.
+
+    `text_field` is the field of JSON objects, or the column of parquet files, that holds the text.
+    """
+    base_dir = Path(base_dir).expanduser()
     if str(data) == "embedded":
         if val_data is not None:
-            raise UserError(
-                "val_data goes with data=PATH only; the embedded data has its own validation split"
-            )
-        return _open_embedded(Path(base_dir))
-    return _open_parquet(data, val_data)
+            raise UserError("val_data goes with other data only; the embedded data has its own validation")
+        return _open_embedded(base_dir)
+    val_files = find_files("val_data", val_data)[0] if val_data is not None else []
+    if str(data) in PUBLIC:
+        return _open_public(str(data), base_dir / "data" / str(data), val_files)
+    files, others = find_files("data", data)
+    in_place = text_field == "text" and all(path.suffix == ".parquet" for path in files + val_files)
+    if in_place and not val_files:
+        val_files = _pinned_validation(files)
+    validation = {path.resolve() for path in val_files}
+    files = [path for path in files if path.resolve() not in validation]
+    if not files:
+        raise UserError(f"every file of data={data} is validation; give --data more files than --val_data")
+    name = re.sub(r"[^\w.-]+", "_", Path(str(data).split(",")[0]).expanduser().resolve().name) or "data"
+    if in_place and val_files:
+        return _open_shards(name, files, val_files)
+    return _open_local(base_dir / "data", name, files, val_files, text_field, others)
 
 
 def iterate_documents(shards: Sequence[Path]) -> Iterator[str]:
@@ -62,63 +89,6 @@ def iterate_documents(shards: Sequence[Path]) -> Iterator[str]:
         yield from groups.read(group)
 
 
-class RowGroups:
-    """Random access to the row groups of shards, numbered in the order given; empty ones are left out.
-
-    `sizes[g]` is the number of documents of group g and `starts[g]` the number of those before it;
-    `starts[-1]` is the number of all. `read(g)` gives a group's texts (a null is an empty text).
-    """
-
-    def __init__(self, shards: Sequence[Path]):
-        self.sizes: list[int] = []
-        self.starts = [0]
-        self._places: list[tuple[Path, int]] = []
-        for shard in shards:
-            metadata = _read_footer(Path(shard)).metadata
-            for i in range(metadata.num_row_groups):
-                if rows := metadata.row_group(i).num_rows:
-                    self._places.append((Path(shard), i))
-                    self.sizes.append(rows)
-                    self.starts.append(self.starts[-1] + rows)
-
-    def read(self, group: int) -> list[str]:
-        shard, i = self._places[group]
-        file = _read_footer(shard)
-        try:
-            column = file.read_row_group(i, columns=["text"], use_threads=False).column(0)
-            texts = column.to_pylist()
-        except (OSError, ValueError) as error:  # pyarrow's errors are these
-            raise UserError(f"shard {shard} is damaged in row group {i} ({error}); get it again") from error
-        return [text or "" for text in texts]
-
-
-def _read_footer(shard: Path):
-    """The opened parquet file; UserError where it is not one with a text column."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        file = pq.ParquetFile(shard)
-    except (OSError, pa.ArrowException) as error:
-        raise UserError(
-            f"{shard} cannot be read as a parquet file ({error}); remove it or get it again"
-        ) from error
-    schema = file.schema_arrow
-    if "text" not in schema.names or not _is_text(schema.field("text").type):
-        raise UserError(
-            f"{shard} has no text in a column `text` (it has {', '.join(schema.names)}); rename it"
-        )
-    return file
-
-
-def _is_text(kind) -> bool:
-    import pyarrow.types as types
-
-    if types.is_dictionary(kind):
-        kind = kind.value_type
-    return types.is_string(kind) or types.is_large_string(kind)
-
-
 # -- the embedded data set
 
 
@@ -126,7 +96,7 @@ def _open_embedded(base_dir: Path) -> Dataset:
     root = Path(sysconfig.get_path("stdlib"))
     key = hashlib.sha256(f"{FORMAT} {sys.version} {root}".encode()).hexdigest()[:8]
     folder = base_dir / "data" / f"embedded-py{platform.python_version()}-{key}"
-    dataset = _open_built(folder)
+    dataset = open_built(folder)
     if dataset is None:
         print(f"building the embedded data set from {root} ...", file=sys.stderr, flush=True)
         documents, skipped = _read_sources(root)
@@ -134,7 +104,7 @@ def _open_embedded(base_dir: Path) -> Dataset:
             raise UserError(f"this Python has no source files in {root}; give your own text with --data=PATH")
         what = f"{len(documents):,} files of Python {platform.python_version()}'s standard library"
         note = f"{what}, {skipped} unreadable {'file' if skipped == 1 else 'files'} skipped"
-        dataset = _build(folder, documents, note)
+        dataset = build(folder, folder.name, (("hash", text) for text in documents), note)
     return dataset
 
 
@@ -154,132 +124,135 @@ def _read_sources(root: Path) -> tuple[list[str], int]:
     return documents, skipped
 
 
-# -- building and opening a folder of ours
+# -- text of the user's, imported
 
 
-def content_key(text: str) -> str:
-    """Hash of a document's content: decides its split, so equal documents are never on both sides."""
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def is_validation(key: str) -> bool:
-    return int(key[:16], 16) % ONE_IN_VALIDATES == 0
-
-
-def _build(folder: Path, documents: list[str], note: str) -> Dataset:
-    """Split the documents, write both splits as shards into `folder`, and open it."""
-    # Stored in the order of their hashes: neighbours in a batch should not come from one package.
-    keyed = sorted((content_key(text), text) for text in documents)
-    fingerprint = hashlib.sha256("\n".join(key for key, _ in keyed).encode()).hexdigest()
-    splits = {
-        "train": [text for key, text in keyed if not is_validation(key)],
-        "val": [text for key, text in keyed if is_validation(key)],
-    }
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-    try:
-        index = {"fingerprint": fingerprint, "note": note, "train": {}, "val": {}}
-        for split, texts in splits.items():
-            path = temporary / f"{split}_00000.parquet"
-            _write_shard(path, texts)
-            index[split][path.name] = path.stat().st_size
-        (temporary / "index.json").write_text(json.dumps(index, indent=1), "utf-8")
-        os.chmod(temporary, 0o755)  # mkdtemp's 0700 would hide it from other users
-        _put_in_place(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    dataset = _open_built(folder)
+def _open_local(
+    folder: Path, name: str, files: list[Path], val_files: list[Path], text_field: str, others: int
+) -> Dataset:
+    stamp = _stamp(files), _stamp(val_files)
+    key = hashlib.sha256(json.dumps([FORMAT, stamp, text_field]).encode()).hexdigest()[:12]
+    target = folder / f"{name}-{key}"
+    dataset = open_built(target)
     if dataset is None:
-        raise OSError(f"{folder} was written but cannot be read back")
+        if older := sorted(path.name for path in folder.glob(f"{name}-{'[0-9a-f]' * 12}")):
+            print(f"{folder} has other imports of that name: {', '.join(older)}", file=sys.stderr)
+        note = f"{{:,}} training and {{:,}} validation documents of {len(files) + len(val_files):,} files"
+        note += f", {others:,} files of other kinds left out" if others else ""
+        documents = _import([("train" if val_files else "hash", files), ("val", val_files)], text_field)
+        dataset = build(target, name, documents, note)
+        if (_stamp(files), _stamp(val_files)) != stamp:
+            shutil.rmtree(target)
+            raise UserError(f"files of {name} changed while they were imported; start again")
     return dataset
 
 
-def _write_shard(path: Path, texts: list[str]) -> None:
-    """Texts as row groups of about ROW_GROUP_CHARS characters."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    schema = pa.schema([("text", pa.string())])
-    with pq.ParquetWriter(path, schema, compression="zstd", use_dictionary=False) as writer:
-        group, chars = [], 0
-        for text in texts:
-            group.append(text)
-            chars += len(text)
-            if chars >= ROW_GROUP_CHARS or len(group) >= ROW_GROUP_DOCUMENTS:
-                writer.write_table(pa.table({"text": group}, schema=schema))
-                group, chars = [], 0
-        if group:
-            writer.write_table(pa.table({"text": group}, schema=schema))
-
-
-def _put_in_place(temporary: Path, folder: Path) -> None:
-    """Give a complete folder its name; where another process was first with a good one, keep that."""
-    if folder.exists() and _open_built(folder) is None:  # damaged: set it aside within the temporary folder
-        aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-        os.replace(folder, aside / "damaged")
-        shutil.rmtree(aside, ignore_errors=True)
+def _stamp(files: list[Path]) -> list:
+    """Names, sizes and times of files: while these are the same they are not read again."""
     try:
-        os.rename(temporary, folder)
-    except OSError:
-        if _open_built(folder) is None:
-            raise
+        return [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    except OSError as error:
+        raise UserError(f"{error.filename} has vanished or may not be read; start again") from error
 
 
-def _open_built(folder: Path) -> Dataset | None:
-    """The data set in a folder of ours; None where it is missing or its files are not those in its index."""
-    try:
-        index = json.loads((folder / "index.json").read_text("utf-8"))
-        splits = {split: [folder / name for name in index[split]] for split in ("train", "val")}
-        sizes = {path: index[split][path.name] for split, paths in splits.items() for path in paths}
-        if any(path.stat().st_size != size for path, size in sizes.items()):
-            return None
-        return Dataset(folder.name, splits["train"], splits["val"], index["fingerprint"], index["note"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+def _import(splits: list[tuple[str, list[Path]]], text_field: str) -> Iterator[tuple[str, str]]:
+    """(split, text) of all documents, with a progress bar over the bytes of the files."""
+    from tqdm import tqdm
+
+    sizes = sum(path.stat().st_size for _, files in splits for path in files)
+    interval = 0.2 if sys.stderr.isatty() else 10  # seconds: a log gets few lines
+    with tqdm(total=sizes, unit="B", unit_scale=True, desc="importing", mininterval=interval) as bar:
+        for split, files in splits:
+            for path in files:
+                for text in read_documents(path, text_field, bar.update):
+                    yield split, text
 
 
-# -- parquet shards of the user's, used in place
+# -- parquet shards used in place: the user's, or downloaded
 
 
-def _open_parquet(data: str | Path, val_data: str | Path | None) -> Dataset:
-    shards = _parquet_files("data", data)
-    if val_data is None:
-        raise UserError(f"say which files of {data} are validation with --val_data=FILE_OR_FOLDER")
-    val_shards = _parquet_files("val_data", val_data)
-    resolved = {path.resolve() for path in val_shards}
-    train_shards = [path for path in shards if path.resolve() not in resolved]
-    if not train_shards:
-        raise UserError(f"every file of data={data} is validation; give --data more files than --val_data")
-    fingerprint = hashlib.sha256()
-    documents = []
+def _open_shards(name: str, train_shards: list[Path], val_shards: list[Path]) -> Dataset:
+    fingerprint, documents = hashlib.sha256(), {"train": 0, "val": 0}
     for split, paths in (("train", train_shards), ("val", val_shards)):
         fingerprint.update(split.encode())
         for path in paths:
-            footer, rows = _footer_digest(path)
+            footer, rows = footer_digest(path)
             fingerprint.update(footer)
-            documents.append((split, rows))
-    train, val = (sum(rows for name, rows in documents if name == split) for split in ("train", "val"))
-    note = f"{train:,} training documents in {len(train_shards)} shards, {val:,} validation documents"
-    return Dataset(Path(data).resolve().name, train_shards, val_shards, fingerprint.hexdigest(), note)
+            documents[split] += rows
+    note = f"{documents['train']:,} training documents in {len(train_shards)} shards"
+    note += f", {documents['val']:,} validation documents"
+    return Dataset(name, train_shards, val_shards, fingerprint.hexdigest(), note)
 
 
-def _parquet_files(setting: str, path: str | Path) -> list[Path]:
-    """The .parquet files that a path means, sorted by name."""
-    path = Path(path).expanduser()
-    if not path.exists():
-        raise UserError(f"{setting}={path} does not exist; give a folder of .parquet files, or data=embedded")
-    files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path] if path.suffix == ".parquet" else []
-    if not files:
-        raise UserError(f"{setting}={path} is no .parquet file or folder with some; give one of these")
-    return files
+def _pinned_validation(files: list[Path]) -> list[Path]:
+    """The validation shard among public shards that someone has already; [] where there are other files."""
+    names = {path.name: path for path in files}
+    if not all(re.fullmatch(r"shard_\d{5}\.parquet", name) for name in names):
+        return []
+    for public in sorted(PUBLIC.values(), key=lambda public: -public.shards):
+        if public.validation in names:
+            return [names[public.validation]]
+    wanted = " or ".join(f"{public.validation} ({name})" for name, public in PUBLIC.items())
+    raise UserError(
+        f"{files[0].parent} has public shards without the one that is validation: put {wanted} there, or "
+        "say which files are validation with --val_data=PATH"
+    )
 
 
-def _footer_digest(path: Path) -> tuple[bytes, int]:
-    """Hash of a shard's name, size and footer (its statistics stand for the content), and its rows."""
-    rows = _read_footer(path).metadata.num_rows
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(-8, os.SEEK_END)  # a parquet file ends with its footer, the footer's length, and "PAR1"
-        length = int.from_bytes(file.read(4), "little")
-        file.seek(-8 - length, os.SEEK_END)
-        return hashlib.sha256(f"{path.name} {size} ".encode() + file.read(length)).digest(), rows
+def _open_public(name: str, folder: Path, val_files: list[Path]) -> Dataset:
+    """Downloaded shards, as far as they are recorded and have the recorded size."""
+    from nanochat.download import read_record
+
+    public, command = PUBLIC[name], f"python -m nanochat.dataset --name={name} --num_shards=8"
+    record = read_record(folder)
+    there = {file: folder / file for file in sorted(record) if (folder / file).exists()}
+    for file, path in there.items():
+        if path.stat().st_size != record[file]["bytes"]:
+            raise UserError(f"{path} is not as it was downloaded; get it again: {command}")
+    if public.validation not in there and not val_files:
+        raise UserError(f"{folder} lacks {public.validation}, the validation split; get it: {command}")
+    pinned = there.pop(public.validation, None)
+    if not there:
+        raise UserError(f"{folder} holds no training shards; get some: {command}")
+    if any(path.suffix != ".parquet" for path in val_files):
+        raise UserError(f"val_data for {name} has to be parquet files with a column `text`")
+    return _open_shards(name, list(there.values()), val_files or [pinned])
+
+
+if __name__ == "__main__":
+    # Get data: python -m nanochat.dataset --name=climbmix --num_shards=8, or import text: --data=PATH
+    name: str | None = None  # public data to download: climbmix, fineweb-edu
+    num_shards = 8  # training shards; the validation shard always comes too (-1 = all there are)
+    workers = 4  # files downloaded at once
+    mirror = "https://huggingface.co"  # another host with the same paths, /datasets/REPO/resolve/main/FILE
+    timeout = 30.0  # seconds without a byte before a connection counts as broken
+    retries = 8  # times in a row that a file may fail without any progress before it is given up
+    base_dir = "~/.cache/nanochat"  # where data lie (environment: NANOCHAT_BASE_DIR)
+    data: str | None = None  # instead of a download: text to import, as in base_train
+    val_data: str | None = None  # with data: a file or folder that is the validation split
+    text_field = "text"  # with data: field of JSON objects, or column of parquet files, with the text
+
+    import configurator
+
+    settings = configurator.configure(globals())
+    if (name is None) == (data is None):
+        raise UserError(f"give either --name={'|'.join(PUBLIC)} to download, or --data=PATH to import text")
+    if data is not None:
+        opened = open_dataset(data, val_data, base_dir=base_dir, text_field=text_field)
+        print(f"{opened.name}: {opened.note}, fingerprint {opened.fingerprint[:12]}")
+        sys.exit(0)
+    if name not in PUBLIC:
+        raise UserError(f"there is no public data set {name}; choose one of {', '.join(PUBLIC)}")
+    from nanochat.download import download
+
+    public = PUBLIC[name]
+    if not -1 <= num_shards < public.shards or num_shards == 0:
+        raise UserError(f"num_shards {num_shards} is not -1 (all) or 1 to {public.shards - 1}")
+    numbers = range(public.shards - 1 if num_shards == -1 else num_shards)
+    files = [public.validation, *(public.file(number) for number in numbers)]
+    root = f"{mirror.rstrip('/')}/datasets/{public.repo}/resolve/main"
+    folder = Path(base_dir).expanduser() / "data" / name
+    urls = {file: f"{root}/{file}" for file in files}
+    with writing(folder):
+        missing = download(urls, folder, footer_digest, workers, timeout, retries)
+    sys.exit(1 if missing else 0)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from nanochat import UserError
-from nanochat.dataset import RowGroups
+from nanochat.shards import RowGroups
 from nanochat.tokenizer import Tokenizer
 
 BUFFER_PIECES = 32  # pieces that a lane chooses from: best fit wastes little, state and restore stay small

@@ -1,18 +1,23 @@
 """The data sets: what becomes a document, which split it is in, and that nothing half-built is ever read."""
 
+import gzip
 import hashlib
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat import UserError, dataset
-from nanochat.dataset import RowGroups, iterate_documents, open_dataset
+from nanochat import UserError, dataset, shard_folder
+from nanochat.dataset import iterate_documents, open_dataset
+from nanochat.shards import RowGroups
 
 
 @pytest.fixture
@@ -107,7 +112,7 @@ def test_a_build_that_breaks_off_leaves_nothing_that_is_taken_for_data(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(dataset, "_write_shard" if moment == "writing a shard" else "_put_in_place", fail)
+        patch.setattr(shard_folder, "write_sorted" if moment == "writing a shard" else "_put_in_place", fail)
         with pytest.raises(KeyboardInterrupt):
             open_dataset(base_dir=tmp_path / "base")
     assert os.listdir(tmp_path / "base" / "data") == []
@@ -136,16 +141,16 @@ def test_processes_that_build_at_once_get_the_same_whole_data(library, tmp_path)
 
 
 def test_a_second_builder_keeps_what_the_first_one_finished(library, tmp_path, monkeypatch):
-    build = dataset._build
+    write = shard_folder.write_sorted
     stamps = []
 
-    def slow_build(folder, texts, note):
+    def slow_write(documents, folder):
         if not stamps:  # while the first is at it, a second one begins and finishes
             stamps.append(None)
             stamps[0] = open_dataset(base_dir=tmp_path).train_shards[0].stat().st_mtime_ns
-        return build(folder, texts, note)
+        return write(documents, folder)
 
-    monkeypatch.setattr(dataset, "_build", slow_build)
+    monkeypatch.setattr(shard_folder, "write_sorted", slow_write)
     data = open_dataset(base_dir=tmp_path)
     assert data.train_shards[0].stat().st_mtime_ns == stamps[0]
 
@@ -214,14 +219,14 @@ def test_bad_input_is_refused_in_one_sentence(tmp_path):
     pq.write_table(pa.table({"text": [1]}), tmp_path / "numbers.parquet")
     cases = [
         ("nowhere", good, "does not exist"),
-        (tmp_path / "empty", good, "give one of these"),
-        (good.parent, None, "--val_data="),
+        (tmp_path / "empty", good, "none of the files that can be read"),
+        (good.parent, None, "none of the 1 documents of good falls .* --val_data="),
         (good.parent, good, "every file"),
         (good, tmp_path / "nowhere", "val_data=.* does not exist"),
         (tmp_path / "no.parquet", good, "cannot be read as a parquet file"),
         (tmp_path / "words.parquet", good, "no text in a column `text` .it has words"),
         (tmp_path / "numbers.parquet", good, "no text in a column `text`"),
-        ("embedded", good, "its own validation split"),
+        ("embedded", good, "its own validation"),
     ]
     for data, val_data, message in cases:
         with pytest.raises(UserError, match=message) as error:
@@ -246,3 +251,240 @@ def test_the_index_says_what_lies_beside_it(library, tmp_path):
     index = json.loads((folder / "index.json").read_text())
     for split in ("train", "val"):
         assert index[split] == {p.name: p.stat().st_size for p in folder.glob(f"{split}_*.parquet")}
+
+
+# -- public shards that someone has already
+
+
+@pytest.mark.parametrize("pinned", ["shard_06542", "shard_01822"])
+def test_a_folder_of_public_shards_is_used_in_place_with_its_last_shard_as_validation(tmp_path, pinned):
+    names = ["shard_00000", "shard_01700", pinned]
+    for name in names:
+        write(tmp_path / "base_data" / f"{name}.parquet", [name])
+    data = open_dataset(tmp_path / "base_data", base_dir=tmp_path / "base")
+    assert documents(data) == (names[:2], [pinned]) and not (tmp_path / "base").exists()
+
+
+def test_a_training_shard_never_stands_in_for_missing_validation(tmp_path):
+    for i in range(3):
+        write(tmp_path / "base_data" / f"shard_{i:05d}.parquet", [str(i)])
+    with pytest.raises(UserError, match=r"shard_06542.parquet \(climbmix\) or shard_01822.parquet"):
+        open_dataset(tmp_path / "base_data", base_dir=tmp_path)
+    given = open_dataset(
+        tmp_path / "base_data", tmp_path / "base_data/shard_00001.parquet", base_dir=tmp_path
+    )
+    assert documents(given) == (["0", "2"], ["1"])
+
+
+# -- text of the user's
+
+
+@pytest.fixture
+def texts(tmp_path) -> tuple[Path, list[str]]:
+    """A folder with all kinds of files, 20 documents of each, and the documents."""
+    folder, expected = tmp_path / "texts", []
+
+    def some(kind: str) -> list[str]:
+        expected.extend(more := [f"{kind} {i} é 漢字\n" for i in range(20)])
+        return more
+
+    (folder / "deep" / "er").mkdir(parents=True)
+    for suffix in ("txt", "md", "py"):
+        for i, text in enumerate(some(suffix)):
+            (folder / "deep" / f"{i}.{suffix}").write_text(text, "utf-8")
+    lines = [json.dumps({"id": 3, "text": text}) for text in some("jsonl")]
+    (folder / "a.jsonl").write_text("\n".join(lines) + "\n\n", "utf-8")
+    lines = [json.dumps(text, ensure_ascii=False) for text in some("gz")]
+    (folder / "deep" / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
+    (folder / "deep" / "er" / "c.json").write_text(json.dumps([{"text": text} for text in some("json")]))
+    write(folder / "d.parquet", some("parquet"))
+    (folder / "e.bin").write_bytes(b"\xff")
+    (folder / ".hidden.txt").write_text("hidden")
+    return folder, expected
+
+
+def test_a_folder_of_any_mix_is_imported_and_split_by_hash(texts, tmp_path):
+    folder, expected = texts
+    data = open_dataset(folder, base_dir=tmp_path / "base")
+    train, val = documents(data)
+    assert sorted(train + val) == sorted(expected)
+    for text in expected:
+        by_hand = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % 40 == 0
+        assert (text in val) == by_hand != (text in train)
+    assert data.name == "texts" and "1 files of other kinds left out" in data.note
+    assert f"{len(train)} training and {len(val)} validation documents of 64 files" in data.note
+
+
+def test_what_is_imported_depends_on_the_documents_alone(texts, tmp_path):
+    folder, _ = texts
+    first = open_dataset(folder, base_dir=tmp_path / "one")
+    (folder / "deep" / "3.txt").rename(folder / "zzz.md")
+    moved = folder.rename(tmp_path / "moved")
+    second = open_dataset(moved, base_dir=tmp_path / "two")
+    assert first.fingerprint == second.fingerprint and documents(first) == documents(second)
+    for one, two in zip(first.train_shards, second.train_shards, strict=True):
+        assert one.read_bytes() == two.read_bytes()
+
+
+def test_it_is_imported_once_and_again_when_the_source_changed(texts, tmp_path, monkeypatch, capsys):
+    folder, _ = texts
+    read = dataset.read_documents
+    reads = []
+    monkeypatch.setattr(
+        dataset, "read_documents", lambda path, *rest: (reads.append(path), read(path, *rest))[1]
+    )
+    first = open_dataset(folder, base_dir=tmp_path / "base")
+    assert len(reads) == 64 and "importing: 100%" in capsys.readouterr().err
+    assert open_dataset(str(folder), base_dir=tmp_path / "base") == first and len(reads) == 64
+    os.utime(folder / "a.jsonl", (1, 1))
+    touched = open_dataset(folder, base_dir=tmp_path / "base")
+    assert len(reads) == 128 and touched.fingerprint == first.fingerprint
+    assert "other imports of that name" in capsys.readouterr().err
+    (folder / "more.txt").write_text("more")
+    assert open_dataset(folder, base_dir=tmp_path / "base").fingerprint != first.fingerprint
+    assert documents(first)  # a run that uses the older import can go on
+
+
+def test_val_data_decide_the_split_of_imported_text(texts, tmp_path):
+    folder, expected = texts
+    data = open_dataset(folder, folder / "a.jsonl", base_dir=tmp_path / "base")
+    train, val = documents(data)
+    assert sorted(val) == sorted(text for text in expected if text.startswith("jsonl "))
+    assert sorted(train + val) == sorted(expected)
+    by_hash = open_dataset(folder, base_dir=tmp_path / "base")
+    assert by_hash.fingerprint != data.fingerprint
+
+
+def test_several_paths_may_be_given_with_commas(texts, tmp_path):
+    folder, expected = texts
+    (tmp_path / "with, comma.txt").write_text("comma")
+    data = open_dataset(f"{folder}/a.jsonl, {folder}/d.parquet", base_dir=tmp_path / "base")
+    wanted = [text for text in expected if text.startswith(("jsonl ", "parquet "))]
+    assert sorted(flat(documents(data))) == sorted(wanted)
+    both = open_dataset(folder, f"{folder}/a.jsonl,{folder}/d.parquet", base_dir=tmp_path / "base")
+    assert sorted(documents(both)[1]) == sorted(wanted)
+    data = open_dataset(folder, tmp_path / "with, comma.txt", base_dir=tmp_path / "base")
+    assert documents(data)[1] == ["comma"]
+
+
+def flat(lists) -> list:
+    return [item for items in lists for item in items]
+
+
+def test_parquet_without_val_data_is_split_by_hash(tmp_path):
+    write(tmp_path / "a.parquet", [f"text {i}" for i in range(200)])
+    train, val = documents(open_dataset(tmp_path / "a.parquet", base_dir=tmp_path / "base"))
+    assert sorted(train + val) == sorted(f"text {i}" for i in range(200)) and 0 < len(val) < 20
+
+
+def test_another_field_or_column_holds_the_text_when_named(tmp_path):
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.table({"body": [f"a{i}" for i in range(99)]}), tmp_path / "in" / "a.parquet")
+    (tmp_path / "in" / "b.json").write_text(json.dumps([{"body": f"b{i}", "text": "no"} for i in range(99)]))
+    data = open_dataset(tmp_path / "in", base_dir=tmp_path / "base", text_field="body")
+    expected = {f"{letter}{i}" for letter in "ab" for i in range(99)}
+    assert set(flat(documents(data))) == expected
+    with pytest.raises(UserError, match=r"column `text` .it has body.; name the column with --text_field"):
+        open_dataset(tmp_path / "in", base_dir=tmp_path / "base")
+
+
+def test_the_empty_split_of_few_documents_is_refused_with_what_to_do(tmp_path):
+    (tmp_path / "one.txt").write_text("one text")
+    with pytest.raises(
+        UserError, match=r"none of the 1 documents of one.txt falls into the validation split .*val_data"
+    ):
+        open_dataset(tmp_path / "one.txt", base_dir=tmp_path / "base")
+    assert os.listdir(tmp_path / "base" / "data") == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not Path("/dev/full").exists(), reason="needs a full device")
+def test_a_place_that_cannot_be_written_is_one_sentence(texts, tmp_path, monkeypatch):
+    folder, _ = texts
+    (tmp_path / "file").write_text("")
+    for error in (OSError(28, "No space left on device"), PermissionError(13, "Permission denied")):
+        with monkeypatch.context() as patch:
+            patch.setattr(shard_folder, "write_sorted", lambda *_, error=error: raising(error))
+            with pytest.raises(UserError, match=f"cannot be written .{error.strerror}.*--base_dir"):
+                open_dataset(folder, base_dir=tmp_path / "base")
+        assert os.listdir(tmp_path / "base" / "data") == []
+    with pytest.raises(UserError, match=r"cannot be written .Not a directory"):
+        open_dataset(folder, base_dir=tmp_path / "file")
+
+
+def raising(error: BaseException):
+    raise error
+
+
+def test_a_source_that_vanishes_or_changes_on_the_way_is_one_sentence(texts, tmp_path, monkeypatch):
+    folder, _ = texts
+    with pytest.raises(UserError, match="nowhere does not exist or may not be read"):
+        open_dataset(tmp_path / "nowhere", base_dir=tmp_path / "base")
+    read = dataset.read_documents
+
+    def change(path, *rest):
+        (folder / "a.jsonl").write_text('"changed"')
+        return read(path, *rest)
+
+    monkeypatch.setattr(dataset, "read_documents", change)
+    with pytest.raises(UserError, match="changed while they were imported"):
+        open_dataset(folder, base_dir=tmp_path / "base")
+
+    def vanish(path, *rest):
+        path.unlink(missing_ok=True)
+        return read(path, *rest)
+
+    monkeypatch.setattr(dataset, "read_documents", vanish)
+    with pytest.raises(UserError, match=r"cannot be read .No such file"):
+        open_dataset(folder, base_dir=tmp_path / "base")
+    assert os.listdir(tmp_path / "base" / "data") == []
+
+
+def test_leftovers_of_killed_imports_are_removed_after_a_day_and_no_others(texts, tmp_path):
+    folder, _ = texts
+    data = tmp_path / "base" / "data"
+    for name, age in ((".old.abcdefgh", 90_000), (".new.abcdefgh", 10), ("mine", 90_000)):
+        (data / name).mkdir(parents=True)
+        (data / name / "bucket_0000").write_text("")
+        for path in (data / name / "bucket_0000", data / name):
+            os.utime(path, (time.time() - age,) * 2)
+    open_dataset(folder, base_dir=tmp_path / "base")
+    assert {path.name for path in data.iterdir() if not path.name.startswith("texts")} == {
+        ".new.abcdefgh",
+        "mine",
+    }
+
+
+LARGE = """
+import resource, sys
+from nanochat.dataset import open_dataset
+data = open_dataset(sys.argv[1], base_dir=sys.argv[2])
+print(data.note)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "json", "one line again and again"])
+def test_two_gigabytes_are_imported_in_less_than_one(tmp_path, kind):
+    path = tmp_path / f"large.{kind if ' ' not in kind else 'jsonl'}"
+    block = "".join(f"word{i * i} and some more text to fill the lines\n" for i in range(20_000))
+    with open(path, "w") as file:
+        file.write("[" if kind == "json" else "")
+        for i in range(2 * 2**30 // len(block)):
+            text = block.replace("word", f"{i:04d}")  # no piece of it comes twice
+            if kind == "txt":
+                file.write(text)
+            elif " " in kind:
+                file.write((json.dumps(block[:8000]) + "\n") * (len(block) // 8000))
+            else:
+                file.write(json.dumps({"text": text}) + (",\n" if kind == "json" else "\n"))
+        file.write('"the last one"]' if kind == "json" else "")
+    assert path.stat().st_size > 1.95 * 2**30
+    command = [sys.executable, "-c", LARGE, str(path), str(tmp_path / "base")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if " " in kind and done.returncode:  # which split the line falls into is up to its hash
+        assert "falls into the" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr[-2000:]
+    print(done.stdout, done.stderr.split("\r")[-1])
+    assert int(done.stdout.split()[-1]) * 1024 < 1e9
