@@ -102,6 +102,10 @@ class Tokenizer:
                 raise
             return np.concatenate([self.encode(text[a:b]) for a, b in itertools.pairwise(cuts)])
 
+    def encode_ordinary(self, text: str) -> list[int]:
+        """tiktoken's own path to a list of the same ids, for comparison."""
+        return self._encoding.encode_ordinary(text)
+
     def encode_batch(self, texts: Iterable[str], num_threads: int = 1) -> list[np.ndarray]:
         """`encode` of each text; tiktoken releases the GIL, so threads help."""
         if num_threads <= 1:

@@ -1,9 +1,9 @@
-"""Measure speed: variants interleaved in one run, medians over rounds, as ratios. Machines are shared and
-noisy.
+"""Measure speed: variants interleaved in one run, medians over rounds, as ratios; machines are shared and noisy.
 
-    python -m scripts.bench --what=train     # tokens/s, MFU and the optimizer's share, by dtype, compiled
-    or not python -m scripts.bench --what=start     # seconds from the command to the first optimizer step
-    done python -m scripts.bench --json           # one JSON object as the last line
+    python -m scripts.bench --what=train     # tokens/s, MFU, the optimizer's share, by dtype, compiled or not
+    python -m scripts.bench --what=start     # seconds from the command to the first optimizer step done
+    python -m scripts.bench --what=loader    # packed tokens/s on one thread beside raw tiktoken encoding
+    python -m scripts.bench --json           # one JSON object as the last line
 
 docs/benchmarks.md holds the figures, each with its machine, date and command.
 """
@@ -18,13 +18,19 @@ import time
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 
 import configurator
 from nanochat import UserError, optim, precision, runtime, scaling
+from nanochat.dataloader import TrainLoader
+from nanochat.dataset import iterate_documents, open_dataset
 from nanochat.gpt import GPT
+from nanochat.lanes import open_lanes
+from nanochat.shards import RowGroups
+from nanochat.tokenizer import open_tokenizer
 
-what: Literal["train", "start"] = "train"  # what to measure
+what: Literal["train", "start", "loader"] = "train"  # what to measure
 json = False  # print one JSON object as the last line
 rounds = 5  # times every variant is measured
 
@@ -38,6 +44,11 @@ vocab_size = 4096  # tokens
 device_batch_size = 8  # rows of a micro-batch, one micro-batch a step
 steps = 5  # optimizer steps a round
 variants = "bfloat16+compile,bfloat16,float32+compile"  # what is compared: dtypes, with +compile or without
+
+# Text to batches (loader)
+shapes = "8x512,32x2048"  # rows of a step x positions of a row
+round_tokens = 1_000_000  # trained tokens a round
+data = "embedded"  # as in base_train; its tokenizer has vocab_size tokens
 
 # The command (start)
 recipe = "runs/laptop.py"  # settings of the run that is started
@@ -144,7 +155,67 @@ def bench_start() -> dict:
     return {"first_s": times[0], "median_s": statistics.median(times[1:]), "slowest_s": max(times[1:])}
 
 
-results = {"train": bench_train, "start": bench_start}[what]()
+def bench_loader() -> dict:
+    """Packing, tokenization and reading included, on this thread; then raw tiktoken on the same documents.
+
+    A round packs `round_tokens` and then encodes what the packer took in. Lanes take in more or less than they
+    give out in one round, so both speeds are tokens taken in; over many rounds it is the same.
+    """
+    base = Path(base_dir).expanduser()
+    dataset = open_dataset(data, base_dir=base)
+    folder = base / "tokenizers" / f"{dataset.name}-{dataset.fingerprint[:12]}"
+    encoding = open_tokenizer("auto", vocab_size, folder, lambda: iterate_documents(dataset.train_shards))
+    results = {"corpus": {"name": dataset.name, "fingerprint": dataset.fingerprint[:12]}}
+    for shape in shapes.split(","):
+        lane_count, length = map(int, shape.split("x"))
+        taken = Listener(encoding)
+        start = [{"epoch": 0, "taken": 0, "pieces": []}] * lane_count
+        groups = RowGroups(dataset.train_shards)
+        lanes = open_lanes(groups, taken, lane_count, 0, range(lane_count), start, length + 1)
+        buffer = np.empty((lane_count, length + 1), dtype=np.int32)
+        round_steps = -(-round_tokens // (lane_count * length))
+        packed, raw = [], []
+        for warm in (True, *[False] * rounds):
+            taken.texts = []
+            began = time.perf_counter()
+            for _ in range(round_steps):
+                for lane, row in zip(lanes, buffer, strict=True):
+                    lane.fill(row)
+            packed_s = time.perf_counter() - began
+            began = time.perf_counter()
+            tokens = sum(len(encoding.encode_ordinary(text)) for text in taken.texts)
+            raw_s = time.perf_counter() - began
+            if not warm:  # the lanes' buffers are full by now
+                packed.append(tokens / packed_s)
+                raw.append(tokens / raw_s)
+        threaded = []
+        with TrainLoader(dataset.train_shards, encoding, lane_count, length, lane_count) as loader:
+            for _ in range(rounds + 1):
+                began = time.perf_counter()
+                for _ in range(round_steps):
+                    next(loader)
+                threaded.append(round_steps * lane_count * length / (time.perf_counter() - began))
+        results[shape] = {
+            "packed_tok_per_sec": statistics.median(packed),
+            "raw_tok_per_sec": statistics.median(raw),
+            "packed_over_raw": statistics.median(p / r for p, r in zip(packed, raw, strict=True)),
+            "threaded_tok_per_sec": statistics.median(threaded[1:]),
+        }
+    return results
+
+
+class Listener:
+    """A tokenizer that keeps the texts it encodes."""
+
+    def __init__(self, tokenizer):
+        self.bos_id, self._encode, self.texts = tokenizer.bos_id, tokenizer.encode, []
+
+    def encode(self, text: str):
+        self.texts.append(text)
+        return self._encode(text)
+
+
+results = {"train": bench_train, "start": bench_start, "loader": bench_loader}[what]()
 for name, row in results.items():
     row = row if isinstance(row, dict) else {"": row}
     print(

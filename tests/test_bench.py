@@ -40,3 +40,16 @@ def test_train_reports_each_variant_as_json_on_the_last_line():
 def test_an_unknown_variant_is_refused_with_those_there_are():
     done = bench("--variants=int8", status=2)
     assert "int8" in done.stderr and "bfloat16" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_loader_compares_packing_with_raw_encoding_of_the_same_documents(tmp_path):
+    for i in range(300):
+        (tmp_path / f"{i}.txt").write_text(f"words {i} about nothing in particular " * (i % 20 + 1))
+    done = bench(
+        "--what=loader", f"--data={tmp_path}", f"--base_dir={tmp_path / 'base'}", "--vocab_size=300",
+        "--shapes=2x16,4x64", "--round_tokens=2000", "--rounds=3", "--json",
+    )  # fmt: skip
+    results = json.loads(done.stdout.splitlines()[-1])["results"]
+    assert len(results.pop("corpus")["fingerprint"]) == 12 and set(results) == {"2x16", "4x64"}
+    for row in results.values():
+        assert 0.05 < row["packed_over_raw"] < 5 and row["threaded_tok_per_sec"] > 0
