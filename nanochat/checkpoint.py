@@ -30,6 +30,7 @@ from nanochat import UserError
 from nanochat import checkpoint_io as io
 from nanochat.checkpoint_folder import (
     STEP,
+    changes,
     checkpoints_in,
     lock_folder,
     prune,
@@ -43,6 +44,7 @@ __all__ = [
     "Checkpoint",
     "Damaged",
     "SaveError",
+    "changes",
     "find",
     "lock_folder",
     "open_checkpoint",

@@ -28,6 +28,28 @@ def checkpoints_in(out_dir):
     return {int(match[1]): Path(out_dir) / name for name in names if (match := STEP.fullmatch(name))}
 
 
+def changes(found, identity, accept=""):
+    """Names of what differs between `identity`, {name: value} of this run, and that of the checkpoint
+    `found`.
+
+    UserError that lists them with both values, unless every one is named in `accept` (comma between). Another
+    model is never accepted.
+    """
+    accepted, then = {name.strip() for name in accept.split(",")} - {""}, found.state["identity"]
+    possible = identity.keys() - {"model"}
+    if unknown := sorted(accepted - possible):
+        raise UserError(f"accept cannot name {', '.join(unknown)}; it takes {', '.join(sorted(possible))}")
+    changed = [name for name in identity if then.get(name) != identity[name]]
+    if refused := [name for name in changed if name not in accepted]:
+        listed = "; ".join(f"{name} was {then.get(name)}, is {identity[name]}" for name in refused)
+        other = "" if "model" in refused else f", or go on all the same with --accept={','.join(refused)}"
+        raise UserError(
+            f"{found.path} is from another run: {listed}. Go back to its settings, or start anew with "
+            f"--resume=never or another --model_tag{other}"
+        )
+    return changed
+
+
 def lock_folder(out_dir, say=print):
     """Make `out_dir` if need be, lock it, and clear away what a killed run left half done; returns the Lock.
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import statistics
 import sys
 import time
 from datetime import timedelta
@@ -43,6 +44,14 @@ class Metrics:
             os.close(self.file)
         if self.wandb_run is not None:
             self.wandb_run.finish()
+
+
+RECENT_STEPS = 64  # losses that a spike is measured against
+
+
+def is_spike(loss: float, recent: list[float]) -> bool:
+    """Whether a loss lies more than 6 standard deviations over the mean of the recent ones (at least 32)."""
+    return len(recent) >= 32 and loss > statistics.fmean(recent) + 6 * statistics.pstdev(recent)
 
 
 def read_metrics(path) -> list[dict]:

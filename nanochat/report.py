@@ -49,6 +49,11 @@ def _summary(steps, evals) -> str:
         ("median wait for data", f"{1000 * waits[len(waits) // 2]:.2f} ms a step"),
         ("model FLOPs utilisation", f"{100 * typical['mfu']:.1f} %"),
         ("FLOPs", f"{steps[-1]['flops']:.3g}"),
+        ("skipped steps (not finite)", f"{steps[-1].get('skipped', 0)}"),
+        (
+            "loss spikes (6 sigma), at steps",
+            ", ".join(str(r["step"]) for r in steps if r.get("spike")) or "none",
+        ),
     ]
     return "\n".join(["| | |", "|:--|--:|", *(f"| {name} | {value} |" for name, value in rows)])
 

@@ -185,6 +185,22 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     return 2 * side**3 / best, f"measured: {side} x {side} {str(dtype).removeprefix('torch.')} product"
 
 
+def random_state() -> dict[str, torch.Tensor]:
+    """The states of torch's random number generators, of this process and its GPU, as uint8 tensors."""
+    states = {"random_state/cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["random_state/cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_random_state(states: dict[str, torch.Tensor]):
+    """Put back what `random_state` gave; other keys, and those of devices that are not here, stay unread."""
+    if "random_state/cpu" in states:
+        torch.set_rng_state(states["random_state/cpu"])
+    if "random_state/cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["random_state/cuda"])
+
+
 def decide_compile(setting: str, device: torch.device, expected_seconds: float) -> tuple[bool, str]:
     """Whether to compile the model, for the setting `compile` (auto, on, off), and the reason.
 
@@ -245,7 +261,7 @@ class StopSignal:
 
     def _remember(self, number, frame):
         if self.name == "SIGINT" and number == signal.SIGINT:
-            raise KeyboardInterrupt
+            os._exit(130)  # checkpoints are whole or absent at any moment, so nothing has to be tidied up
         self.name = signal.Signals(number).name
         with contextlib.suppress(OSError):  # nobody may read it any more; and print() is not safe here
             os.write(2, f"\n{self.name}: finishing this step, then saving\n".encode())

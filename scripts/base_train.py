@@ -72,12 +72,14 @@ eval_tokens = 41_943_040  # the first so many validation tokens are scored (-1 =
 core_metric_every = -1  # steps between evaluations of CORE (-1 = off)
 core_metric_max_per_task = 500  # examples a task of CORE
 sample_every = 2000  # steps between samples (-1 = only at the end)
-sample_prompts = "def |class |The "  # beginnings to continue, separated by |
+sample_prompts = "def|class|import"  # beginnings to continue, separated by |
 
 # Checkpoints
-save_every = 250  # steps between checkpoints (-1 = only at the end)
+save_every = 1000  # steps between checkpoints (-1 = off; there is one at the end anyway)
+save_minutes = 5.0  # minutes between checkpoints, beside those of save_every (-1 = off)
 keep_checkpoints = 2  # the newest so many are kept (-1 = all)
 resume = "auto"  # auto (the newest good checkpoint), never (the old run is set aside), a step, or a folder
+accept = ""  # changes to go on with all the same: any of data,tokenizer,seed,total_batch_size
 init_from: str | None = None  # a checkpoint folder whose weights a new run starts from
 base_dir = "~/.cache/nanochat"  # where data, tokenizers and runs live (environment: NANOCHAT_BASE_DIR)
 out_dir: str | None = None  # the run's folder (none = <base_dir>/base_checkpoints/<model_tag>)
@@ -212,12 +214,7 @@ identity = {  # what must be the same for a run to be the same run
     "total_batch_size": total_batch_size,
 }
 if found:
-    then = found.state["identity"]
-    if changed := [f"{key} was {then[key]}, is {now}" for key, now in identity.items() if then[key] != now]:
-        raise UserError(
-            f"{found.path} is from another run: {'; '.join(changed)}. Go back to its settings, or start anew "
-            "with --resume=never or another --model_tag"
-        )
+    changed = checkpoint.changes(found, identity, accept)
     if found.step >= num_iterations:
         say(f"finished already: {found.path}; for more give --num_iterations, to start anew --resume=never")
         machine.close()
@@ -225,6 +222,8 @@ if found:
     say(f"going on from {found.path}")
     if num_iterations > (before := found.state["num_iterations"]):
         say(f"the horizon grew from {before} to {num_iterations} steps: the learning rate rises again")
+    if changed:
+        say(f"accepted: {', '.join(changed)} changed, so the data begins anew")
 
 with torch.device("meta"):
     model = GPT(config)
@@ -249,13 +248,15 @@ loader = TrainLoader(
     world_size=world_size,
     seed=seed,
     device=device,
-    state=found.state["loader"] if found else None,
+    state=found.state["loader"] if found and not changed else None,
 )
 # What a resumed loop must know
-step, loop = 0, {"evaluated": -1, "skipped": 0, "train_seconds": 0.0, "wandb_id": None}
+step, loop = 0, {"evaluated": -1, "skipped": 0, "train_seconds": 0.0, "recent": [], "wandb_id": None}
 if found:
     step, loop = found.step, found.state["loop"]
-    optimizer.load_named_state(found.load_optimizer())
+    tensors = found.load_optimizer()
+    optimizer.load_named_state(tensors)
+    runtime.set_random_state(tensors)
     scaler.load_state_dict(found.state["scaler"])
 
 train_model = torch.compile(model, dynamic=False) if compiled else model
@@ -306,7 +307,7 @@ def save():
         saver.submit(
             step,
             model=model.state_dict(),
-            optimizer=optimizer.named_state(),
+            optimizer=optimizer.named_state() | runtime.random_state(),
             state=state,
             files={"tokenizer.json": encoding.to_bytes(), "config.json": run_path / "config.json"},
             before_publish=log.sync,
@@ -331,7 +332,7 @@ def samples() -> list[str]:
 
 validation = None  # made at the first evaluation
 texts, bad_steps, first_step = [], 0, step
-stopping = False
+stopping, saved_at, save_now = False, time.monotonic(), False
 while True:
     last_step = step == num_iterations
 
@@ -348,8 +349,9 @@ while True:
         texts = samples()
         console.print(*(f"--- {text}" for text in texts))
 
-    if step != first_step and (stopping or is_due(save_every)):
+    if step != first_step and (stopping or save_now or is_due(save_every)):
         save()
+        saved_at = time.monotonic()
 
     if machine.is_main and loop["evaluated"] == step:
         write_report(run_path, run_path.name, plan_lines, texts, final=last_step)
@@ -389,11 +391,16 @@ while True:
     bad_steps = 0 if finite or scaler.is_enabled() else bad_steps + 1  # an overflow of float16 is no bad step
     loop["skipped"] += not finite
     loop["train_seconds"] += seconds
-    loss_sum, stops = machine.sum([micro_losses.sum().item(), float(stop.name != "")])
-    stopping = stops > 0
+    late = (
+        machine.is_main and 0 < 60 * save_minutes < time.monotonic() - saved_at
+    )  # one clock decides for all
+    sums = machine.sum([micro_losses.sum().item(), float(stop.name != ""), float(late)])
+    loss_value, stopping, save_now = sums[0] / world_size, sums[1] > 0, sums[2] > 0
+    spike = metrics.is_spike(loss_value, loop["recent"])
+    loop["recent"] = [*loop["recent"], *[loss_value] * finite][-metrics.RECENT_STEPS :]
     record = {
         "step": step,
-        "loss": loss_sum / world_size,
+        "loss": loss_value,
         "lr_multiplier": multiplier,
         "grad_norm": grad_norm,
         "step_time_s": seconds,
@@ -405,9 +412,12 @@ while True:
         "train_time_s": loop["train_seconds"],
         "epoch": loader.epoch,
         "skipped": loop["skipped"],
+        "spike": spike,
     }
     log.write(record)
     console.step(record)
+    if spike:
+        console.print(f"step {step}: the loss of {loss_value:.4f} is a spike, 6 sigma over the recent ones")
     if bad_steps == 3:
         bad = [i for i, value in enumerate(micro_losses.tolist()) if not math.isfinite(value)]
         where = f"micro-step {bad[0]} of its {grad_accum_steps}" if bad else "its gradient"

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat import metrics
-from nanochat.metrics import Console, Metrics, read_metrics, rewind_metrics
+from nanochat.metrics import Console, Metrics, is_spike, read_metrics, rewind_metrics
 
 ROOT = Path(__file__).parent.parent
 
@@ -408,3 +408,10 @@ def test_the_run_named_dummy_and_a_machine_without_wandb_log_nowhere(tmp_path, m
     assert said == []
     assert metrics.start_wandb("a run", "nanochat", {}, tmp_path, None, said.append) is None
     assert len(said) == 1 and "pip install wandb" in said[0]
+
+
+def test_a_spike_is_a_loss_six_sigma_over_the_recent_ones():
+    recent = [2.0 + 0.1 * (-1) ** i for i in range(40)]  # mean 2, deviation 0.1
+    assert not is_spike(2.59, recent) and is_spike(2.61, recent)
+    assert not is_spike(100.0, recent[:31]), "too few to know what is usual"
+    assert not is_spike(float("nan"), recent), "that is a bad step, counted elsewhere"

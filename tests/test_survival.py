@@ -1,0 +1,145 @@
+"""Runs that are killed, moved between numbers of processes, and starved of disk. Real processes; most are
+slow."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_base_train import ROOT, command, corpus, losses, records, run, wait_for_step  # noqa: F401
+
+from nanochat import checkpoint
+
+LONG = ["--num_iterations=60", "--save_every=3", "--eval_every=20", "--keep_checkpoints=2"]
+
+
+def weights(out: Path) -> dict:
+    return checkpoint.find(out, "auto").load_model()
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_40_random_moments_is_bit_for_bit_the_undisturbed_one(corpus, tmp_path):  # noqa: F811
+    run(command(corpus, tmp_path / "calm", *LONG))
+    out, draw, kills, inside_a_save = tmp_path / "killed", random.Random(1), 0, 0
+    arguments = [sys.executable, "-m", *command(corpus, out, *LONG)]
+    # A run takes some seconds to start; what follows is spread over its first steps and saves
+    while kills < 40:
+        process = subprocess.Popen(
+            arguments, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        before = len(records(out)) if (out / "metrics.jsonl").exists() else 0
+        if draw.random() < 0.5:  # in the middle of a save: as soon as its temporary folder is there
+            while process.poll() is None and not list(out.glob(".tmp-*")):
+                time.sleep(0.0005)
+            time.sleep(draw.choice([0, 0.001, 0.003, 0.01]))
+        else:
+            deadline = time.monotonic() + 60
+            while process.poll() is None and time.monotonic() < deadline:
+                if (out / "metrics.jsonl").exists() and len(records(out)) > before:
+                    break
+                time.sleep(0.002)
+            time.sleep(draw.random() * 0.1)
+        if process.poll() is not None:
+            assert process.returncode == 0, process.stderr.read()
+            break  # it got to its end before the 40 were used up
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        inside_a_save += bool(list(out.glob(".tmp-*")))
+        kills += 1
+    run(command(corpus, out, *LONG))
+    assert kills == 40 and inside_a_save >= 5
+    assert losses(out) == losses(tmp_path / "calm")
+    evaluations = [
+        [(r["step"], r["val_bpb"]) for r in records(o) if "val_bpb" in r] for o in (out, tmp_path / "calm")
+    ]
+    assert evaluations[0] == evaluations[1]
+    calm = weights(tmp_path / "calm")
+    assert all((tensor == calm[name]).all() for name, tensor in weights(out).items())
+    assert not list(out.glob(".tmp*")) and len(list(out.glob("step_*"))) == 2
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_numbers_of_processes_and_keeps_its_losses(corpus, tmp_path):  # noqa: F811
+    batch = ["--total_batch_size=384", "--num_iterations=16", "--save_every=4"]
+    run(command(corpus, tmp_path / "calm", *batch))
+    out = tmp_path / "moved"
+    for processes, stop_at in ((1, 4), (2, 8), (3, 12), (1, 16)):
+        how = [sys.executable, "-m"]
+        if processes > 1:
+            how += ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
+        process = subprocess.Popen(how + command(corpus, out, *batch), cwd=ROOT, **quiet)
+        if stop_at < 16:
+            while not (out / f"step_{stop_at:06d}").exists():
+                assert process.poll() is None
+                time.sleep(0.01)
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=120)
+    assert losses(out) == pytest.approx(losses(tmp_path / "calm"), abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="needs the right to mount a tmpfs")
+def test_a_disk_that_fills_up_costs_no_good_checkpoint_and_the_run_goes_on(corpus, tmp_path):  # noqa: F811
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)]).returncode:
+        pytest.skip("no right to mount a tmpfs")
+    try:
+        out = disk / "run"
+        run(command(corpus, out, "--num_iterations=4", "--save_every=2", "--keep_checkpoints=1"))
+        good = checkpoint.find(out, "auto")
+        filler = disk / "filler"
+        with open(filler, "wb") as f:
+            f.write(
+                b"\0" * (shutil.disk_usage(disk).free - 40_000)
+            )  # room for metrics, none for a checkpoint
+        printed = run(
+            command(corpus, out, "--num_iterations=8", "--save_every=2", "--eval_every=-1"), status=2
+        )
+        assert "could not save" in printed and "MB are free" in printed
+        assert checkpoint.find(out, "auto").step == good.step
+        filler.unlink()
+        run(command(corpus, out, "--num_iterations=8", "--save_every=2"))
+        assert sorted(losses(out)) == list(range(8))
+    finally:
+        subprocess.run(["umount", "-l", str(disk)])
+
+
+def test_a_second_run_in_the_same_folder_is_refused_while_the_first_goes_on(corpus, tmp_path):  # noqa: F811
+    out = tmp_path / "run"
+    more = ["--num_iterations=100000", "--eval_every=-1", "--save_every=-1"]
+    first = subprocess.Popen(
+        [sys.executable, "-m", *command(corpus, out, *more)], cwd=ROOT, stdout=subprocess.DEVNULL
+    )
+    try:
+        wait_for_step(first, out, 1)
+        assert f"is in use by process {first.pid}" in run(command(corpus, out, *more), status=2)
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.wait()
+
+
+def test_a_changed_seed_is_refused_by_name_and_accepted_by_name(corpus, tmp_path):  # noqa: F811
+    out = tmp_path / "run"
+    run(command(corpus, out, "--num_iterations=3", "--eval_every=-1"))
+    longer = ["--num_iterations=5", "--eval_every=-1", "--seed=7"]
+    printed = run(command(corpus, out, *longer), status=2)
+    assert "seed was 42, is 7" in printed and "--accept=seed" in printed
+    assert "cannot name model" in run(command(corpus, out, *longer, "--accept=model"), status=2)
+    printed = run(command(corpus, out, *longer, "--accept=seed"))
+    assert "the data begins anew" in printed and "the learning rate rises again" in printed
+    assert sorted(losses(out)) == list(range(5))
+
+
+def test_minutes_alone_make_checkpoints(corpus, tmp_path):  # noqa: F811
+    out = tmp_path / "run"
+    often = ["--save_every=-1", "--save_minutes=0.0001", "--keep_checkpoints=-1", "--num_iterations=4"]
+    run(command(corpus, out, *often, "--eval_every=-1"))
+    assert sorted(p.name for p in out.glob("step_*")) == [f"step_{n:06d}" for n in (1, 2, 3, 4)]
