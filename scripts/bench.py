@@ -1,4 +1,4 @@
-"""Measure speed: variants interleaved in one run, medians over rounds, as ratios; machines are shared and noisy.
+"""Measure speed: variants interleaved in one run, medians over rounds, as ratios: machines are noisy.
 
     python -m scripts.bench --what=train     # tokens/s, MFU, the optimizer's share, by dtype, compiled or not
     python -m scripts.bench --what=start     # seconds from the command to the first optimizer step done
@@ -158,8 +158,8 @@ def bench_start() -> dict:
 def bench_loader() -> dict:
     """Packing, tokenization and reading included, on this thread; then raw tiktoken on the same documents.
 
-    A round packs `round_tokens` and then encodes what the packer took in. Lanes take in more or less than they
-    give out in one round, so both speeds are tokens taken in; over many rounds it is the same.
+    A round packs `round_tokens` and then encodes what the packer took in. In one round lanes take in more or
+    less than they give out, so both speeds are of tokens taken in; over many rounds it is the same.
     """
     base = Path(base_dir).expanduser()
     dataset = open_dataset(data, base_dir=base)
