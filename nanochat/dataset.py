@@ -253,6 +253,9 @@ if __name__ == "__main__":
     root = f"{mirror.rstrip('/')}/datasets/{public.repo}/resolve/main"
     folder = Path(base_dir).expanduser() / "data" / name
     urls = {file: f"{root}/{file}" for file in files}
-    with writing(folder):
-        missing = download(urls, folder, footer_digest, workers, timeout, retries)
+    try:
+        with writing(folder):
+            missing = download(urls, folder, footer_digest, workers, timeout, retries)
+    except KeyboardInterrupt:
+        sys.exit("stopped; the same command goes on where it was")
     sys.exit(1 if missing else 0)
