@@ -150,7 +150,7 @@ class _Fetcher:
         """One request: have all of the file in `part`, or as much as comes before it breaks (_TryAgain)."""
         import requests
 
-        tag_path = part.with_name(f"{part.name}.etag")
+        tag_path = _tag_path(part)
         had = _size(part)
         headers = {"Accept-Encoding": "identity"}  # the size announced is that of the file
         if had:
@@ -182,11 +182,11 @@ class _Fetcher:
         if status == 416:  # nothing after what we have
             if span and int(span[2]) == had:
                 return None, None
-            part.unlink(missing_ok=True)
+            _discard(part)
             raise _TryAgain("the server has less than what came before; beginning anew")
         if status == 206:
             if not span or span[1] is None or int(span[1]) != had:
-                part.unlink(missing_ok=True)
+                _discard(part)
                 raise _TryAgain("the server sent another range than was asked for; beginning anew")
             return had, int(span[2])
         if status == 429 or status >= 500 or status == 408:
@@ -213,19 +213,19 @@ class _Fetcher:
         digest, size = self._sha256(part), part.stat().st_size
         wanted = self._record.get(name)
         if wanted and (wanted["bytes"], wanted["sha256"]) != (size, digest):
-            part.unlink()
+            _discard(part)
             raise _TryAgain(f"what came is not the file recorded in {RECORD}")
         if digest != (self._announced[name] or digest) or not self._passes(part):
-            part.unlink()
+            _discard(part)
             raise _TryAgain("what came is damaged or another kind of file")
         if twin := next((n for n, e in self._record.items() if n != name and e["sha256"] == digest), None):
-            part.unlink()
+            _discard(part)
             raise _TryAgain(f"what came is {twin}")
         with open(part, "rb+") as file:
             os.fsync(file.fileno())
         self._note(name, size, digest)
         os.replace(part, path)
-        part.with_name(f"{part.name}.etag").unlink(missing_ok=True)
+        _tag_path(part).unlink(missing_ok=True)
 
     def _sha256(self, path: Path) -> str:
         digest = hashlib.sha256()
@@ -301,6 +301,16 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
+
+
+def _tag_path(part: Path) -> Path:
+    """Where the ETag lies that the server gave for what is in a part."""
+    return part.with_name(f"{part.name}.etag")
+
+
+def _discard(part: Path) -> None:
+    part.unlink(missing_ok=True)
+    _tag_path(part).unlink(missing_ok=True)
 
 
 def _announced_sha256(answers: list) -> str | None:
