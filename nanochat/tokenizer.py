@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -45,6 +46,14 @@ SPECIAL_TOKENS = (
 )
 
 FORMAT = "nanochat-tokenizer-1"
+AUTO_MAX_CHARS = 500_000_000  # of text that trains a tokenizer at the first use of a data set
+
+# The files of GPT-2's and GPT-4's encodings, which tiktoken fetches at their first use and keeps
+TIKTOKEN_HOST = "https://openaipublic.blob.core.windows.net"
+TIKTOKEN_FILES = {
+    "gpt2": ["gpt-2/encodings/main/vocab.bpe", "gpt-2/encodings/main/encoder.json"],
+    "cl100k_base": ["encodings/cl100k_base.tiktoken"],
+}
 _LONG_BLANK = re.compile(r"\s{20000}")
 
 
@@ -195,10 +204,13 @@ def train(
     pattern: str = PATTERN,
     specials: Sequence[str] = SPECIAL_TOKENS,
     max_chars: int = -1,
+    exact: bool = True,
+    progress: bool = False,
 ) -> Tokenizer:
     """Train a byte-level BPE of `vocab_size` ids, specials included, on the first `max_chars` (-1: all).
 
-    The same texts give the same tokenizer, on any number of threads. UserError if there is too little text.
+    The same texts give the same tokenizer, on any number of threads. Too little text for so many ids is a
+    UserError, or where not `exact` gives as many as it yields. `progress` shows a bar on stderr.
     """
     from tokenizers import Regex, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Trainee
@@ -220,48 +232,97 @@ def train(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    trainee.train_from_iterator(_limited(texts, max_chars), trainer)
+    trainee.train_from_iterator(_limited(texts, max_chars, progress), trainer)
 
     byte_of = _bytes_of_characters()
     vocabulary = sorted(trainee.get_vocab().items(), key=lambda item: item[1])
     merged = [bytes(byte_of[character] for character in text) for text, _ in vocabulary if len(text) > 1]
     tokens = [bytes([b]) for b in range(256)] + merged
-    if len(tokens) + len(specials) != vocab_size:
+    if exact and len(tokens) + len(specials) != vocab_size:
         raise UserError(
             f"vocab_size {vocab_size} is more than this text yields; "
             f"use at most {len(tokens) + len(specials)} or train on more text"
         )
-    return Tokenizer(name or f"bpe{vocab_size}", tokens, pattern, specials)
+    return Tokenizer(name or f"bpe{len(tokens) + len(specials)}", tokens, pattern, specials)
 
 
 def open_tokenizer(
-    setting: str, vocab_size: int, folder: Path, texts: Callable[[], Iterable[str]]
+    setting: str, vocab_size: int, folder: Path, texts: Callable[[], Iterable[str]], exact: bool = True
 ) -> Tokenizer:
-    """The tokenizer that the setting `tokenizer` means: a JSON file, or for "auto" the one kept in `folder`.
+    """The tokenizer that the setting `tokenizer` means: a JSON file, the name of one of tiktoken's encodings
+    ("gpt2"), or for "auto" the one kept in `folder`.
 
     `folder` belongs to one data set, whose documents `texts()` yields: they train the tokenizer when there is
-    none of `vocab_size` ids yet.
+    none of `vocab_size` ids yet, or where not `exact` of as many up to that as they yield.
     """
+    import tiktoken
+
+    if setting in tiktoken.list_encoding_names():
+        return from_tiktoken(setting)
     if setting != "auto":
         return Tokenizer.load(Path(setting).expanduser())
-    path = Path(folder) / f"tokenizer-{vocab_size}.json"
+    path = tokenizer_path(folder, vocab_size)
     if path.exists():
-        return Tokenizer.load(path)
-    tokenizer = train(texts(), vocab_size, max_chars=500_000_000)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(path)
+        tokenizer = Tokenizer.load(path)
+        if exact and tokenizer.vocab_size != vocab_size:
+            raise UserError(
+                f"vocab_size {vocab_size} is more than this text yields; use at most {tokenizer.vocab_size}"
+            )
+        return tokenizer
+    tokenizer = train(texts(), vocab_size, max_chars=AUTO_MAX_CHARS, exact=exact, progress=True)
+    try:
+        tokenizer.save(path)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror}); make room or change --base_dir"
+        ) from error
     return tokenizer
 
 
-def _limited(texts: Iterable[str], max_chars: int) -> Iterable[str]:
+def tokenizer_path(folder: Path, vocab_size: int) -> Path:
+    """Where the tokenizer of a data set is kept."""
+    return Path(folder) / f"tokenizer-{vocab_size}.json"
+
+
+def from_tiktoken(name: str) -> Tokenizer:
+    """One of tiktoken's encodings, with our special tokens in place of its own."""
+    import tiktoken
+
+    try:
+        encoding = tiktoken.get_encoding(name)
+    except (OSError, ValueError) as error:  # no network; a damaged download
+        raise UserError(
+            f"the encoding {name} is not on this machine and cannot be fetched ({type(error).__name__}); "
+            "connect to the internet once, point TIKTOKEN_CACHE_DIR at a folder that has it, or use "
+            "--tokenizer=auto"
+        ) from error
+    ranks = encoding._mergeable_ranks
+    return Tokenizer(name, sorted(ranks, key=ranks.__getitem__), encoding._pat_str)
+
+
+def is_cached(name: str) -> bool:
+    """Whether an encoding of TIKTOKEN_FILES lies where tiktoken looks before it asks the network."""
+    cache = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR"))
+    folder = Path(tempfile.gettempdir(), "data-gym-cache") if cache is None else Path(cache)
+    files = [hashlib.sha1(f"{TIKTOKEN_HOST}/{path}".encode()).hexdigest() for path in TIKTOKEN_FILES[name]]
+    return cache != "" and all((folder / file).exists() for file in files)
+
+
+def _limited(texts: Iterable[str], max_chars: int, progress: bool = False) -> Iterable[str]:
     """The texts up to `max_chars` characters in all, as valid Unicode."""
-    for text in texts:
-        if max_chars >= 0:
-            text = text[:max_chars]
-            max_chars -= len(text)
-        yield _without_surrogates(text)
-        if max_chars == 0:
-            return
+    from tqdm import tqdm
+
+    interval = 0.2 if sys.stderr.isatty() else 10
+    options = {"unit": "chars", "unit_scale": True, "mininterval": interval, "disable": not progress}
+    with tqdm(desc="training the tokenizer", **options) as bar:
+        for text in texts:
+            if max_chars >= 0:
+                text = text[:max_chars]
+                max_chars -= len(text)
+            bar.update(len(text))
+            yield _without_surrogates(text)
+            if max_chars == 0:
+                return
 
 
 def _without_surrogates(text: str) -> str:

@@ -1,6 +1,8 @@
 """The tokenizer against a slow BPE, tiktoken's own paths, and damaged files."""
 
 import base64
+import hashlib
+import inspect
 import itertools
 import json
 import os
@@ -11,11 +13,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import requests
+import tiktoken
+import tiktoken_ext.openai_public
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat import UserError
-from nanochat.tokenizer import PATTERN, SPECIAL_TOKENS, Tokenizer, open_tokenizer, train
+from nanochat.tokenizer import (
+    PATTERN,
+    SPECIAL_TOKENS,
+    TIKTOKEN_FILES,
+    TIKTOKEN_HOST,
+    Tokenizer,
+    is_cached,
+    open_tokenizer,
+    train,
+)
 
 TEXTS = [Path(json.__file__).read_text(), Path(base64.__file__).read_text(), "über straße 漢字 " * 50]
 
@@ -211,3 +225,65 @@ def test_a_data_set_gets_its_tokenizer_trained_once(tmp_path):
     assert first.fingerprint == again.fingerprint and first.vocab_size == 300
     path = next((tmp_path / "of data").iterdir())
     assert open_tokenizer(str(path), 999, tmp_path, lambda: []).fingerprint == first.fingerprint
+
+
+def test_where_the_size_is_not_asked_for_the_text_decides(tmp_path):
+    texts = ["abc abd"]
+    small = train(texts, 1000, exact=False)
+    assert 265 < small.vocab_size < 300 and small.decode(small.encode("abc é")) == "abc é"
+    assert train(texts, small.vocab_size).fingerprint == small.fingerprint
+    opened = open_tokenizer("auto", 1000, tmp_path, lambda: texts, exact=False)
+    assert opened.fingerprint == small.fingerprint
+    again = open_tokenizer("auto", 1000, tmp_path, lambda: pytest.fail("trained twice"), exact=False)
+    assert again.fingerprint == small.fingerprint
+    with pytest.raises(UserError, match=f"use at most {small.vocab_size}"):
+        open_tokenizer("auto", 1000, tmp_path, lambda: texts)
+
+
+@pytest.fixture
+def encoding(monkeypatch):
+    """A small tiktoken encoding that is known as gpt2."""
+    ranks = {bytes([b]): 255 - b for b in range(256)} | {b"ab": 256, b"abc": 258, b"<|": 257}
+    made = tiktoken.Encoding(
+        "gpt2", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 259}
+    )
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: made)
+    return made
+
+
+def test_an_encoding_of_tiktoken_is_taken_by_name_with_our_special_tokens(encoding, tmp_path):
+    tokenizer = open_tokenizer("gpt2", 4096, tmp_path, lambda: pytest.fail("trained"))
+    text = "abcab <|endoftext|> <|bos|> é"
+    assert tokenizer.encode(text).tolist() == encoding.encode_ordinary(text)
+    assert tokenizer.special_tokens == {name: 259 + i for i, name in enumerate(SPECIAL_TOKENS)}
+    tokenizer.save(tmp_path / "t.json")
+    assert Tokenizer.load(tmp_path / "t.json").encode(text).tolist() == encoding.encode_ordinary(text)
+
+
+def test_an_encoding_that_cannot_be_fetched_is_refused_in_one_sentence(monkeypatch, tmp_path):
+    def offline(url):
+        raise requests.ConnectionError("no route")
+
+    monkeypatch.setattr(tiktoken.load, "read_file", offline)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
+    with pytest.raises(UserError, match=r"encoding cl100k_base is not on this machine .* --tokenizer=auto"):
+        open_tokenizer("cl100k_base", 4096, tmp_path, lambda: [])
+
+
+def test_what_is_cached_is_known_without_asking_the_network(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
+    monkeypatch.setattr(tiktoken.load, "read_file", lambda url: asked.append(url) or pytest.skip("asked"))
+    for name in ("gpt2", "cl100k_base"):
+        assert not is_cached(name)
+        for path in TIKTOKEN_FILES[name]:
+            url = f"https://openaipublic.blob.core.windows.net/{path}"
+            (tmp_path / hashlib.sha1(url.encode()).hexdigest()).write_text("")
+        assert is_cached(name)
+    source = inspect.getsource(tiktoken_ext.openai_public)  # the addresses are tiktoken's own
+    assert all(f"{TIKTOKEN_HOST}/{path}" in source for paths in TIKTOKEN_FILES.values() for path in paths)
+    assert not asked
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
+    assert not is_cached("gpt2")

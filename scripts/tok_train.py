@@ -1,0 +1,103 @@
+"""Train a tokenizer on a data set and say how well it compresses, beside GPT-2's and GPT-4's.
+
+    python -m scripts.tok_train --vocab_size=4096                        # on the embedded text
+    python -m scripts.tok_train --data=my_texts/ --vocab_size=16384
+
+Without --out it is written where base_train looks for the tokenizer of that data and size. Those of OpenAI
+are compared where tiktoken has them on this machine already: nothing is downloaded.
+"""
+
+import json as json_module
+import time
+from pathlib import Path
+
+import configurator
+from nanochat import UserError
+from nanochat.dataset import iterate_documents, open_dataset
+from nanochat.tokenizer import TIKTOKEN_FILES, from_tiktoken, is_cached, tokenizer_path, train
+
+# Text
+data = "embedded"  # as in base_train: embedded, a public data set, or a file or folder of text
+val_data: str | None = None  # a file or folder that is the validation split (none = what the data set pins)
+text_field = "text"  # field of JSON objects, or column of parquet files, that holds the text
+max_chars = 500_000_000  # characters to train on (-1 = all of the training split)
+
+# Tokenizer
+vocab_size = -1  # ids, special tokens included (-1 = 4096 for the embedded text, else up to 32768)
+base_dir = "~/.cache/nanochat"  # where data and tokenizers are (environment: NANOCHAT_BASE_DIR)
+out: str | None = None  # the JSON file to write (none = where base_train looks for it)
+
+# Report
+sample_chars = 1_000_000  # characters of each kind of text that are compressed
+json = False  # print one JSON object as the last line
+
+settings = configurator.configure(globals())
+
+OTHER_SCRIPTS = (  # ruff: noqa: RUF001 (its letters look like others on purpose)
+    "Сегодня утром шёл дождь, и мы остались дома. Το βιβλίο είναι πάνω στο τραπέζι. 今天早上下雨了，"
+    "所以我们留在家里。本は机の上にあります。오늘 아침에는 비가 왔습니다. आज सुबह बारिश हो रही थी। "
+    "كان الكتاب على الطاولة. הספר על השולחן. วันนี้ฝนตกตอนเช้า Heute Morgen regnete es. 🌧️📚\n"
+)
+
+
+def samples() -> dict[str, str]:
+    """Texts of several kinds, all of them on this machine."""
+    import argparse
+    import pydoc_data.topics
+
+    validation, left = [], sample_chars
+    for document in iterate_documents(dataset.val_shards):
+        validation.append(document[:left])
+        left -= len(validation[-1])
+        if not left:
+            break
+    english = "\n\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
+    return {
+        "validation split": "".join(validation),
+        "English (Python's manual)": english[:sample_chars],
+        "code (argparse.py)": Path(argparse.__file__).read_text("utf-8")[:sample_chars],
+        "digits (squares)": " ".join(str(n * n) for n in range(20_000))[:sample_chars],
+        "other scripts": OTHER_SCRIPTS,
+    }
+
+
+# ------------------------------------------------------------------------------------------------------
+# Train
+
+base_path = Path(base_dir).expanduser()
+dataset = open_dataset(data, val_data, base_dir=base_path, text_field=text_field)
+size, exact = (vocab_size, True) if vocab_size != -1 else (4096 if data == "embedded" else 32768, False)
+path = base_path / "tokenizers" / f"{dataset.name}-{dataset.fingerprint[:12]}"
+path = tokenizer_path(path, size) if out is None else Path(out).expanduser()
+print(f"data: {dataset.name}, {dataset.note}")
+began = time.perf_counter()
+tokenizer = train(
+    iterate_documents(dataset.train_shards), size, max_chars=max_chars, exact=exact, progress=True
+)
+seconds = time.perf_counter() - began
+try:
+    tokenizer.save(path)
+except OSError as error:
+    raise UserError(
+        f"{path} cannot be written ({error.strerror}); choose another place with --out"
+    ) from error
+print(f"trained {tokenizer.vocab_size:,} tokens in {seconds:.1f} s, fingerprint {tokenizer.fingerprint[:12]}")
+print(f"written: {path}\n")
+
+# ------------------------------------------------------------------------------------------------------
+# Compare: bytes a token, more is better; a table that Markdown understands
+
+cached = [name for name in TIKTOKEN_FILES if is_cached(name)]
+encodings = {"this one": tokenizer} | {name: from_tiktoken(name) for name in cached}
+results = {}
+for kind, text in samples().items():
+    results[kind] = {name: len(text.encode()) / len(each.encode(text)) for name, each in encodings.items()}
+print("| bytes a token | " + " | ".join(f"{name} ({e.vocab_size:,})" for name, e in encodings.items()) + " |")
+print("|---|" + "---|" * len(encodings))
+for kind, row in results.items():
+    print(f"| {kind} | " + " | ".join(f"{value:.2f}" for value in row.values()) + " |")
+if missing := [name for name in TIKTOKEN_FILES if name not in cached]:
+    print(f"\nnot on this machine, so not compared: {', '.join(missing)}")
+if json:
+    record = {"path": str(path), "vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint}
+    print(json_module.dumps({**record, "seconds": seconds, "bytes_per_token": results}))
