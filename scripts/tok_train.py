@@ -33,8 +33,8 @@ json = False  # print one JSON object as the last line
 
 settings = configurator.configure(globals())
 
-OTHER_SCRIPTS = (  # ruff: noqa: RUF001 (its letters look like others on purpose)
-    "Сегодня утром шёл дождь, и мы остались дома. Το βιβλίο είναι πάνω στο τραπέζι. 今天早上下雨了，"
+OTHER_SCRIPTS = (
+    "Сегодня утром шёл дождь, и мы остались дома. Το βιβλίο είναι πάνω στο τραπέζι. 今天早上下雨了，"  # noqa: RUF001
     "所以我们留在家里。本は机の上にあります。오늘 아침에는 비가 왔습니다. आज सुबह बारिश हो रही थी। "
     "كان الكتاب على الطاولة. הספר על השולחן. วันนี้ฝนตกตอนเช้า Heute Morgen regnete es. 🌧️📚\n"
 )
