@@ -13,6 +13,7 @@ targets = row[1:], and a row starts with `<|bos|>`: every token of a document is
     state = loader.state()              # after the last complete step; JSON-able, give it back as state=...
 """
 
+import os
 import queue
 import threading
 import time
@@ -24,11 +25,13 @@ import numpy as np
 import torch
 
 from nanochat import UserError
-from nanochat.dataset import RowGroups, iterate_documents
+from nanochat.dataset import iterate_documents
 from nanochat.lanes import open_lanes
+from nanochat.shards import RowGroups
 from nanochat.tokenizer import Tokenizer
 
 STEPS_AHEAD = 2  # steps that the background thread prepares
+SCARCE = 16  # bytes of text for each token of a batch: with less than that the tokens are counted
 
 
 class TrainLoader:
@@ -61,7 +64,8 @@ class TrainLoader:
             "tokenizer": tokenizer.fingerprint,
             "documents": sum(groups.sizes),
         }
-        _check_amount(self._stream["documents"], rows_per_step, max_seq_len)
+        if state is None:
+            _check_amount(groups, tokenizer, rows_per_step, max_seq_len)
         positions = _positions(self._stream, lanes, state)
         self._device = torch.device(device)
         self._device_batch_size = device_batch_size
@@ -70,6 +74,7 @@ class TrainLoader:
         self._current = None
         self._snapshot = {lane: position for lane, position in zip(lanes, positions, strict=True)}
         self._handed_out = self._snapshot
+        self._process = os.getpid()
         self.wait_s = 0.0  # seconds that callers of next() have waited for data, in all
 
         self._ready: queue.SimpleQueue = queue.SimpleQueue()
@@ -83,7 +88,7 @@ class TrainLoader:
             target=_produce, args=(packer, self._free, self._ready), name="nanochat-loader", daemon=True
         )
         # The thread holds no reference to self: a loader dropped, or alive when Python ends, stops it.
-        self._stop = weakref.finalize(self, _stop, thread, self._free)
+        self._stop = weakref.finalize(self, _stop, thread, self._free, self._process)
         thread.start()
 
     def __iter__(self) -> "TrainLoader":
@@ -96,10 +101,8 @@ class TrainLoader:
         buffer, snapshot = self._current
         on_cuda = self._device.type == "cuda"
         rows = buffer[first : self._next_row].to(self._device, non_blocking=on_cuda)
-        inputs, targets = (
-            rows[:, :-1].to(torch.int64),
-            rows[:, 1:].to(torch.int64),
-        )  # fresh memory, contiguous
+        # int64 is fresh memory: what the caller has is never rewritten
+        inputs, targets = rows[:, :-1].to(torch.int64), rows[:, 1:].to(torch.int64)
         if self._next_row == self._rows:
             copied = None
             if on_cuda:  # the buffer must not be rewritten before this moment on the stream
@@ -113,6 +116,8 @@ class TrainLoader:
     def _fetch_step(self) -> None:
         if not self._stop.alive:
             raise RuntimeError("this loader is closed")
+        if os.getpid() != self._process:  # a fork has no thread that would fill the queue
+            raise RuntimeError("this loader belongs to the process that made it; make one in each process")
         start = time.perf_counter()
         item = self._ready.get()
         self.wait_s += time.perf_counter() - start
@@ -162,11 +167,26 @@ def _check_division(rows_per_step: int, world_size: int, device_batch_size: int)
         )
 
 
-def _check_amount(documents: int, rows_per_step: int, max_seq_len: int) -> None:
+def _check_amount(groups: RowGroups, tokenizer: Tokenizer, rows_per_step: int, max_seq_len: int) -> None:
+    """Refuse a data set that is smaller than one batch; only where it may be are its tokens counted."""
+    documents, batch = sum(groups.sizes), rows_per_step * max_seq_len
     if documents < rows_per_step:
         raise UserError(
             f"the training data has {documents} documents, fewer than the {rows_per_step} rows of a batch; "
             f"use a total_batch_size of at most {documents * max_seq_len} tokens, or more data"
+        )
+    overhead = 4 * documents + 256 * len(groups.sizes)  # lengths, and heads of pages
+    if groups.text_bytes >= SCARCE * batch + overhead:
+        return
+    tokens = sum(
+        len(tokenizer.encode(text)) for group in range(len(groups.sizes)) for text in groups.read(group)
+    )
+    if tokens < batch:
+        most = tokens // max_seq_len * max_seq_len
+        raise UserError(
+            f"the training data has {tokens} tokens, fewer than the {batch} of a batch; use "
+            + (f"a total_batch_size of at most {most}, or " if most else "a smaller max_seq_len, or ")
+            + "more data"
         )
 
 
@@ -218,8 +238,10 @@ def _produce(packer: tuple, free: queue.SimpleQueue, ready: queue.SimpleQueue) -
         ready.put(error)
 
 
-def _stop(thread: threading.Thread, free: queue.SimpleQueue) -> None:
+def _stop(thread: threading.Thread, free: queue.SimpleQueue, process: int) -> None:
     """End the thread and wait for it: Python must not exit while it is inside of tiktoken or pyarrow."""
+    if os.getpid() != process:  # after a fork: the thread is not here, and its queue may be locked for ever
+        return
     try:
         while True:
             free.get_nowait()

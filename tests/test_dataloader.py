@@ -6,6 +6,9 @@ import collections
 import gc
 import itertools
 import json
+import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,9 +24,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat import UserError, lanes
+from nanochat import UserError, dataloader, lanes
 from nanochat.dataloader import TrainLoader, merge_states, validation_batches
-from nanochat.dataset import RowGroups, iterate_documents
+from nanochat.dataset import iterate_documents
+from nanochat.shards import RowGroups
 from nanochat.tokenizer import Tokenizer, train
 
 BOS = 0
@@ -131,6 +135,7 @@ def corpora(draw):
     length = st.sampled_from([0, 1, 2, T - 1, T, T + 1, 2 * T, 5 * T + 1]) | st.integers(0, 60)
     lengths = draw(st.lists(length, min_size=4 * n_lanes, max_size=120))
     lengths[: n_lanes * 2] = [max(1, n) for n in lengths[: n_lanes * 2]]
+    lengths.append(max(0, n_lanes * T - sum(lengths)))  # less than one batch is refused
     return (
         lengths,
         draw(st.sampled_from([1, 2, 5, 50])),
@@ -309,19 +314,42 @@ def test_fewer_documents_than_rows_of_a_batch_are_refused_with_the_numbers(tmp_p
         TrainLoader(corpus.shards, Numbers(), 4, 8, 4)
 
 
-@pytest.mark.parametrize("n_lanes", [1, 2])
-def test_data_without_text_end_in_an_error_not_in_an_endless_loop(tmp_path, n_lanes):
+def test_a_data_set_smaller_than_one_batch_is_refused_with_the_numbers(tmp_path):
+    corpus = Corpus(tmp_path, [5, 5, 5, 5, 4], 2)
+    TrainLoader(corpus.shards, Numbers(), 3, 8, 1).close()  # exactly one batch
+    with pytest.raises(
+        UserError, match=r"has 24 tokens, fewer than the 32 of a batch; .* at most 24, or more"
+    ):
+        TrainLoader(corpus.shards, Numbers(), 4, 8, 4)
+    with pytest.raises(UserError, match=r"has 24 tokens, fewer than the 100 .* a smaller max_seq_len"):
+        TrainLoader(corpus.shards, Numbers(), 1, 100, 1)
+
+
+def test_data_without_text_are_refused_at_once(tmp_path):
     corpus = Corpus(tmp_path, [0] * 20, 2)
+    with pytest.raises(UserError, match="has 0 tokens"):
+        TrainLoader(corpus.shards, Numbers(), 2, 8, 1)
+
+
+def test_tokens_are_counted_only_where_they_may_be_too_few(tmp_path, monkeypatch):
+    corpus = Corpus(tmp_path, [100] * 100, 20)
+    monkeypatch.setattr(Numbers, "encode", lambda *_: pytest.fail("counted"))
+    dataloader._check_amount(RowGroups(corpus.shards), Numbers(), 4, 8)
+
+
+def test_a_lane_without_any_text_ends_in_an_error_not_in_an_endless_loop(tmp_path):
+    corpus = Corpus(tmp_path, [100, *[0] * 20], 30)
     with (
-        TrainLoader(corpus.shards, Numbers(), n_lanes, 8, 1) as loader,
+        TrainLoader(corpus.shards, Numbers(), 8, 8, 1) as loader,
         pytest.raises(UserError, match="without any text"),
     ):
-        next(loader)
+        for _ in range(800):
+            next(loader)
 
 
 def test_many_epochs_of_little_text_are_no_error(tmp_path):
-    corpus = Corpus(tmp_path, [1, 0, 2], 2)
-    rows, _ = run(corpus, 40, n_lanes=1, T=16)
+    corpus = Corpus(tmp_path, [1, 0, 2, 13], 2)
+    rows, _ = run(corpus, 400, n_lanes=1, T=16)
     assert collections.Counter(rows[rows != BOS].tolist())[1] > 100
 
 
@@ -438,6 +466,102 @@ next(loader)
     assert result.returncode == {"": 0, "s": 3, "r": 1}[end[:1]]
     assert ("by hand" in result.stderr) == end.startswith("raise")
     assert result.stderr.count("\n") <= 4
+
+
+# -- processes
+
+
+def rows_of_rank(shards, n_lanes: int, T: int, W: int, rank: int, steps: int, results) -> None:
+    with TrainLoader(shards, Numbers(), n_lanes, T, 1, rank, W, seed=5) as loader:
+        rows = [next(loader)[0][0].tolist() for _ in range(steps * n_lanes // W)]
+    results.put((rank, rows))
+
+
+@pytest.mark.parametrize(("method", "W"), [("fork", 1), ("fork", 2), ("fork", 3), ("fork", 4), ("spawn", 3)])
+def test_real_processes_together_see_the_rows_that_one_sees(tmp_path, method, W):
+    if method not in multiprocessing.get_all_start_methods():
+        pytest.skip("not here")
+    corpus = Corpus(tmp_path, [30] * 200, 7)
+    expected, _ = run(corpus, 5, n_lanes=12, T=16, seed=5)
+    with TrainLoader(corpus.shards, Numbers(), 12, 16, 12, seed=5) as running:  # and is not disturbed
+        first = next(running)[0]
+        context = multiprocessing.get_context(method)
+        results = context.SimpleQueue()
+        arguments = [(corpus.shards, 12, 16, W, rank, 5, results) for rank in range(W)]
+        processes = [context.Process(target=rows_of_rank, args=each) for each in arguments]
+        for process in processes:
+            process.start()
+        rows = dict(results.get() for _ in processes)
+        for process in processes:
+            process.join(30)
+            assert process.exitcode == 0
+        assert torch.equal(first, torch.from_numpy(expected[0, :, :-1]))
+        for step in range(1, 5):
+            assert torch.equal(next(running)[0], torch.from_numpy(expected[step, :, :-1]))
+    for rank in range(W):
+        assert rows[rank] == expected[:, rank::W, :-1].reshape(-1, 16).tolist()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_loader_inherited_through_fork_says_so_and_the_child_ends(tmp_path):
+    corpus = Corpus(tmp_path, [30] * 100, 5)
+    script = f"""
+import os, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_dataloader import Numbers, TrainLoader
+loader = TrainLoader({[str(s) for s in corpus.shards]!r}, Numbers(), 4, 8, 4)
+next(loader)
+for _ in range(3):
+    child = os.fork()
+    if not child:
+        try:
+            next(loader)
+        except RuntimeError as error:
+            sys.exit(7 * ("belongs to the process that made it" in str(error)))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    next(loader)
+print("fine")
+"""
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout == "fine\n", result.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_process_that_waits_for_data(tmp_path, number):
+    corpus = Corpus(tmp_path, [30] * 100, 5)
+    script = f"""
+import sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_dataloader import Numbers, TrainLoader
+loader = TrainLoader({[str(s) for s in corpus.shards]!r}, Numbers(), 4, 8, 4)
+print("ready", flush=True)
+while True:
+    next(loader)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.1)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode != 0 and "Fatal" not in err
+
+
+def test_the_order_of_row_groups_is_that_of_seed_and_epoch(tmp_path, monkeypatch):
+    corpus = Corpus(tmp_path, [10] * 60, 6)
+    read: list[int] = []
+    original = RowGroups.read
+    monkeypatch.setattr(RowGroups, "read", lambda self, g: (read.append(g), original(self, g))[1])
+    orders = {}
+    for seed in (0, 1):
+        read.clear()
+        run(corpus, 100, n_lanes=2, T=10, seed=seed)
+        orders[seed] = [tuple(read[10 * epoch : 10 * epoch + 10]) for epoch in range(3)]
+    assert all(sorted(order) == list(range(10)) for order in orders[0] + orders[1])
+    assert len({*orders[0], *orders[1]}) == 6
 
 
 def test_waiting_is_counted_and_epochs_are_told(tmp_path):
