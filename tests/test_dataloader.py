@@ -278,6 +278,7 @@ def test_epochs_differ_in_their_order(tmp_path):
 
 def test_a_lane_reads_whole_row_groups_where_they_are_many_and_no_others(tmp_path, monkeypatch):
     corpus = Corpus(tmp_path, [10] * 64, 2)  # 32 row groups for 4 lanes
+    monkeypatch.setattr(dataloader, "_check_amount", lambda *_: None)
     read = collections.Counter()
     original = RowGroups.read
     monkeypatch.setattr(RowGroups, "read", lambda self, g: (read.update([g]), original(self, g))[1])
@@ -552,6 +553,7 @@ while True:
 
 def test_the_order_of_row_groups_is_that_of_seed_and_epoch(tmp_path, monkeypatch):
     corpus = Corpus(tmp_path, [10] * 60, 6)
+    monkeypatch.setattr(dataloader, "_check_amount", lambda *_: None)
     read: list[int] = []
     original = RowGroups.read
     monkeypatch.setattr(RowGroups, "read", lambda self, g: (read.append(g), original(self, g))[1])
