@@ -11,6 +11,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from nanochat import UserError
+
 
 class Metrics:
     """Writes records to `<out_dir>/metrics.jsonl` and, where a run has one, to wandb.
@@ -30,7 +32,15 @@ class Metrics:
         if not self.enabled:
             return
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        os.write(self.file, (json.dumps(record) + "\n").encode())
+        line = (json.dumps(record) + "\n").encode()
+        try:
+            written = os.write(self.file, line)
+        except OSError as error:
+            raise UserError(
+                f"cannot write {self.path} ({error.strerror}); make room and start again"
+            ) from error
+        if written < len(line):  # what stands there of it is dropped when the run goes on
+            raise UserError(f"cannot write {self.path} (the disk is full); make room and start again")
         if self.wandb_run is not None:
             self.wandb_run.log({k: v for k, v in record.items() if v is not None}, step=record["step"])
 

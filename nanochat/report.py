@@ -6,12 +6,21 @@ from pathlib import Path
 from nanochat.metrics import read_metrics
 
 
-def write_report(out_dir, title: str, plan: list[str], samples: list[str], final: bool):
+def write_report(out_dir, title: str, plan: list[str], samples: list[str], final: bool, say=print):
     """Write `<out_dir>/report.md` and loss.png from metrics.jsonl; each appears whole or not at all.
 
-    `plan` holds the lines a run prints at its start, `samples` texts the model has just written.
+    `plan` holds the lines a run prints at its start, `samples` texts the model has just written. What keeps a
+    report from being written (a full disk) is told to `say`, and ends no training.
     """
-    out_dir = Path(out_dir)
+    try:
+        _write(Path(out_dir), title, plan, samples, final)
+    except OSError as error:
+        say(
+            f"warning: no report in {out_dir} ({error.strerror or error}); the next evaluation writes it again"
+        )
+
+
+def _write(out_dir: Path, title, plan, samples, final):
     records = read_metrics(out_dir / "metrics.jsonl")
     steps = [r for r in records if r.get("loss") is not None]
     evals = [r for r in records if r.get("val_bpb") is not None]

@@ -354,7 +354,7 @@ while True:
         saved_at = time.monotonic()
 
     if machine.is_main and loop["evaluated"] == step:
-        write_report(run_path, run_path.name, plan_lines, texts, final=last_step)
+        write_report(run_path, run_path.name, plan_lines, texts, last_step, console.print)
 
     if last_step or stopping:
         break
