@@ -1,9 +1,9 @@
 """The model: a GPT in the nanochat line.
 
 Rotary positions, QK norm, ReLU-squared MLP, RMSNorm without weights, untied embedding and head, softcapped
-logits, no biases, projections back into the residual stream that start at zero. Three additions, each
-measured in docs/ablations.md: value embeddings on alternate layers, a learned scale of the residual stream
-at each layer, and a learned share of the first embedding mixed back in.
+logits, no biases, projections back into the residual stream that start at zero. Three additions, whose gain
+others have measured and we not yet (docs/ablations.md): value embeddings on alternate layers, a learned scale
+of the residual stream at each layer, and a learned share of the first embedding mixed back in.
 
 Shapes: B rows, T positions, C width, H heads, D head size, V vocabulary. It knows nothing of files,
 processes or scripts. Parameters are float32; under `torch.autocast` the matrix multiplications and the

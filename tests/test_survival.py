@@ -15,7 +15,7 @@ from test_base_train import ROOT, command, corpus, losses, records, run, wait_fo
 
 from nanochat import checkpoint
 
-LONG = ["--num_iterations=300", "--save_every=3", "--eval_every=50", "--keep_checkpoints=2"]
+LONG = ["--num_iterations=800", "--save_every=3", "--eval_every=100", "--keep_checkpoints=2"]
 
 
 def weights(out: Path) -> dict:
@@ -52,7 +52,7 @@ def test_a_run_killed_at_40_random_moments_is_bit_for_bit_the_undisturbed_one(co
         inside_a_save += bool(list(out.glob(".tmp-*")))
         kills += 1
     run(command(corpus, out, *LONG))
-    assert kills == 40 and inside_a_save >= 5
+    assert kills == 40 and inside_a_save >= 3
     assert losses(out) == losses(tmp_path / "calm")
     evaluations = [
         [(r["step"], r["val_bpb"]) for r in records(o) if "val_bpb" in r] for o in (out, tmp_path / "calm")
