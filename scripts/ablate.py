@@ -1,6 +1,6 @@
 """Ablations: variants trained at equal tokens over several seeds, compared by bits per byte.
 
-    python -m scripts.ablate --what=packing           # how documents become rows; five minutes on two cores
+    python -m scripts.ablate --what=packing           # how documents become rows; minutes on two cores
     python -m scripts.ablate --what=packing --json    # one JSON object as the last line
 
 Every finished training is kept in <base_dir>/ablations/, so a command that was stopped goes on, and one with
@@ -36,9 +36,9 @@ depth = 4  # Transformer layers
 aspect_ratio = 32  # width = depth * aspect_ratio
 head_dim = 32  # channels of an attention head
 max_seq_len = 256  # positions a row
-vocab_size = 4096  # tokens
+vocab_size = 1024  # tokens
 total_batch_size = 4096  # tokens an optimizer step
-num_iterations = 300  # optimizer steps
+num_iterations = 200  # optimizer steps
 eval_tokens = 65_536  # validation tokens scored (-1 = all)
 
 # Data
@@ -206,7 +206,6 @@ same = {  # a result counts where all of this is as now
     "tokenizer": encoding.fingerprint,
     "dtype": str(compute_dtype),
     "device": device.type,
-    "git_commit": runtime.git_commit(),
 }
 results = {}
 if kept.exists():
@@ -221,7 +220,9 @@ for seed in range(seeds):  # seeds outside: every variant has as many when it is
     for variant, kind in VARIANTS.items():
         if (variant, seed) not in results:
             record = {"variant": variant, "seed": seed, **train(kind, seed), "settings": same}
+            record["git_commit"] = runtime.git_commit()
             with open(kept, "a", encoding="utf-8") as file:
+                file.write("\n" * (kept.stat().st_size > 0 and not kept.read_bytes().endswith(b"\n")))
                 file.write(json_module.dumps(record) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
