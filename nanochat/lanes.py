@@ -2,11 +2,12 @@
 
 The documents of an epoch, in an order that the seed gives, are dealt to the lanes (`Feed`). A lane buffers
 some of them as pieces, the tokens of a document from some token on, and fills each row with the largest piece
-that fits into what is left of it; where none does, the longest piece is cut and its rest stays in the buffer.
+that fits into what is left of it; where none does, a piece is drawn and cut and its rest stays in the buffer.
 A position is small: the epoch, how many documents of it the lane has taken, and where its pieces begin.
 """
 
 import functools
+import itertools
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from nanochat.shards import RowGroups
 from nanochat.tokenizer import Tokenizer
 
 BUFFER_PIECES = 32  # pieces that a lane chooses from: best fit wastes little, state and restore stay small
-BUFFER_ROWS = 32  # rows' worth of tokens at which a lane waits with more: documents may be very long
+BUFFER_ROWS = 256  # rows' worth of tokens at which a lane waits with more: documents may be very long
 GROUPS_PER_LANE = 8  # with at least so many row groups a lane takes whole ones, else every L-th document
 MAX_BARREN_EPOCHS = 16  # in a row, of a lane, before it is told that it has no text
 
@@ -73,8 +74,13 @@ class Lane:
             space -= size
 
     def _cut(self, gap: np.ndarray) -> None:
-        """Fill the gap from the longest piece: long documents take turns, which mixes the batches."""
-        slots, age, document, first, tokens = self.pieces.pop()
+        """Fill the gap from a piece drawn by its length: a batch is a fair sample of the buffered text.
+
+        Cutting the longest, or the oldest, would train on a few huge files alone for many steps
+        (docs/data.md).
+        """
+        sizes = [piece[0] for piece in self.pieces]
+        slots, age, document, first, tokens = self.pieces.pop(drawn_piece(sizes, self.taken))
         n = len(gap)
         gap[:] = tokens[:n]
         insort(self.pieces, (slots - n, age, document, first + n, tokens[n:]))
@@ -103,6 +109,13 @@ class Lane:
                 f"row {self.number} of the batch gets documents without any text only; "
                 "use a smaller total_batch_size or data with more text"
             )
+
+
+def drawn_piece(sizes: list[int], salt: int) -> int:
+    """Index of one of the pieces, each as likely as its size; the same for the same sizes' sum and salt."""
+    ends = list(itertools.accumulate(sizes))
+    mixed = (salt << 32 | ends[-1]) * 0x9E3779B97F4A7C15 % 2**64  # Fibonacci hashing
+    return bisect_right(ends, (mixed >> 32) * ends[-1] >> 32)
 
 
 class Feed:

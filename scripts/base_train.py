@@ -44,9 +44,12 @@ window_pattern = (
 vocab_size = -1  # tokens (-1 = 4096 for the embedded text, 32768 for other data)
 
 # Data
-data = "embedded"  # "embedded" (the source text of Python's standard library), or a file or folder of text
+data = "embedded"  # embedded (Python's standard library), a file or folder of text, climbmix or fineweb-edu
 val_data: str | None = None  # a file or folder that is the validation split (none = what the data set pins)
-tokenizer = "auto"  # a tokenizer's JSON file (auto = trained on the data at the first use)
+text_field = "text"  # the field of JSON objects or column of parquet files that holds the text
+tokenizer = (
+    "auto"  # auto (trained on the data at the first use), a tokenizer's JSON file, or gpt2, cl100k_base
+)
 
 # Horizon: exactly one decides, in this order
 num_iterations = -1  # optimizer steps (-1 = off)
@@ -107,13 +110,12 @@ stop = runtime.StopSignal()
 
 base_path = Path(base_dir).expanduser()
 run_path = Path(out_dir or base_path / "base_checkpoints" / (model_tag or f"d{depth}")).expanduser()
-if vocab_size == -1:
-    vocab_size = 4096 if data == "embedded" else 32768
 with machine.main_first():  # the first process builds what is missing, the others find it
-    dataset = open_dataset(data, val_data, base_dir=base_path)
+    dataset = open_dataset(data, val_data, base_dir=base_path, text_field=text_field)
     tokenizers = base_path / "tokenizers" / f"{dataset.name}-{dataset.fingerprint[:12]}"
+    wanted = vocab_size if vocab_size != -1 else 4096 if data == "embedded" else 32768
     encoding = open_tokenizer(
-        tokenizer, vocab_size, tokenizers, lambda: iterate_documents(dataset.train_shards)
+        tokenizer, wanted, tokenizers, lambda: iterate_documents(dataset.train_shards), exact=vocab_size != -1
     )
 
 found = None  # the checkpoint this run goes on from

@@ -83,22 +83,25 @@ def slow_rows(epochs, row_tokens: int):
     """Rows of one lane by the rule, scanning the whole buffer for each piece; `epochs` yields documents."""
     row = []
     for documents in epochs:
-        waiting = collections.deque(documents)
+        waiting, taken = collections.deque(documents), 0
         buffer: list[list[int]] = []  # oldest first
         while waiting or buffer:
-            while waiting and len(buffer) < 32 and sum(map(len, buffer)) < 32 * row_tokens:
+            while waiting and len(buffer) < 32 and sum(map(len, buffer)) < 256 * row_tokens:
                 document = waiting.popleft()
+                taken += 1
                 if document:
                     buffer.append(document)
             if not buffer:
                 break
             space = row_tokens - len(row)
             fitting = [piece for piece in buffer if 1 + len(piece) <= space]
-            longest = max(map(len, fitting or buffer))
-            i = next(i for i, p in enumerate(buffer) if len(p) == longest and (p in fitting or not fitting))
             if fitting:
+                longest = max(map(len, fitting))
+                i = next(i for i, p in enumerate(buffer) if len(p) == longest)
                 row += [BOS, *buffer.pop(i)]
             else:
+                by_size = sorted(range(len(buffer)), key=lambda i: (len(buffer[i]), -i))
+                i = by_size[lanes.drawn_piece([1 + len(buffer[i]) for i in by_size], taken)]
                 row += [BOS, *buffer[i][: space - 1]]
                 buffer[i] = buffer[i][space - 1 :]
             if len(row) == row_tokens:
@@ -263,10 +266,18 @@ def test_long_documents_take_turns_and_a_document_of_a_million_tokens_is_streame
     assert sorted(tokens.tolist()) == list(range(1, 1_002_505))
 
 
-def test_where_the_longest_piece_leads_the_next_rows_come_from_several_documents(tmp_path):
-    corpus = Corpus(tmp_path, [350] * 8, 8)
-    rows, _ = run(corpus, 8, n_lanes=1, T=100)
-    assert len({(row[1] - 1) // 350 for row in rows[:, 0]}) == 8
+def test_rows_that_follow_each_other_come_from_several_documents_even_beside_a_huge_one(tmp_path):
+    corpus = Corpus(tmp_path, [20_000] + [1000] * 20, 8)
+    rows, _ = run(corpus, 200, n_lanes=1, T=100)
+    share = np.mean([row[1] <= 20_000 for row in rows[:, 0]])
+    assert 0.3 < share < 0.7, "the huge document is half of the tokens"
+    for first in range(0, 100, 10):
+        assert len({max(0, row[1] - 20_001) // 1000 for row in rows[first : first + 10, 0]}) >= 3
+
+
+def test_a_piece_is_drawn_as_often_as_its_size_says():
+    counts = collections.Counter(lanes.drawn_piece([1, 20, 79], salt) for salt in range(5000))
+    assert [counts[i] / 5000 for i in range(3)] == pytest.approx([0.01, 0.2, 0.79], abs=0.02)
 
 
 def test_epochs_differ_in_their_order(tmp_path):
@@ -288,7 +299,7 @@ def test_a_lane_reads_whole_row_groups_where_they_are_many_and_no_others(tmp_pat
 
 def test_a_restart_costs_no_replay_of_the_epoch(tmp_path, monkeypatch):
     corpus = Corpus(tmp_path, [20] * 2000, 10)
-    _, (state,) = run(corpus, 150, n_lanes=8, T=32)
+    _, (state,) = run(corpus, 75, n_lanes=8, T=32)
     read, encoded = [], []
     original, encode = RowGroups.read, Numbers.encode
     monkeypatch.setattr(RowGroups, "read", lambda self, g: (read.append(g), original(self, g))[1])
