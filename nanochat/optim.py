@@ -149,7 +149,9 @@ class MuonAdamW(torch.optim.Optimizer):
             scalars = torch.where(skip, torch.tensor([0.0, 1.0, 1.0, 0.0], device=grads.device), scalars)
             grads = torch.where(skip, 0.0, grads)
         state_tensors = state["momentum"], state["second_moment"]
-        self.muon_update(stacked, grads, *state_tensors, *scalars.unbind(), self.muon_dtype)
+        # Small matrices (gates) are over before compiled code for their shape would be loaded
+        update = self.muon_update if params[0].numel() > 2**14 else muon_update
+        update(stacked, grads, *state_tensors, *scalars.unbind(), self.muon_dtype)
         torch._foreach_copy_(params, list(stacked.unbind()))
 
     def named_state(self) -> dict[str, torch.Tensor]:
