@@ -15,9 +15,7 @@ def write_report(out_dir, title: str, plan: list[str], samples: list[str], final
     try:
         _write(Path(out_dir), title, plan, samples, final)
     except OSError as error:
-        say(
-            f"warning: no report in {out_dir} ({error.strerror or error}); the next evaluation writes it again"
-        )
+        say(f"warning: no report in {out_dir} ({error.strerror or error}); the next evaluation tries again")
 
 
 def _write(out_dir: Path, title, plan, samples, final):
