@@ -143,3 +143,16 @@ def test_minutes_alone_make_checkpoints(corpus, tmp_path):  # noqa: F811
     often = ["--save_every=-1", "--save_minutes=0.0001", "--keep_checkpoints=-1", "--num_iterations=4"]
     run(command(corpus, out, *often, "--eval_every=-1"))
     assert sorted(p.name for p in out.glob("step_*")) == [f"step_{n:06d}" for n in (1, 2, 3, 4)]
+
+
+@pytest.mark.slow
+def test_the_command_of_the_original_scripts_header_works_on_an_empty_base_dir(tmp_path):
+    known = (
+        "--depth=4 --max_seq_len=512 --device_batch_size=1 --eval_tokens=512 --core_metric_every=-1 "
+        "--total_batch_size=512 --num_iterations=20"
+    )
+    printed = run(["scripts.base_train", *known.split(), f"--base_dir={tmp_path}"])
+    assert "compiled: no" in printed, "it must not compile for longer than it trains"
+    assert sorted(losses(tmp_path / "base_checkpoints" / "d4")) == list(range(20))
+    printed = run(["scripts.base_train", *known.replace("-1", "5").split(), f"--base_dir={tmp_path}"])
+    assert "CORE is not there yet" in printed and "finished already" in printed
