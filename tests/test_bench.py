@@ -47,7 +47,7 @@ def test_loader_compares_packing_with_raw_encoding_of_the_same_documents(tmp_pat
         (tmp_path / f"{i}.txt").write_text(f"words {i} about nothing in particular " * (i % 20 + 1))
     done = bench(
         "--what=loader", f"--data={tmp_path}", f"--base_dir={tmp_path / 'base'}", "--vocab_size=300",
-        "--shapes=2x16,4x64", "--round_tokens=2000", "--rounds=3", "--json",
+        "--shapes=2x16,4x64", "--rounds=3", "--json",
     )  # fmt: skip
     results = json.loads(done.stdout.splitlines()[-1])["results"]
     assert len(results.pop("corpus")["fingerprint"]) == 12 and set(results) == {"2x16", "4x64"}
