@@ -42,7 +42,7 @@ def run(arguments: list[str], status: int = 0, processes: int = 1) -> str:
     how = [sys.executable, "-m"]
     if processes > 1:
         how += ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
-    done = subprocess.run(how + arguments, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(how + arguments, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == status, done.stdout + done.stderr
     assert status == 0 or processes > 1 or "Traceback" not in done.stderr
     return done.stdout + done.stderr

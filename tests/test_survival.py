@@ -15,7 +15,7 @@ from test_base_train import ROOT, command, corpus, losses, records, run, wait_fo
 
 from nanochat import checkpoint
 
-LONG = ["--num_iterations=800", "--save_every=3", "--eval_every=100", "--keep_checkpoints=2"]
+LONG = ["--num_iterations=400", "--save_every=3", "--eval_every=100", "--keep_checkpoints=2"]
 
 
 def weights(out: Path) -> dict:
