@@ -393,9 +393,7 @@ while True:
     bad_steps = 0 if finite or scaler.is_enabled() else bad_steps + 1  # an overflow of float16 is no bad step
     loop["skipped"] += not finite
     loop["train_seconds"] += seconds
-    late = (
-        machine.is_main and 0 < 60 * save_minutes < time.monotonic() - saved_at
-    )  # one clock decides for all
+    late = machine.is_main and 0 < 60 * save_minutes < time.monotonic() - saved_at  # one clock for all
     sums = machine.sum([micro_losses.sum().item(), float(stop.name != ""), float(late)])
     loss_value, stopping, save_now = sums[0] / world_size, sums[1] > 0, sums[2] > 0
     spike = metrics.is_spike(loss_value, loop["recent"])
