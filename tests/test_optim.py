@@ -211,13 +211,14 @@ def test_muon_leaves_a_matrix_without_gradient_as_it_is():
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
+@pytest.mark.parametrize("decay", [0.0, 0.3])
 @pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-5), (torch.bfloat16, 5e-3)])
-def test_compiled_and_eager_muon_agree_to_rounding_and_new_rates_compile_nothing_anew(dtype, close):
+def test_compiled_and_eager_muon_agree_to_rounding_and_new_rates_compile_nothing_anew(dtype, close, decay):
     torch.manual_seed(0)
     eager = [torch.nn.Parameter(torch.randn(112, 160)) for _ in range(3)]
     compiled = copy.deepcopy(eager)
     optimizers = [
-        MuonAdamW([muon_group(params, decay=0.3)], muon_dtype=dtype, compile=params is compiled)
+        MuonAdamW([muon_group(params, decay=decay)], muon_dtype=dtype, compile=params is compiled)
         for params in (eager, compiled)
     ]
     for step in range(4):
@@ -228,6 +229,8 @@ def test_compiled_and_eager_muon_agree_to_rounding_and_new_rates_compile_nothing
                 optimizer.param_groups[0].update(lr=0.02 / (step + 1), betas=(0.9 + 0.01 * step, 0.9))
                 optimizer.step()
     for p, q in zip(eager, compiled, strict=True):
+        if not decay:
+            torch.testing.assert_close(p, q, rtol=0, atol=close)
         # where an update is about 0, rounding decides whether the cautious decay acts: a few elements differ
         assert ((p - q).abs() > close).float().mean() < 0.002
         torch.testing.assert_close(p, q, rtol=0, atol=0.05)
