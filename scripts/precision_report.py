@@ -1,0 +1,137 @@
+"""Which operator ran in which dtype, recorded in one real training step and in generation.
+
+    python -m scripts.precision_report                       # the page, also written to a file
+    python -m scripts.precision_report --dtype=float16       # another precision
+    python -m scripts.precision_report --measure             # and what each precision costs on this machine
+
+docs/precision.md answers the usual questions about precision with its output.
+"""
+
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+import configurator
+from nanochat import UserError, optim, precision, precision_cost, runtime, scaling
+from nanochat.dataloader import TrainLoader
+from nanochat.dataset import iterate_documents, open_dataset
+from nanochat.gpt import GPT
+from nanochat.precision_page import name_of, page
+from nanochat.recorder import record_step
+from nanochat.tokenizer import open_tokenizer
+
+# Model
+depth = 4  # Transformer layers
+aspect_ratio = 64  # width = depth * aspect_ratio
+head_dim = 64  # channels of an attention head
+max_seq_len = 512  # positions a row
+window_pattern = "L"  # as in base_train
+vocab_size = 4096  # tokens
+
+# The step
+device_batch_size = 4  # rows
+grad_clip = 1.0  # the most the gradient's norm may be (-1 = off)
+max_tokens = (
+    2  # generated after a prompt of 8 (0 = none): the first reads the prompt, the others a token each
+)
+seed = 42  # of weights and tokens
+
+# What each precision costs
+measure = False  # train and infer in every precision, each in a process of its own, in turns
+precisions = "auto"  # which, separated by commas (auto = all that this machine can do); the first is the base
+measure_steps = 40  # training steps, the same batches for all; the loss is the mean over the last round
+measure_rounds = 5  # turns that each precision gets
+measure_seconds = 60.0  # a precision that is slower makes fewer steps
+measure_tokens = 32  # generated in each turn
+data = "embedded"  # what is trained on: as in base_train
+
+# Machine
+device_type: Literal["auto", "cuda", "cpu", "mps"] = "auto"  # auto = cuda, else mps, else cpu
+dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of what is recorded; as in base_train
+base_dir = "~/.cache/nanochat"  # for the page, data and tokenizer (environment: NANOCHAT_BASE_DIR)
+out: str | None = None  # file of the page (none = <base_dir>/precision_report.md)
+
+settings = configurator.configure(globals())
+
+POSITIVE = ["depth", "aspect_ratio", "head_dim", "max_seq_len", "vocab_size", "device_batch_size"]
+for name in [*POSITIVE, "measure_rounds", "measure_tokens"]:
+    if globals()[name] < 1:
+        raise UserError(f"{name} is {globals()[name]} and must be at least 1")
+if measure_steps < 2 * measure_rounds:
+    raise UserError(f"measure_steps {measure_steps} are too few: each of {measure_rounds} rounds needs 2")
+base_path = Path(base_dir).expanduser()
+out_path = Path(out).expanduser() if out else base_path / "precision_report.md"
+machine = runtime.start(device_type, seed)
+device = machine.device
+compute_dtype, reason = precision.resolve_dtype(dtype, device)
+config = scaling.model_config(depth, aspect_ratio, head_dim, max_seq_len, vocab_size, window_pattern)
+
+
+def recorded_step():
+    """One training step and a little generation on random tokens: dtypes do not depend on what they are."""
+    model = GPT(config).to(device)
+    model.init_weights(torch.Generator(device).manual_seed(seed))
+    rates = {"embedding_lr": 0.03, "unembedding_lr": 0.0004, "scalar_lr": 0.01, "matrix_lr": 0.002}
+    optimizer = optim.MuonAdamW(
+        optim.parameter_groups(model, rates, weight_decay=0.1),
+        muon_dtype=torch.bfloat16 if compute_dtype == torch.bfloat16 else torch.float32,
+    )
+    scaler = precision.make_scaler(device, compute_dtype)
+    tokens = torch.randint(vocab_size, (device_batch_size, max_seq_len + 1), device=device)
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    prompt = tokens[0, : min(8, max_seq_len - 1)].tolist() if max_tokens > 0 else []
+    return record_step(
+        model, optimizer, scaler, compute_dtype, inputs, targets, prompt, max_tokens, grad_clip
+    )
+
+
+def costs() -> str:
+    """The two tables of --measure, as Markdown."""
+    names = precision_cost.possible(device) if precisions == "auto" else precisions.split(",")
+    for name in names:
+        if name not in precision.DTYPES:
+            raise UserError(f"unknown precision {name}; use {', '.join(precision.DTYPES)}")
+        precision.resolve_dtype(name, device)
+    dataset = open_dataset(data, base_dir=base_path)
+    folder = base_path / "tokenizers" / f"{dataset.name}-{dataset.fingerprint[:12]}"
+    encoding = open_tokenizer("auto", vocab_size, folder, lambda: iterate_documents(dataset.train_shards))
+    loader = TrainLoader(
+        dataset.train_shards, encoding, device_batch_size, max_seq_len, device_batch_size, seed=seed
+    )
+    with loader:
+        pairs = [next(loader) for _ in range(measure_steps)]
+    batches = torch.stack([torch.cat((x, y[:, -1:]), 1) for x, y in pairs]).cpu()  # (steps, B, T + 1)
+    seconds = measure_seconds / measure_rounds
+    own_config = replace(config, vocab_size=encoding.vocab_size)
+    common = {"config": own_config, "device": device, "rounds": measure_rounds}
+    common["say"] = lambda text: print(text, file=sys.stderr)
+    with tempfile.TemporaryDirectory() as name:
+        common["folder"] = Path(name)
+        trained = precision_cost.measure_training(names, batches, seed=seed, seconds=seconds, **common)
+        inferred = precision_cost.measure_inference(names, new_tokens=measure_tokens, **common)
+    return precision_cost.cost_page(trained, inferred, dataset, measure_steps)
+
+
+command = " ".join(["python -m scripts.precision_report", *sys.argv[1:]])
+facts = [
+    f"{runtime.device_name(device)}, {torch.get_num_threads()} threads; torch {torch.__version__}",
+    f"compute dtype {name_of(compute_dtype)} ({reason})",
+    f"model: depth {depth}, width {config.width}, {config.num_heads} heads, vocabulary of {vocab_size:,}",
+    f"step: {device_batch_size} x {max_seq_len} tokens",
+    f"`{command}`",
+]
+text = page(recorded_step(), "Precision report", facts)
+if measure:
+    text += "\n" + costs()
+print(text)
+try:
+    out_path.parent.mkdir(parents=True, exist_ok=True)
+    out_path.write_text(text, encoding="utf-8")
+except OSError as error:
+    raise UserError(f"cannot write {out_path} ({error.strerror}); give another file with --out") from None
+print(f"written to {out_path}")
+machine.close()
