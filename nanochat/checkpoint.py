@@ -31,6 +31,7 @@ from nanochat import checkpoint_io as io
 from nanochat.checkpoint_folder import (
     STEP,
     changes,
+    check_shared,
     checkpoints_in,
     lock_folder,
     prune,
@@ -45,6 +46,7 @@ __all__ = [
     "Damaged",
     "SaveError",
     "changes",
+    "check_shared",
     "find",
     "lock_folder",
     "open_checkpoint",
@@ -271,15 +273,11 @@ class Checkpoint:
         tensors = io.read_tensors(self.path / MODEL)
         return {n: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t for n, t in tensors.items()}
 
-    def load_optimizer(self, names=None):
-        """{name: tensor on the CPU} from all shards, whoever wrote them; with `names` only those are read."""
-        wanted, tensors = None if names is None else set(names), {}
+    def load_optimizer(self, needs=lambda name: True):
+        """{name: tensor on the CPU} from all shards, whoever wrote them; only those where needs(name) is."""
+        tensors = {}
         for shard in sorted(f for f in self.files if f.startswith("optimizer-")):
-            tensors |= io.read_tensors(self.path / shard, wanted)
-        if wanted is not None and (missing := sorted(wanted - tensors.keys())):
-            raise UserError(
-                f"{self.path} has no optimizer state for {', '.join(missing)}; was it another model?"
-            )
+            tensors |= io.read_tensors(self.path / shard, needs)
         return tensors
 
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import time
+import uuid
 from pathlib import Path
 
 from nanochat import UserError
@@ -78,6 +79,28 @@ def lock_folder(out_dir, say=print):
             f"cannot write to {out_dir} ({io.reason(e)}); make room, or choose a folder that you can "
             "write to with --out_dir, --base_dir or the variable NANOCHAT_BASE_DIR"
         ) from e
+
+
+def check_shared(out_dir, machine):
+    """A token that all processes of a run share and no other run has. Every process calls this.
+
+    UserError where some of them do not see what the first one writes to `out_dir`.
+    """
+    token = machine.gather(uuid.uuid4().hex)[0]
+    if machine.world_size > 1:
+        note = Path(out_dir) / f".tmp-{token}"
+        if machine.is_main:
+            note.mkdir()
+        machine.gather(None)  # it is there
+        see = machine.gather(note.is_dir())
+        if machine.is_main:
+            note.rmdir()
+        if blind := [rank for rank, sees in enumerate(see) if not sees]:
+            raise UserError(
+                f"process {', '.join(map(str, blind))} does not see what process 0 writes to {out_dir}; "
+                "use an --out_dir on a file system that all machines share"
+            )
+    return token
 
 
 def prune(out_dir, keep, permanent=lambda step: False, say=print):

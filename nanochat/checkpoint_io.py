@@ -105,11 +105,11 @@ def _blocks(head, ordered):
         yield memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def read_tensors(path, wanted=None):
-    """{name: tensor}, all or the wanted ones, copied from the mapped file, which may be pruned later."""
+def read_tensors(path, wanted=lambda name: True):
+    """{name: tensor}, all or those where wanted(name), copied from the mapped file, which may be pruned."""
     try:
         with safe_open(path, framework="pt") as f:
-            return {n: f.get_tensor(n).clone() for n in f.offset_keys() if wanted is None or n in wanted}
+            return {n: f.get_tensor(n).clone() for n in f.offset_keys() if wanted(n)}
     except (OSError, SafetensorError) as e:
         raise damaged(path, f"cannot be read ({e})") from e
 

@@ -8,9 +8,16 @@ together.
 """
 
 import math
+import re
+from bisect import bisect_left
+from itertools import pairwise
 
 import torch
+import torch.distributed as dist
 from torch.optim.adamw import adamw
+
+from nanochat import UserError
+from nanochat.sharding import is_shared_out, share_out
 
 # One row a kind of parameter: the first whose word is in the parameter's name decides. The rate is a setting
 # of the script, times the factor. Muon's betas are its momentum and that of NorMuon's second moment. The
@@ -38,6 +45,9 @@ POLAR_EXPRESS = [
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 ]
 
+# What a tensor of the state is called in a checkpoint: parameter, rows if they are not all, state
+STATE_LABEL = re.compile(r"(?P<name>.+?)(?:\[(?P<first>\d+):(?P<last>\d+)\])?/(?P<key>\w+)")
+
 
 def orthogonalize(G, dtype):
     """The polar factor U V^T of each matrix of G (N, rows, columns) float32, computed in `dtype`, returned
@@ -50,11 +60,30 @@ def orthogonalize(G, dtype):
     tall = X.size(-2) > X.size(-1)
     if tall:  # X X^T is the smaller one
         X = X.mT
-    for a, b, c in POLAR_EXPRESS:
-        A = X @ X.mT
-        B = torch.baddbmm(A, A, A, beta=b, alpha=c)
-        X = torch.baddbmm(X, B, X, beta=a)
+    if X.size(-1) >= 2 * X.size(-2) >= 256:  # long rows are multiplied as seldom as possible
+        X = _polar_factor(_polar_factor(X, POLAR_EXPRESS[:2]), POLAR_EXPRESS[2:])
+    else:
+        for a, b, c in POLAR_EXPRESS:
+            A = X @ X.mT
+            B = torch.baddbmm(A, A, A, beta=b, alpha=c)
+            X = torch.baddbmm(X, B, X, beta=a)
     return X.mT if tall else X
+
+
+def _polar_factor(X, coefficients):
+    """The same iteration as in `orthogonalize`, on A = X X^T alone: X <- P X makes it P A P, and the P's
+    are gathered in Q (Gram Newton-Schulz). Where rows are four times as long as there are rows it needs 67 %
+    of the multiplications. Rounding grows with each step on A, so it begins again from X after two steps, and
+    in small matrices, where bfloat16's rounding does not average out, the plain iteration is better.
+    """
+    A, Q = X @ X.mT, None
+    for step, (a, b, c) in enumerate(coefficients):
+        P = torch.baddbmm(A, A, A, beta=b, alpha=c)
+        P.diagonal(dim1=-2, dim2=-1).add_(a)  # P = a + b A + c A A
+        if step < len(coefficients) - 1:
+            A = P @ A @ P
+        Q = P if Q is None else P @ Q
+    return Q @ X
 
 
 def muon_update(params, grads, momentum, second_moment, lr, beta, beta2, weight_decay, dtype):
@@ -80,7 +109,11 @@ def muon_update(params, grads, momentum, second_moment, lr, beta, beta2, weight_
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon and AdamW behind one `step()`.
+    """Muon and AdamW behind one `step()`, its work and state shared out over processes (sharding.py).
+
+    Every process has all gradients, averaged; each updates its share of the weights and sends it to the
+    others while it goes on with the next group. Muon's matrices of one shape lie in one stacked tensor,
+    where their `.data` is from then on.
 
     A step whose `found_inf`, a 0-dim tensor, is not 0 changes nothing: neither weights nor state. The script
     sets it where the gradient is not finite; torch's GradScaler does the same, so nobody waits for the
@@ -92,33 +125,86 @@ class MuonAdamW(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # GradScaler hands us its found_inf instead of asking the device for it
 
-    def __init__(self, groups, muon_dtype=torch.float32, compile=False):
+    def __init__(self, groups, muon_dtype=torch.float32, compile=False, rank=0, world_size=1):
         super().__init__(groups, {})
         self.found_inf = None
         self.muon_dtype = muon_dtype
         self.muon_update = torch.compile(muon_update, dynamic=False) if compile else muon_update
+        self.rank, self.world_size = rank, world_size
+        matrices, tables = (
+            [p for g in self.param_groups if g["method"] == m for p in g["params"] if is_shared_out(p.shape)]
+            for m in ("muon", "adamw")
+        )
+        owners, cuts = share_out([p.shape for p in matrices], [p.shape for p in tables], world_size)
+        self._cuts = dict(zip(tables, cuts, strict=True))  # process r has the rows from cut r to cut r + 1
+        owner_of = dict(zip(matrices, owners, strict=True))
         for group in self.param_groups:
             group["initial_lr"] = group["lr"]
+            if group["method"] == "muon":
+                self._stack(group, owner_of)
+            else:
+                for p in group["params"]:
+                    part = p.data[self._rows(p)]
+                    if part.numel():
+                        step = torch.zeros((), dtype=torch.float32, device=p.device)
+                        moments = torch.zeros_like(part), torch.zeros_like(part)
+                        self.state[p] = {"exp_avg": moments[0], "exp_avg_sq": moments[1], "step": step}
+
+    def _stack(self, group, owner_of):
+        """Lay the group's matrices into one tensor (N, rows, columns), each process's together, with state
+        for its own."""
+        group["cuts"], mine = None, slice(None)
+        if group["params"][0] in owner_of:
+            order = sorted(range(len(group["params"])), key=lambda i: owner_of[group["params"][i]])
+            for key in ("params", "names"):
+                group[key] = [group[key][i] for i in order]
+            owners = [owner_of[p] for p in group["params"]]
+            group["cuts"] = [bisect_left(owners, r) for r in range(self.world_size + 1)]
+            mine = slice(*group["cuts"][self.rank : self.rank + 2])
+        group["stacked"] = torch.stack([p.data for p in group["params"]])
+        for p, matrix in zip(group["params"], group["stacked"], strict=True):
+            p.data = matrix
+        group["mine"], stacked = group["params"][mine], group["stacked"][mine]
+        momentum = torch.zeros_like(stacked)
+        second_moment = stacked.new_zeros(len(stacked), max(stacked.shape[1:]))
+        group["tensors"] = stacked, momentum, second_moment
+        for p, *state in zip(group["mine"], momentum, second_moment, strict=True):
+            self.state[p] = {"momentum": state[0], "second_moment": state[1]}
+
+    def _rows(self, p):
+        """The index of what this process updates of a parameter: some rows of a table, else all of it."""
+        cuts = self._cuts.get(p)
+        return slice(*cuts[self.rank : self.rank + 2]) if cuts else ...
 
     @torch.no_grad()
     def step(self):
+        sent = []
         for group in self.param_groups:
-            (self._muon if group["method"] == "muon" else self._adamw)(group)
+            if group["method"] == "muon":
+                self._muon(group)
+                sent += self._send(group["stacked"], group["cuts"])
+            else:
+                self._adamw(group)
+                for p in group["params"]:
+                    sent += self._send(p.data, self._cuts.get(p))
+        for handle in sent:
+            handle.wait()
+
+    def _send(self, tensor, cuts):
+        """Begin to give every process every part of a tensor; asked for in the same order everywhere."""
+        if cuts is None or self.world_size == 1:
+            return []
+        parts = [(r, tensor[first:last]) for r, (first, last) in enumerate(pairwise(cuts)) if last > first]
+        return [dist.broadcast(part, src=r, async_op=True) for r, part in parts]
 
     def _adamw(self, group):
-        found_inf = getattr(self, "found_inf", None)  # GradScaler deletes it after its step
-        params = group["params"]
-        for p in params:
-            if not self.state[p]:
-                self.state[p] = {
-                    "exp_avg": torch.zeros_like(p),
-                    "exp_avg_sq": torch.zeros_like(p),
-                    "step": torch.zeros((), dtype=torch.float32, device=p.device),
-                }
+        params = [p for p in group["params"] if p in self.state]
         states = [self.state[p] for p in params]
+        if not params:
+            return
         adamw(
-            params,
-            [p.grad for p in params],
+            [p.data[self._rows(p)] for p in params],
+            [p.grad[self._rows(p)] for p in params],
             [s["exp_avg"] for s in states],
             [s["exp_avg_sq"] for s in states],
             [],
@@ -131,54 +217,80 @@ class MuonAdamW(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=False,
-            found_inf=found_inf,
+            found_inf=getattr(self, "found_inf", None),  # GradScaler deletes it after its step
         )
 
     def _muon(self, group):
-        params = group["params"]
-        state = self.state[params[0]]  # the stacked state of the whole group stands with its first parameter
-        if not state:
-            rows, columns = params[0].shape
-            state["momentum"] = torch.zeros(len(params), rows, columns, device=params[0].device)
-            state["second_moment"] = torch.zeros(len(params), max(rows, columns), device=params[0].device)
-        stacked = torch.stack([p.data for p in params])
+        params, (stacked, momentum, second_moment) = group["mine"], group["tensors"]
+        if not params:
+            return
+        if params[-1].data_ptr() != stacked[-1].data_ptr():
+            raise RuntimeError("the model was moved after its optimizer was made; make the optimizer anew")
         grads = torch.stack([p.grad for p in params])
         scalars = torch.tensor([group["lr"], *group["betas"], group["weight_decay"]], device=grads.device)
         if (found_inf := getattr(self, "found_inf", None)) is not None:  # rate 0, betas 1: nothing moves
             skip = found_inf.to(grads.device) != 0
             scalars = torch.where(skip, torch.tensor([0.0, 1.0, 1.0, 0.0], device=grads.device), scalars)
             grads = torch.where(skip, 0.0, grads)
-        state_tensors = state["momentum"], state["second_moment"]
         # Small matrices (gates) are over before compiled code for their shape would be loaded
         update = self.muon_update if params[0].numel() > 2**14 else muon_update
-        update(stacked, grads, *state_tensors, *scalars.unbind(), self.muon_dtype)
-        torch._foreach_copy_(params, list(stacked.unbind()))
+        update(stacked, grads, momentum, second_moment, *scalars.unbind(), self.muon_dtype)
+
+    def _named_parameters(self):
+        for group in self.param_groups:
+            yield from zip(group["names"], group["params"], strict=True)
 
     def named_state(self) -> dict[str, torch.Tensor]:
-        """Every tensor of the state as `<parameter's name>/<name of the state>`."""
+        """The tensors of the state that this process keeps, as `<parameter's name>/<name of the state>`.
+
+        Where it keeps some rows only, they stand behind the name, `embedding.weight[0:2048]/exp_avg`; what
+        all processes have alike is given by the first.
+        """
         named = {}
-        for group in self.param_groups:
-            for i, (name, p) in enumerate(zip(group["names"], group["params"], strict=True)):
-                stacked = group["method"] == "muon"
-                state = self.state[group["params"][0]] if stacked else self.state[p]
-                for key, tensor in state.items():
-                    named[f"{name}/{key}"] = tensor[i] if stacked else tensor
+        for name, p in self._named_parameters():
+            if p in self.state and (self.rank == 0 or is_shared_out(p.shape)):
+                rows = self._rows(p)
+                if rows is not ... and (rows.start, rows.stop) != (0, len(p)):
+                    name = f"{name}[{rows.start}:{rows.stop}]"
+                named |= {f"{name}/{key}": tensor for key, tensor in self.state[p].items()}
         return named
+
+    def needs(self, label: str) -> bool:
+        """Whether this process keeps anything of the state that `named_state` calls so, of any process."""
+        parsed = STATE_LABEL.fullmatch(label)
+        p = parsed and next((p for name, p in self._named_parameters() if name == parsed["name"]), None)
+        if p is None or p not in self.state:
+            return False
+        rows = self._rows(p)
+        if rows is ... or parsed["first"] is None:
+            return True
+        return max(int(parsed["first"]), rows.start) < min(int(parsed["last"]), rows.stop)
 
     @torch.no_grad()
     def load_named_state(self, named: dict[str, torch.Tensor]):
-        """The inverse of `named_state`, into a new optimizer of the same parameters."""
-        for group in self.param_groups:
-            states = []
-            for name, p in zip(group["names"], group["params"], strict=True):
-                mine = {k.rpartition("/")[2]: v for k, v in named.items() if k.rpartition("/")[0] == name}
-                states.append({key: tensor.to(p.device, copy=True) for key, tensor in mine.items()})
-            if group["method"] == "muon":
-                self.state[group["params"][0]] = {
-                    key: torch.stack([s[key] for s in states]) for key in states[0]
-                }
-            else:
-                self.state.update(zip(group["params"], states, strict=True))
+        """Put back what the `named_state` of any number of processes gave; UserError if some of it lacks."""
+        parts: dict[tuple, list] = {}  # by name of parameter and of state: (first row, tensor)
+        for label, tensor in named.items():
+            if parsed := STATE_LABEL.fullmatch(label):
+                found = parts.setdefault((parsed["name"], parsed["key"]), [])
+                found.append((int(parsed["first"] or 0), tensor))
+        for name, p in self._named_parameters():
+            rows = self._rows(p)
+            start = 0 if rows is ... else rows.start
+            for key, mine in self.state[p].items() if p in self.state else ():
+                missing = mine.numel()
+                for first, tensor in parts.get((name, key), ()):
+                    if mine.ndim == 0:
+                        missing -= mine.copy_(tensor).numel()
+                        break
+                    low, high = max(first, start), min(first + len(tensor), start + len(mine))
+                    if low < high:
+                        part = mine[low - start : high - start]
+                        missing -= part.copy_(tensor[low - first : high - first]).numel()
+                if missing:
+                    raise UserError(
+                        f"the optimizer's state {name}/{key} is not in the checkpoint, or not whole"
+                    )
 
 
 def parameter_groups(model, rates: dict[str, float], weight_decay: float) -> list[dict]:
@@ -206,4 +318,7 @@ def parameter_groups(model, rates: dict[str, float], weight_decay: float) -> lis
         )
         group["params"].append(p)
         group["names"].append(name)
-    return list(groups.values())
+    # AdamW's first: they are sent while Muon's are worked on; then the largest, so that little is sent last
+    return sorted(
+        groups.values(), key=lambda g: (g["method"] == "muon", -sum(p.numel() for p in g["params"]))
+    )

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nanochat import UserError
+from nanochat import UserError, processes
 
 # Dense 16-bit matrix multiplication with float32 accumulation, in TFLOP/s, from the makers' data sheets.
 # The first name that stands as a word in torch.cuda.get_device_name() decides; others are measured.
@@ -49,6 +49,7 @@ class Runtime:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
+    store: dist.Store | None = None  # where processes leave notes for each other
 
     @property
     def is_main(self) -> bool:
@@ -79,14 +80,30 @@ class Runtime:
         dist.all_gather_object(values, value)
         return values
 
+    def same(self, what: dict):
+        """UserError on every process, naming the first difference, unless all gave equal JSON-able values."""
+        first, *others = self.gather(what)
+        for rank, other in enumerate(others, start=1):
+            for name, value in first.items():
+                if other[name] != value:
+                    raise UserError(
+                        f"process {rank} has {name} {other[name]}, process 0 has {value}; give every process "
+                        "the same command, code and data"
+                    )
+
     @contextlib.contextmanager
-    def main_first(self):
-        """The first process does what stands inside alone; the others do it after it."""
-        if self.world_size > 1 and not self.is_main:
-            dist.barrier()
+    def main_first(self, key: str, stop: "StopSignal | None" = None):
+        """The first process does what stands inside alone, then the first of every other machine, then the
+        rest: each finds what is there already. Waits without limit; `key` is the place's name.
+        """
+        turn = 0 if self.is_main else 1 if self.local_rank == 0 else 2
+        if self.world_size > 1 and turn:
+            before = [self.rank - self.local_rank] * (turn == 2) + [0]
+            for rank in before:
+                processes.wait_for(self.store, f"{key}/{rank}", lambda: stop.name if stop else "")
         yield
-        if self.world_size > 1 and self.is_main:
-            dist.barrier()
+        if self.world_size > 1:
+            self.store.set(f"{key}/{self.rank}", "")
 
     def synchronize(self):
         """Wait until the device has done everything it was asked to do, so that a clock tells the truth."""
@@ -127,11 +144,12 @@ class Runtime:
             dist.destroy_process_group()
 
 
-def start(device_type: str, seed: int) -> Runtime:
+def start(device_type: str, seed: int, timeout_s: float = 600.0) -> Runtime:
     """Choose the device (`auto`: cuda, else mps, else cpu), join torchrun's process group if there is one,
     and seed.
 
-    Raises UserError for a device this machine does not have.
+    timeout_s: how long processes wait for one of them before they end. Raises UserError for a device this
+    machine does not have.
     """
     have = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if device_type == "auto":
@@ -142,7 +160,7 @@ def start(device_type: str, seed: int) -> Runtime:
     rank, local_rank, world_size = (
         int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
     )
-    device = torch.device(device_type)
+    device, store = torch.device(device_type), None
     if device_type == "cuda":
         if local_rank >= torch.cuda.device_count():
             raise UserError(
@@ -157,9 +175,9 @@ def start(device_type: str, seed: int) -> Runtime:
                 "MPS runs one process; start it with python, or use --device_type=cpu with torchrun"
             )
         options = {"device_id": device} if device_type == "cuda" else {}
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", **options)
+        store = processes.join("nccl" if device_type == "cuda" else "gloo", timeout_s, **options)
     torch.manual_seed(seed)
-    return Runtime(device, rank, local_rank, world_size)
+    return Runtime(device, rank, local_rank, world_size, store)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
@@ -199,6 +217,11 @@ def set_random_state(states: dict[str, torch.Tensor]):
         torch.set_rng_state(states["random_state/cpu"])
     if "random_state/cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["random_state/cuda"])
+
+
+def is_random_state(name: str) -> bool:
+    """Whether `random_state` gives a tensor of that name."""
+    return name.startswith("random_state/")
 
 
 def decide_compile(setting: str, device: torch.device, expected_seconds: float) -> tuple[bool, str]:

@@ -95,6 +95,7 @@ dtype: Literal["auto", "bfloat16", "float16", "float32"] = (
 )
 compile: Literal["auto", "on", "off"] = "auto"  # auto = where it saves more time than it takes
 seed = 42  # of initial weights, order of the data, and samples
+process_timeout = 600.0  # seconds that processes wait for one that does not answer, then all end
 run = "dummy"  # wandb run name (dummy = no wandb)
 plan = False  # print the plan and exit
 
@@ -103,14 +104,14 @@ settings = configurator.configure(globals())
 # ------------------------------------------------------------------------------------------------------
 # Set up: device and processes, text, tokenizer, the run's folder
 
-machine = runtime.start(device_type, seed)
+machine = runtime.start(device_type, seed, process_timeout)
 say, device, world_size = machine.print, machine.device, machine.world_size
 compute_dtype, dtype_reason = precision.resolve_dtype(dtype, device)
 stop = runtime.StopSignal()
 
 base_path = Path(base_dir).expanduser()
 run_path = Path(out_dir or base_path / "base_checkpoints" / (model_tag or f"d{depth}")).expanduser()
-with machine.main_first():  # the first process builds what is missing, the others find it
+with machine.main_first("data", stop):  # the first process builds what is missing, the others find it
     dataset = open_dataset(data, val_data, base_dir=base_path, text_field=text_field)
     tokenizers = base_path / "tokenizers" / f"{dataset.name}-{dataset.fingerprint[:12]}"
     wanted = vocab_size if vocab_size != -1 else 4096 if data == "embedded" else 32768
@@ -124,6 +125,7 @@ if not plan:
         lock = checkpoint.lock_folder(run_path, say)  # held until this process ends
         found = checkpoint.find(run_path, resume, say)
     path = machine.gather(str(found.path) if found else None)[0]  # all processes take the same one
+    token = checkpoint.check_shared(run_path, machine)
     if path and not machine.is_main:
         found = checkpoint.open_checkpoint(path, verify=False)
 resolved = found.state["resolved"] if found else {}  # what was found out at the run's first start, not again
@@ -144,9 +146,9 @@ total_tokens = horizon.tokens
 rows = scaling.rows_per_process(total_batch_size, max_seq_len, device_batch_size, world_size)
 if device_batch_size == -1:
     device_batch_size = resolved.get("device_batch_size", -1)
+memory = min(machine.gather(machine.free_memory()))  # bytes: what is decided here is the same everywhere
 if device_batch_size == -1 or rows % device_batch_size:
     most = 2**16 if device.type == "cuda" else 2**12  # tokens: more is not faster (docs/benchmarks.md)
-    memory = machine.free_memory()
     device_batch_size = scaling.pick_device_batch_size(rows, config, compute_dtype, memory, most)
 grad_accum_steps = rows // device_batch_size
 
@@ -167,12 +169,13 @@ peak_per_process, peak_source = runtime.peak_flops(device, compute_dtype)
 peak = sum(machine.gather(peak_per_process))  # FLOP/s of all processes
 expected_seconds = flops_per_token * total_tokens / (0.3 * peak)
 expected_bytes = scaling.training_bytes(config, device_batch_size * max_seq_len, compute_dtype)
-if expected_bytes > machine.free_memory():
+if expected_bytes > memory:
     raise UserError(
         f"this run needs about {expected_bytes / 2**30:.1f} GiB a process and "
-        f"{machine.free_memory() / 2**30:.1f} are free; lower --device_batch_size, --max_seq_len or --depth"
+        f"{memory / 2**30:.1f} are free; lower --device_batch_size, --max_seq_len or --depth"
     )
-compiled, compile_reason = runtime.decide_compile(compile, device, expected_seconds)
+decisions = machine.gather(runtime.decide_compile(compile, device, expected_seconds))
+compiled, compile_reason = min(decisions)  # only if every process can
 if resolved and compile == "auto":
     compiled, compile_reason = resolved["compiled"], "as at the run's first start"
 
@@ -215,6 +218,7 @@ identity = {  # what must be the same for a run to be the same run
     "seed": seed,
     "total_batch_size": total_batch_size,
 }
+machine.same(identity | {"compute dtype": str(compute_dtype), "num_iterations": num_iterations})
 if found:
     changed = checkpoint.changes(found, identity, accept)
     if found.step >= num_iterations:
@@ -238,6 +242,8 @@ optimizer = optim.MuonAdamW(
     optim.parameter_groups(model, rates, scaled_decay),
     muon_dtype=torch.bfloat16 if compute_dtype == torch.bfloat16 else torch.float32,
     compile=compiled,
+    rank=machine.rank,
+    world_size=world_size,
 )
 scaler = precision.make_scaler(device, compute_dtype)
 loader = TrainLoader(
@@ -256,14 +262,13 @@ loader = TrainLoader(
 step, loop = 0, {"evaluated": -1, "skipped": 0, "train_seconds": 0.0, "recent": [], "wandb_id": None}
 if found:
     step, loop = found.step, found.state["loop"]
-    tensors = found.load_optimizer()
-    optimizer.load_named_state(tensors)
-    runtime.set_random_state(tensors)
+    optimizer.load_named_state(found.load_optimizer(optimizer.needs))
+    runtime.set_random_state(found.load_optimizer(runtime.is_random_state))
     scaler.load_state_dict(found.state["scaler"])
 
 train_model = torch.compile(model, dynamic=False) if compiled else model
 if world_size > 1:  # averages the gradients over the processes, overlapped with the backward pass
-    train_model = DistributedDataParallel(train_model, broadcast_buffers=False)
+    train_model = DistributedDataParallel(train_model, broadcast_buffers=False, gradient_as_bucket_view=True)
 token_bytes = torch.from_numpy(encoding.token_bytes()).to(device)
 
 record = {
@@ -286,7 +291,7 @@ log = metrics.Metrics(run_path, wandb_run, enabled=machine.is_main)
 console = metrics.Console(step, num_iterations, machine.is_main)
 
 
-saver = checkpoint.AsyncSaver(run_path)
+saver = checkpoint.AsyncSaver(run_path, machine.rank, world_size, token)  # each process writes its share
 
 
 def is_due(every: int) -> bool:
@@ -303,13 +308,11 @@ def save():
         "scaler": scaler.state_dict(),
         "loop": loop,
     }
-    if not machine.is_main:
-        return
     try:
         saver.submit(
             step,
             model=model.state_dict(),
-            optimizer=optimizer.named_state() | runtime.random_state(),
+            optimizer=optimizer.named_state() | (runtime.random_state() if machine.is_main else {}),
             state=state,
             files={"tokenizer.json": encoding.to_bytes(), "config.json": run_path / "config.json"},
             before_publish=log.sync,
@@ -429,8 +432,7 @@ while True:
     if step == first_step:
         gc.collect()
         gc.freeze()  # what is there now stays: the garbage collector need not look at it again
-        if machine.is_main:
-            saver.reserve(model.state_dict(), optimizer.named_state())
+        saver.reserve(model.state_dict(), optimizer.named_state())
     step += 1
 
 # ------------------------------------------------------------------------------------------------------

@@ -180,11 +180,9 @@ def test_one_then_three_then_two_processes_write_and_read_the_same_state(tmp_pat
         assert checkpoint.step == step and len(list(checkpoint.path.glob("optimizer-*"))) == world_size
         loaded = checkpoint.load_optimizer()
         assert loaded.keys() == state.keys() and all(torch.equal(loaded[n], state[n]) for n in state)
-        assert checkpoint.load_optimizer(["layer.2", "layer.5"]).keys() == {"layer.2", "layer.5"}
+        assert checkpoint.load_optimizer({"layer.2", "layer.5"}.__contains__).keys() == {"layer.2", "layer.5"}
         assert not list(checkpoint.path.glob(".*"))
         state = {n: t + 1 for n, t in loaded.items()}
-    with pytest.raises(UserError, match=r"no optimizer state for layer\.99"):
-        checkpoint.load_optimizer(["layer.99"])
 
 
 def test_a_process_that_fails_or_stays_away_fails_the_save_of_rank_0_alone(tmp_path):

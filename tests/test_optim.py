@@ -91,7 +91,7 @@ def test_every_singular_value_from_a_thousandth_to_one_comes_close_to_one():
 
 
 @pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-4), (torch.bfloat16, 0.2)])
-@pytest.mark.parametrize("shape", [(48, 48), (48, 160), (160, 48), (4, 32)])
+@pytest.mark.parametrize("shape", [(48, 48), (48, 160), (160, 48), (4, 32), (128, 512), (384, 128)])
 def test_orthogonalize_keeps_singular_vectors_and_brings_singular_values_to_one(shape, dtype, close):
     G = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
     X = orthogonalize(G, dtype)

@@ -73,7 +73,7 @@ def test_a_process_alone_is_the_main_one_and_its_sums_are_its_own(capsys):
     assert machine.is_main and machine.world_size == 1
     assert machine.sum([1.5, 2]) == [1.5, 2]
     assert machine.gather({"a": 1}) == [{"a": 1}]
-    with machine.main_first():
+    with machine.main_first("here"):
         machine.print("hello")
     machine.synchronize()
     machine.close()
@@ -107,7 +107,7 @@ out["sum"] = machine.sum([machine.rank + 0.5, 2.0**40 + machine.rank])
 out["gather"] = machine.gather({"rank": machine.rank, "text": "x" * (10 + machine.rank)})
 machine.print("only once")
 for turn in range(2):
-    with machine.main_first():
+    with machine.main_first(f"turn{turn}"):
         if machine.is_main:
             time.sleep(0.3)
             (folder / f"built{turn}").touch()
