@@ -1,8 +1,92 @@
-"""Generation with a KV cache: each new token costs one forward pass of that token alone."""
+"""From a checkpoint to text: load a model for inference, and generate with a KV cache, where each new token
+costs one forward pass of that token alone."""
+
+import codecs
+import os
+from pathlib import Path
 
 import torch
 
+from nanochat import UserError
+from nanochat.checkpoint import MANIFEST, Checkpoint, find, open_checkpoint
+from nanochat.checkpoint_folder import STEP, checkpoints_in
+from nanochat.gpt import GPT, GPTConfig
 from nanochat.precision import autocast
+
+# Loading
+
+
+def find_source(source: str | None, base_dir: Path, say=print) -> Checkpoint:
+    """The verified checkpoint that the setting `source` means: a run's tag, its folder, or a checkpoint's.
+
+    None is the newest under base_dir/mid_checkpoints, or where there is none base_checkpoints; a tag is
+    looked up in the same order. Of a run the newest good checkpoint counts; damaged ones are named to `say`.
+    Raises UserError where there is none.
+    """
+    places = [Path(base_dir) / name for name in ("mid_checkpoints", "base_checkpoints")]
+    runs = [
+        sorted((run for run in place.glob("*") if checkpoints_in(run)), key=_last_saved) for place in places
+    ]
+    if source is None:
+        folders = [of_place[-1] for of_place in runs if of_place]
+    else:
+        folders = [*(place / source for place in places), Path(source).expanduser()]
+    for folder in folders:
+        if (folder / MANIFEST).exists() or (folder.is_dir() and STEP.fullmatch(folder.name)):
+            return open_checkpoint(folder)
+        if checkpoints_in(folder):
+            return find(folder, "auto", say)
+    if source is None:
+        raise UserError(f"no checkpoint under {base_dir}; train one with python -m scripts.base_train")
+    tags = ", ".join(dict.fromkeys(run.name for of_place in runs for run in of_place)) or "none"
+    raise UserError(
+        f"no checkpoint at {source}; source is a run's tag (under {base_dir} there are: {tags}), its folder, "
+        "or the folder of a checkpoint"
+    )
+
+
+def _last_saved(run: Path) -> float:
+    """When the newest checkpoint of a run was written, in seconds since 1970."""
+    times = [0.0]
+    for folder in checkpoints_in(run).values():
+        try:
+            times.append(os.path.getmtime(folder))
+        except FileNotFoundError:  # just now pruned by the run that writes here
+            continue
+    return max(times)
+
+
+def cast_weights(model: GPT, dtype: torch.dtype) -> GPT:
+    """Cast the matrices and embeddings of a model to `dtype`, in place, once; returns the model.
+
+    For inference, in place of autocast, which casts every matrix anew for every token. The stream takes the
+    dtype of the embeddings. What stays float32: the two scalars of each block and the rotary tables, rounded
+    where they are used, as under autocast; a rounded table would be wrong for whoever turns to float32
+    again. The sums in norms and softmax are float32 inside their kernels, and the logits after the head.
+    """
+    for p in model.parameters():
+        if p.ndim == 2:
+            p.data = p.data.to(dtype)
+    return model
+
+
+def load_for_inference(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> GPT:
+    """The model of a checkpoint with its weights cast once to `dtype`; UserError if it has none of ours."""
+    try:
+        with torch.device("meta"):
+            model = GPT(GPTConfig(**checkpoint.state["identity"]["model"]))
+        cast_weights(model, dtype).to_empty(device=device)
+        model.init_weights()  # for the rotary tables
+        model.load_state_dict(checkpoint.load_model())
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise UserError(
+            f"{checkpoint.path} holds no model that this nanochat knows ({str(error).splitlines()[0]}); "
+            "use the version that wrote it"
+        ) from error
+    return model.eval().requires_grad_(False)
+
+
+# Generating
 
 
 class LayerCache:
@@ -28,7 +112,7 @@ class LayerCache:
 class KVCache:
     """One LayerCache a layer; `length` is the number of positions held."""
 
-    def __init__(self, config):
+    def __init__(self, config: GPTConfig):
         self.layers = [LayerCache(config.max_seq_len) for _ in range(config.depth)]
 
     @property
@@ -36,23 +120,35 @@ class KVCache:
         return self.layers[0].length
 
 
-def sample_token(logits, temperature: float, top_k: int, generator):
-    """Draw from logits (B, V) float32 -> (B, 1) int64. temperature 0 takes the likeliest; top_k <= 0 keeps
-    all."""
+def sample_token(logits, temperature: float, top_k: int, top_p: float, generator):
+    """Draw from logits (B, V) float32 -> (B, 1) int64. temperature 0 takes the likeliest.
+
+    top_k > 0 keeps the k likeliest; then top_p < 1 the fewest likeliest that together have at least that
+    share of what is left (nucleus sampling, arXiv 1904.09751), and never none.
+    """
     if temperature <= 0:
         return logits.argmax(-1, keepdim=True)
     if 0 < top_k < logits.size(-1):
         kth = logits.topk(top_k).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
-    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+    p = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)  # never inf / inf
+    if top_p < 1:
+        sorted_p, order = p.sort(-1, descending=True)
+        before = sorted_p.cumsum(-1) - sorted_p  # what all likelier tokens have
+        p = torch.zeros_like(p).scatter(-1, order, sorted_p.masked_fill(before >= top_p, 0))
+    return torch.multinomial(p, 1, generator=generator)
 
 
 @torch.inference_mode()
-def generate(model, prompt, max_tokens, dtype=torch.float32, temperature=1.0, top_k=-1, seed=0, stop_ids=()):
+def generate(
+    model, prompt, max_tokens, dtype=torch.float32, temperature=1.0, top_k=-1, seed=0, stop_ids=(), top_p=1.0
+):
     """Yield up to `max_tokens` token ids that continue `prompt` (a list of ids, its first normally <|bos|>).
 
-    Ends early at an id of `stop_ids` (not yielded) or where the model's max_seq_len is full. The same seed
-    gives the same text, whatever was drawn before.
+    dtype: autocast's; float32, for none, also where weights are cast already (`cast_weights`). Ends early at
+    an id of `stop_ids` (not yielded) or where the model's max_seq_len is full: no position beyond it was ever
+    trained, and dropping old ones would mean to compute all others anew. Of a longer prompt the end counts.
+    The same seed gives the same text, whatever was drawn before.
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -61,8 +157,20 @@ def generate(model, prompt, max_tokens, dtype=torch.float32, temperature=1.0, to
     for _ in range(min(max_tokens, model.config.max_seq_len - idx.size(1))):
         with autocast(device, dtype):
             logits = model(idx, cache=cache)[:, -1]  # (1, V)
-        idx = sample_token(logits, temperature, top_k, generator)
+        idx = sample_token(logits, temperature, top_k, top_p, generator)
         token = idx.item()
         if token in stop_ids:
             return
         yield token
+
+
+def text_pieces(tokens, encoding):
+    """The text of a stream of token ids, as it comes. The bytes of a character that is not whole yet are held
+    back; what never becomes one is U+FFFD. Joined it is encoding.decode of all of them."""
+    specials = {token: text.encode() for text, token in encoding.special_tokens.items()}
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for token in tokens:
+        if piece := decoder.decode(specials.get(token) or encoding.tokens[token]):
+            yield piece
+    if rest := decoder.decode(b"", final=True):
+        yield rest

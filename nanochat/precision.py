@@ -10,45 +10,61 @@ from nanochat import UserError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
+# Words of /proc/cpuinfo that stand for matrix products of a dtype in hardware, on x86 and on Arm
+CPU_WORDS = {
+    "bfloat16": {"avx512_bf16", "amx_bf16", "bf16"},
+    "float16": {"avx512_fp16", "amx_fp16", "asimdhp"},
+}
 
-def cpu_has_native_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 in hardware (x86: AVX512_BF16 or AMX; Arm: the bf16 extension).
 
-    Read from /proc/cpuinfo; where there is none (macOS, Windows) the answer is no.
-    """
+def cpu_native_dtypes() -> list[str]:
+    """The dtypes that this CPU multiplies in hardware. Where there is no /proc/cpuinfo to read it from
+    (macOS, Windows), float32 alone."""
     try:
         words = set(Path("/proc/cpuinfo").read_text().split())
     except OSError:
-        return False
-    return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
+        words = set()
+    return [name for name, any_of in CPU_WORDS.items() if words & any_of] + ["float32"]
 
 
 def resolve_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
     """The compute dtype for the setting `dtype` (auto, bfloat16, float16, float32) and the reason, for the
-    log.
+    log. The device is asked what it can do, never what it is called.
 
     Raises UserError for a dtype the device cannot compute in.
     """
+    can, slow = list(DTYPES), []
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
-        what = f"CUDA compute capability {major}.{minor}"
-        best = "bfloat16" if major >= 8 else "float16"
-        if name == "bfloat16" and major < 8:
-            raise UserError(
-                f"dtype bfloat16 needs CUDA compute capability 8.0, this GPU has {major}.{minor}; "
-                "use --dtype=float16 or --dtype=float32"
-            )
+        what, best = f"CUDA compute capability {major}.{minor}", "bfloat16" if major >= 8 else "float16"
+        if major < 8:  # torch emulates bfloat16 there, at less than float32's speed
+            can.remove("bfloat16")
+            what += ", bfloat16 needs 8.0"
     elif device.type == "cpu":
-        native = cpu_has_native_bfloat16()
-        what, best = (
-            f"CPU {'with' if native else 'without'} native bfloat16",
-            "bfloat16" if native else "float32",
-        )
-    else:
-        what, best = device.type, "float32"
+        native = cpu_native_dtypes()
+        best = "bfloat16" if "bfloat16" in native else "float32"
+        what = f"CPU {'with' if best == 'bfloat16' else 'without'} native bfloat16"
+        slow = [dtype for dtype in can if dtype not in native]
+    else:  # MPS does all three, but its 16-bit training is young; float32 unless asked
+        what, best = device.type.upper(), "float32"
+        if not torch.backends.mps.is_macos_or_newer(14, 0):
+            can.remove("bfloat16")
+            what += ", bfloat16 needs macOS 14"
     if name == "auto":
-        return DTYPES[best], what
-    return DTYPES[name], "as asked for"
+        return DTYPES[best], what + _rounding(best)
+    if name not in can:
+        use = " or ".join(f"--dtype={dtype}" for dtype in can)
+        raise UserError(f"this device cannot compute in {name} ({what}); use {use}")
+    emulated = f", and slow: this CPU has no {name} instructions" if name in slow else ""
+    return DTYPES[name], "as asked for" + emulated + _rounding(name)
+
+
+def _rounding(name: str) -> str:
+    """Words for the log where float32 products are not float32's: torch was told to round their factors."""
+    setting = torch.get_float32_matmul_precision()
+    if name != "float32" or setting == "highest":
+        return ""
+    return f", but torch's float32_matmul_precision is {setting}: TF32 or bfloat16 products"
 
 
 def autocast(device: torch.device, dtype: torch.dtype):
@@ -60,5 +76,9 @@ def autocast(device: torch.device, dtype: torch.dtype):
 
 def make_scaler(device: torch.device, dtype: torch.dtype) -> torch.amp.GradScaler:
     """A GradScaler: at work in float16, whose smallest normal number is 6e-5; passing everything through
-    otherwise."""
+    otherwise.
+
+    It starts at 2^16, doubles after 2000 good steps, and halves with each overflow. Gradients are averaged
+    over the processes before `unscale_` looks at them, so all see the same overflow and skip the same step.
+    """
     return torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)

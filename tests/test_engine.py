@@ -1,12 +1,29 @@
-"""Generation: the KV cache gives what a full forward pass gives, and samples follow temperature and top_k."""
+"""From a checkpoint to text: what is loaded, that the KV cache gives what a full forward pass gives, that
+samples follow temperature, top_k and top_p, and that characters come out whole."""
+
+import itertools
+import os
+from dataclasses import asdict
 
 import pytest
 import torch
 
-from nanochat.engine import KVCache, generate, sample_token
+from nanochat import UserError, checkpoint
+from nanochat.engine import (
+    KVCache,
+    cast_weights,
+    find_source,
+    generate,
+    load_for_inference,
+    sample_token,
+    text_pieces,
+)
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.precision import autocast
+from nanochat.tokenizer import train
 
 T = 32
+CPU = torch.device("cpu")
 
 
 def make_model(window_pattern="L"):
@@ -92,27 +109,207 @@ def test_generation_in_bfloat16_goes_through_autocast():
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, 1.0]])
 
 
-def frequencies(temperature, top_k, draws=20_000):
+def frequencies(temperature=1.0, top_k=-1, top_p=1.0, logits=LOGITS, draws=20_000):
     generator = torch.Generator().manual_seed(0)
-    drawn = sample_token(LOGITS.expand(draws, -1), temperature, top_k, generator)
+    drawn = sample_token(logits.expand(draws, -1), temperature, top_k, top_p, generator)
     assert drawn.shape == (draws, 1)
-    return drawn.flatten().bincount(minlength=5) / draws
+    return drawn.flatten().bincount(minlength=logits.size(-1)) / draws
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_tokens_are_drawn_by_the_softmax_of_logits_over_temperature(temperature):
     expected = (LOGITS[0] / temperature).softmax(-1)
-    torch.testing.assert_close(frequencies(temperature, -1), expected, rtol=0, atol=0.015)
+    torch.testing.assert_close(frequencies(temperature), expected, rtol=0, atol=0.015)
 
 
 def test_top_k_draws_from_the_k_likeliest_in_their_proportion():
     expected = torch.tensor([2.0, 1.0, -torch.inf, -torch.inf, 1.0]).softmax(-1)
-    torch.testing.assert_close(frequencies(1.0, 3), expected, rtol=0, atol=0.015)
-    assert frequencies(1.0, 1).tolist() == [1, 0, 0, 0, 0]
+    torch.testing.assert_close(frequencies(top_k=3), expected, rtol=0, atol=0.015)
+    assert frequencies(top_k=1).tolist() == [1, 0, 0, 0, 0]
     everything = LOGITS[0].softmax(-1)
     for keeps_all in (0, -1, 5, 50):
-        torch.testing.assert_close(frequencies(1.0, keeps_all), everything, rtol=0, atol=0.015)
+        torch.testing.assert_close(frequencies(top_k=keeps_all), everything, rtol=0, atol=0.015)
 
 
-def test_temperature_zero_takes_the_likeliest():
-    assert frequencies(0, -1).tolist() == [1, 0, 0, 0, 0]
+@pytest.mark.parametrize(
+    ("top_p", "left"),
+    [(0.3, [3]), (0.4, [3]), (0.41, [3, 0]), (0.69, [3, 0]), (0.71, [3, 0, 1]), (0.95, [3, 0, 1, 2])],
+)
+def test_top_p_draws_from_the_fewest_likeliest_that_have_that_share(top_p, left):
+    p = torch.tensor([0.3, 0.2, 0.1, 0.4])
+    expected = torch.zeros(4)
+    expected[left] = p[left] / p[left].sum()
+    found = frequencies(top_p=top_p, logits=p.log()[None])
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.015)
+    assert set(found.nonzero().flatten().tolist()) == set(left)
+
+
+def test_top_p_shares_out_what_temperature_and_top_k_have_left():
+    p = torch.tensor([[0.3, 0.2, 0.1, 0.4]])
+    assert frequencies(top_k=2, top_p=0.56, logits=p.log()).tolist() == [0, 0, 0, 1]  # 0.4 of 0.7 is 0.571
+    flat = frequencies(
+        temperature=100.0, top_p=0.5, logits=p.log()
+    )  # nearly 1/4 each: two are enough or three
+    assert 2 <= flat.count_nonzero() <= 3 and frequencies(top_p=0.39, logits=p.log())[3] == 1
+
+
+def test_temperature_zero_takes_the_likeliest_and_the_smallest_above_it_does_too():
+    for temperature in (0, 1e-38):
+        assert frequencies(temperature).tolist() == [1, 0, 0, 0, 0]
+
+
+# ------------------------------------------------------------------------------------------------------
+# Text
+
+
+ENCODING = train(["naïve café 東京 🙂🙃 straße\n" * 20], 280, exact=False)
+
+
+def ids_of(text):
+    return [ENCODING.bos_id, *ENCODING.encode(text).tolist()]
+
+
+def test_a_character_appears_when_its_last_byte_has_come():
+    ids = list("é🙂".encode())  # ids below 256 are the bytes themselves
+    assert [ENCODING.tokens[i] for i in ids] == [bytes([i]) for i in ids]
+    came = []
+    pieces = text_pieces((came.append(i) or i for i in ids), ENCODING)
+    assert [(piece, len(came)) for piece in pieces] == [("é", 2), ("🙂", 6)]
+
+
+def test_pieces_joined_are_the_decoded_whole_also_where_bytes_are_broken():
+    draw = torch.Generator().manual_seed(0)
+    streams = [torch.randint(ENCODING.vocab_size, (60,), generator=draw).tolist() for _ in range(50)]
+    streams += [ids_of("東京 🙂 naïve"), list("🙂".encode()[:3]), [0xFF, *"é".encode(), 0xE6, 0x9D], []]
+    for ids in streams:
+        assert "".join(text_pieces(iter(ids), ENCODING)) == ENCODING.decode(ids)
+
+
+# ------------------------------------------------------------------------------------------------------
+# Weights cast once
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window_pattern", ["L", "SL"])
+def test_weights_cast_once_are_as_close_to_float32_as_autocast_is(dtype, window_pattern):
+    model = make_model(window_pattern)
+    idx = torch.randint(67, (4, T), generator=torch.Generator().manual_seed(1))
+    exact = model(idx)
+    with autocast(CPU, dtype):
+        automatic = model(idx)
+    cast = cast_weights(model, dtype)(idx)
+    assert cast.dtype == torch.float32 and not torch.equal(cast, exact)
+    off = {name: (x - exact).norm() / exact.norm() for name, x in (("cast", cast), ("auto", automatic))}
+    assert off["cast"] < 1.5 * off["auto"] < {torch.bfloat16: 0.1, torch.float16: 0.012}[dtype]
+
+
+def test_casting_leaves_scalars_and_rotary_tables_in_float32():
+    model, as_it_was = cast_weights(make_model(), torch.bfloat16), make_model()
+    assert {p.dtype for p in model.parameters() if p.ndim == 2} == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters() if p.ndim < 2} == {torch.float32}
+    for name in ("cos", "sin"):
+        assert torch.equal(getattr(model, name), getattr(as_it_was, name))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("window_pattern", ["L", "SL"])
+@pytest.mark.parametrize("way", ["autocast", "cast"])
+def test_the_cache_agrees_with_a_full_pass_in_bfloat16_to_its_rounding(window_pattern, way):
+    model = make_model(window_pattern)
+    idx = torch.randint(67, (2, T), generator=torch.Generator().manual_seed(1))
+    exact = model(idx)
+    if way == "cast":
+        cast_weights(model, torch.bfloat16)
+    cache = KVCache(model.config)
+    with autocast(CPU, torch.bfloat16 if way == "autocast" else torch.float32):
+        full = model(idx)
+        pieces = torch.cat([model(piece, cache=cache) for piece in idx.split([7] + [1] * (T - 7), dim=1)], 1)
+    assert cache.layers[0].k.dtype == cache.layers[0].v.dtype == torch.bfloat16
+    rounding = (full - exact).norm()
+    assert (pieces - full).norm() < 1.5 * rounding < 0.05 * exact.norm()
+
+
+# ------------------------------------------------------------------------------------------------------
+# Loading
+
+
+def save_run(folder, model, step=3, config=None):
+    """A checkpoint as base_train leaves it, as far as inference looks at it."""
+    state = {"identity": {"model": config or asdict(model.config)}}
+    files = {"tokenizer.json": ENCODING.to_bytes()}
+    return checkpoint.save(folder, step, model=model.state_dict(), optimizer={}, state=state, files=files)
+
+
+def test_a_loaded_model_computes_what_the_saved_one_did(tmp_path):
+    model = make_model("SL")
+    found = checkpoint.open_checkpoint(save_run(tmp_path, model))
+    idx = torch.randint(67, (2, T), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(load_for_inference(found, CPU, torch.float32)(idx), model(idx))
+    half = load_for_inference(found, CPU, torch.bfloat16)
+    assert torch.equal(half(idx), cast_weights(model, torch.bfloat16)(idx))
+    assert not any(p.requires_grad for p in half.parameters())
+
+
+def test_a_file_of_bfloat16_tensors_is_loaded_as_float32(tmp_path):
+    model = cast_weights(make_model(), torch.bfloat16)
+    found = checkpoint.open_checkpoint(save_run(tmp_path, model))
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert size <= (found.path / "model.safetensors").stat().st_size < 1.2 * size + 8000
+    loaded = load_for_inference(found, CPU, torch.float32)
+    for (name, p), saved in zip(loaded.named_parameters(), model.parameters(), strict=True):
+        assert p.dtype == torch.float32 and torch.equal(p, saved.float()), name
+
+
+def test_a_checkpoint_of_another_model_is_refused_in_a_sentence(tmp_path):
+    model = make_model()
+    for number, wrong in enumerate(({"depth": 2}, asdict(model.config) | {"depth": 4})):
+        found = checkpoint.open_checkpoint(save_run(tmp_path, model, step=number, config=wrong))
+        with pytest.raises(UserError, match="holds no model that this nanochat knows"):
+            load_for_inference(found, CPU, torch.float32)
+
+
+@pytest.fixture
+def base(tmp_path):
+    """Three runs of two checkpoints, the oldest first: talk, of mid training, then small and large."""
+    model, ages = make_model(), itertools.count(1)
+    for run in ("mid_checkpoints/talk", "base_checkpoints/small", "base_checkpoints/large"):
+        for step in (1, 2):
+            path = save_run(tmp_path / run, model, step)
+            os.utime(path, (1000 * next(ages),) * 2)
+    return tmp_path
+
+
+def test_the_newest_checkpoint_is_that_of_mid_training_else_of_the_base_run_saved_last(base):
+    assert find_source(None, base).path == base / "mid_checkpoints" / "talk" / "step_000002"
+    (base / "mid_checkpoints").rename(base / "elsewhere")
+    assert find_source(None, base).path == base / "base_checkpoints" / "large" / "step_000002"
+    os.utime(base / "base_checkpoints" / "small" / "step_000001", (9e6, 9e6))
+    assert find_source(None, base).path == base / "base_checkpoints" / "small" / "step_000002"
+
+
+def test_a_source_is_a_tag_a_run_or_a_checkpoint(base):
+    small = base / "base_checkpoints" / "small"
+    assert find_source("small", base).path == find_source(str(small), base).path == small / "step_000002"
+    assert find_source("talk", base).step == 2
+    assert find_source("small/step_000001", base).path == small / "step_000001"
+    copied = (small / "step_000001").rename(base / "copied-elsewhere")
+    assert find_source(str(copied), base / "nothing-here").step == 1
+
+
+def test_a_source_that_is_none_is_answered_with_the_tags_there_are(base):
+    with pytest.raises(UserError, match=r"no checkpoint at d99; .* there are: talk, small, large\)"):
+        find_source("d99", base)
+    with pytest.raises(UserError, match=r"train one with python -m scripts\.base_train"):
+        find_source(None, base / "nothing-here")
+
+
+def test_of_a_damaged_checkpoint_the_one_before_it_is_taken_and_a_damaged_one_asked_for_is_refused(base):
+    small, said = base / "base_checkpoints" / "small", []
+    with open(small / "step_000002" / "model.safetensors", "r+b") as file:
+        file.seek(2000)
+        file.write(b"\xff" * 8)
+    assert find_source("small", base, said.append).step == 1
+    assert len(said) == 1 and "step_000002" in said[0] and "checksum" in said[0]
+    with pytest.raises(UserError, match="is damaged: model"):
+        find_source(str(small / "step_000002"), base)

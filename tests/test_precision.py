@@ -1,5 +1,8 @@
 """Which dtype is chosen on which device, and that parameters, gradients and optimizer state stay float32."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -32,47 +35,85 @@ def test_auto_on_cuda_is_bfloat16_from_compute_capability_8_and_float16_before(
     assert "{}.{}".format(*capability) in reason
 
 
-def test_bfloat16_on_an_older_gpu_is_refused_with_what_to_use(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
-    with pytest.raises(UserError, match=r"8\.0, this GPU has 7\.0; use --dtype=float16 or --dtype=float32"):
-        precision.resolve_dtype("bfloat16", CUDA)
-    assert precision.resolve_dtype("float16", CUDA)[0] == torch.float16
-    assert precision.resolve_dtype("float32", CUDA)[0] == torch.float32
+@pytest.fixture
+def cpuinfo(monkeypatch):
+    """Replace what /proc/cpuinfo says; None: there is no such file, as on macOS and Windows."""
+
+    def pretend(text):
+        class Cpuinfo:
+            def __init__(self, path):
+                assert path == "/proc/cpuinfo"
+
+            def read_text(self):
+                if text is None:
+                    raise FileNotFoundError
+                return text
+
+        monkeypatch.setattr(precision, "Path", Cpuinfo)
+
+    return pretend
 
 
 @pytest.mark.parametrize(
-    "cpuinfo, native",
+    ("text", "native"),
     [
-        ("flags\t\t: fpu sse2 avx512f avx512_bf16 sha\n", True),
-        ("flags\t\t: fpu amx_bf16 amx_tile\n", True),
-        ("Features\t: fp asimd i8mm bf16 dgh\n", True),
-        ("flags\t\t: fpu sse2 avx2 avx512f avx512_vnni\n", False),
-        (OSError(), False),  # macOS and Windows have no such file
+        ("flags\t\t: fpu sse2 avx512f avx512_bf16 sha\n", ["bfloat16"]),
+        ("flags\t\t: fpu amx_bf16 amx_tile avx512_fp16\n", ["bfloat16", "float16"]),
+        ("Features\t: fp asimd asimdhp i8mm bf16 dgh\n", ["bfloat16", "float16"]),
+        ("flags\t\t: fpu sse2 avx2 avx512f avx512_vnni f16c\n", []),  # f16c converts and does not multiply
+        (None, []),
     ],
 )
-def test_auto_on_a_cpu_is_bfloat16_where_the_instruction_set_has_it(cpuinfo, native, monkeypatch):
-    class Cpuinfo:
-        def __init__(self, path):
-            assert path == "/proc/cpuinfo"
-
-        def read_text(self):
-            if isinstance(cpuinfo, OSError):
-                raise cpuinfo
-            return cpuinfo
-
-    monkeypatch.setattr(precision, "Path", Cpuinfo)
+def test_a_cpu_computes_in_bfloat16_where_its_instructions_do_and_says_what_would_be_slow(
+    cpuinfo, text, native
+):
+    cpuinfo(text)
     dtype, reason = precision.resolve_dtype("auto", CPU)
-    assert dtype == (torch.bfloat16 if native else torch.float32)
-    assert ("without" in reason) != native
+    assert dtype == (torch.bfloat16 if "bfloat16" in native else torch.float32)
+    assert ("without" in reason) == ("bfloat16" not in native)
+    for name in ("bfloat16", "float16", "float32"):
+        dtype, reason = precision.resolve_dtype(name, CPU)
+        assert dtype == getattr(torch, name) and reason.startswith("as asked for")
+        assert ("slow" in reason) == (name not in [*native, "float32"]), reason
 
 
-def test_auto_on_mps_is_float32():
+def test_mps_computes_in_float32_unless_asked(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: True)
     assert precision.resolve_dtype("auto", MPS)[0] == torch.float32
+    for name in ("bfloat16", "float16", "float32"):
+        assert precision.resolve_dtype(name, MPS) == (getattr(torch, name), "as asked for")
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
-def test_a_dtype_asked_for_is_taken(name):
-    assert precision.resolve_dtype(name, CPU) == (getattr(torch, name), "as asked for")
+def test_a_dtype_the_device_cannot_compute_in_is_refused_with_those_it_can(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: major < 14)
+    for device, what in ((CUDA, "CUDA compute capability 7.5, bfloat16 needs 8.0"), (MPS, "needs macOS 14")):
+        with pytest.raises(UserError, match=f"{what}.*; use --dtype=float16 or --dtype=float32$"):
+            precision.resolve_dtype("bfloat16", device)
+        for name in ("float16", "float32"):
+            assert precision.resolve_dtype(name, device)[0] == getattr(torch, name)
+
+
+def test_float32_is_float32_and_where_torch_was_told_to_round_its_products_the_reason_says_so():
+    assert "precision" not in precision.resolve_dtype("float32", CPU)[1]
+    fine = torch.eye(64) * (1 + 2**-20)  # TF32 and bfloat16 would make it 1
+    with precision.autocast(CPU, precision.resolve_dtype("float32", CPU)[0]):
+        assert torch.equal((fine @ torch.eye(64)), fine)
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert "float32_matmul_precision is high" in precision.resolve_dtype("float32", CPU)[1]
+        assert "float32_matmul_precision" not in precision.resolve_dtype("float16", CPU)[1]
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_nothing_of_ours_asks_torch_to_round_float32_products():
+    root = Path(__file__).parent.parent
+    files = [*(root / "nanochat").glob("*.py"), *(root / "scripts").glob("*.py")]
+    assert len(files) > 20
+    for path in files:
+        asked = re.search(r"allow_tf32|set_float32_matmul|fp32_precision *=", path.read_text("utf-8"))
+        assert not asked, path
 
 
 def test_autocast_computes_in_the_dtype_and_float32_is_left_alone():
