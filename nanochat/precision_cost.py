@@ -8,6 +8,7 @@ moment of the machine falls on all of them; medians over turns are compared.
 
 import contextlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -20,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanochat import UserError, optim, precision, runtime
-from nanochat.engine import generate
+from nanochat.engine import cast_weights, generate
 from nanochat.gpt import GPT, GPTConfig
 
 RATES = {"embedding_lr": 0.03, "unembedding_lr": 0.0008, "scalar_lr": 0.05, "matrix_lr": 0.002}
@@ -42,7 +43,7 @@ def peak_memory(machine) -> int:
 
 def build(config, device, seed, dtype=torch.float32):
     with torch.device("meta"):
-        model = GPT(config).to(dtype)
+        model = cast_weights(GPT(config), dtype)
     model.to_empty(device=device)
     model.init_weights(torch.Generator(device).manual_seed(seed))
     return model
@@ -194,9 +195,9 @@ def possible(device) -> list[str]:
 def measure_training(names, tokens, folder, config, device, seed, rounds, seconds, say=print) -> list[dict]:
     """Train in every precision on the same batches; the weights of the first are left in `folder`.
 
-    tokens (steps, B, T + 1) int64. A precision that takes longer than `seconds` a round makes fewer steps,
-    and its loss is not compared. The last row is the first precision from other initial weights: how far
-    losses are apart by chance.
+    tokens (steps, B, T + 1) int64. Another precision that takes longer than `seconds` a round makes fewer
+    steps, and its loss is not compared. The last row is the first precision from other initial weights: how
+    far losses are apart by chance.
     """
     steps = len(tokens) // rounds
     common = {"kind": "training", "config": asdict(config), "device_type": device.type}
@@ -210,8 +211,9 @@ def measure_training(names, tokens, folder, config, device, seed, rounds, second
             stack.callback(workers[-1].close)
         for round_number in range(rounds):
             say(f"training, round {round_number + 1} of {rounds}")
-            for worker in workers:
-                worker.turn(steps=steps, seconds=seconds)
+            for worker in workers:  # the first precision always goes all the way
+                slow = worker.job["dtype"] != names[0]
+                worker.turn(steps=steps, seconds=seconds if slow else math.inf)
         workers[0].ask("save", path=str(folder / "weights.safetensors"))
         return [_training_row(worker, steps * rounds, tokens[0, :, 1:].numel()) for worker in workers]
 
@@ -262,63 +264,3 @@ def measure_inference(names, folder, config, device, rounds, new_tokens, say=pri
             row["same_choice"] = (logits.argmax(-1) == base.argmax(-1)).double().mean().item()
             rows.append(row)
         return rows
-
-
-def _of(value, base) -> str:
-    return f"x {value / base:.2f}"
-
-
-def _memory(row, base) -> str:
-    """Three cells: the process, without what it held before there was a model, and against the base."""
-    own, base_own = (r["peak"] - r["before"] for r in (row, base))
-    return f"{row['peak'] / 2**30:.2f} GiB | {own / 2**30:.2f} GiB | {_of(own, base_own)}"
-
-
-def training_table(rows: list[dict]) -> str:
-    """Markdown; every row against the first."""
-    base = rows[0]
-    lines = [
-        "| training in | tokens/s | | memory | of model and step | | loss | difference |",
-        "|:--|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    for row in rows:
-        loss = "-" if row["loss"] is None else f"{row['loss']:.4f}"
-        apart = "-" if None in (row["loss"], base["loss"]) else f"{row['loss'] - base['loss']:+.4f}"
-        speed = f"{row['tok_per_sec']:,.0f} | {_of(row['tok_per_sec'], base['tok_per_sec'])}"
-        lines.append(f"| {row['name']} | {speed} | {_memory(row, base)} | {loss} | {apart} |")
-    return "\n".join(lines)
-
-
-def inference_table(rows: list[dict]) -> str:
-    base = rows[0]
-    lines = [
-        "| inference in | read, tokens/s | | generated, tokens/s | | memory | of the model | | a logit is off by "
-        "up to | same likeliest token |",
-        "|:--|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    for row in rows:
-        speeds = " | ".join(f"{row[k]:,.4g} | {_of(row[k], base[k])}" for k in ("read", "generate"))
-        lines.append(
-            f"| {row['name']} | {speeds} | {_memory(row, base)} | {row['deviation']:.3g} | "
-            f"{100 * row['same_choice']:.1f} % |"
-        )
-    return "\n".join(lines)
-
-
-def cost_page(trained: list[dict], inferred: list[dict], dataset, steps: int) -> str:
-    """Both tables and how to read them."""
-    short = [f"{r['name']} made {r['steps']} of {steps} steps" for r in trained if r["loss"] is None]
-    parts = [
-        "## What each precision costs here",
-        f"Medians of processes that worked in turns; every ratio is to {trained[0]['name']}. Trained on "
-        f"{dataset.name} ({dataset.fingerprint[:12]}), eager, the same {steps} batches for all; *loss* is the "
-        "mean over the last round, and the last row says how far losses are apart by chance. *Memory* is the "
-        "most the process ever held; *of model and step* leaves out what it held before there was a model."
-        + (f" In the time given {', '.join(short)}: no loss to compare." if short else ""),
-        training_table(trained),
-        "Inference with the weights of the first row. *Autocast* keeps float32 weights and casts them at "
-        "every call; *cast once* stores them in the precision. *Off*: from the first row's logits, over all "
-        f"positions of one row of tokens; those are up to {inferred[0]['size']:.3g} in size.",
-        inference_table(inferred),
-    ]
-    return "\n\n".join(parts) + "\n"

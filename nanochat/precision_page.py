@@ -36,6 +36,11 @@ def names_of(dtypes) -> str:
     return " and ".join(dict.fromkeys(name_of(d) for d in dtypes))
 
 
+def without_layer(name: str) -> str:
+    """blocks.3.mlp -> blocks.*.mlp"""
+    return re.sub(r"(?<=\.)\d+\b", "*", name)
+
+
 def percent(part, whole) -> str:
     """100 % and 0 % are said only of exactly all and none."""
     if part in (0, whole):
@@ -131,30 +136,44 @@ def _backward(record):
         example, forward = other[0]
         yield (
             f"{len(other)} of {len(matched)} backward matmuls ran in another dtype than their forward "
-            f"matmul, such as `{example.module}`: {name_of(forward.dtype)} forward, "
+            f"matmul, such as `{example.module or example.name}`: {name_of(forward.dtype)} forward, "
             f"{name_of(example.dtype)} backward."
         )
     if len(matched) < len(products):
         yield f"{len(products) - len(matched)} backward matmuls belong to no recorded forward matmul."
+    rest = [op for op in record.ops if op.differentiates is not None and not (op.cast or op.is_view)]
+    same = sum(op.dtype == record.ops[op.differentiates].dtype for op in rest)
+    if rest:
+        yield (
+            f"Of all backward operators, casts apart, {percent(same, len(rest))} ({same:,} of {len(rest):,}) ran "
+            "in the dtype of the forward operator that they differentiate."
+        )
+
+
+def _patterns(names) -> list[str]:
+    """Names with `*` for the number of the layer, each once."""
+    return list(dict.fromkeys(f"`{without_layer(name)}`" for name in names))
 
 
 def _weight_casts(record):
-    for phase in ("forward", "generation"):
+    for phase in ("forward", "generation", "chat"):
         casts = Counter(op.parameter for op in record.ops if op.phase == phase and op.parameter)
         if not any(op.phase == phase for op in record.ops) or not record.parameters:
             continue
         to = [op.cast[1] for op in record.ops if op.phase == phase and op.parameter]
-        never = [name for name in record.parameters if name not in casts]
-        left = f"; never: {', '.join(f'`{name}`' for name in never)}" if 0 < len(never) <= 8 and casts else ""
-        when = f"the {phase} of {record.generated} tokens" if phase == "generation" else f"the {phase} pass"
+        named = _patterns(casts)
+        named = f" ({', '.join(named)})" if len(named) <= 3 else ""
+        never = _patterns(name for name in record.parameters if name not in casts)
+        never = f"; never: {', '.join(never)}" if 0 < len(never) <= 3 else ""
+        when = "the forward pass" if phase == "forward" else f"{phase}, for {record.generated} tokens"
         if not casts:
             yield f"No parameter was cast in {when}."
             continue
         low, high = min(casts.values()), max(casts.values())
         times = {1: "once", 2: "twice"}.get(low, f"{low} times") if low == high else f"{low} to {high} times"
         yield (
-            f"{len(casts)} of {len(record.parameters)} parameters were cast to {names_of(to)} in {when}, "
-            f"each {times}{left}."
+            f"{len(casts)} of {len(record.parameters)} parameters{named} were cast to {names_of(to)} "
+            f"in {when}, each {times}{never}."
         )
     back = [op for op in record.ops if op.cast and op.differentiates is not None]
     back = [op.cast for op in back if record.ops[op.differentiates].parameter]
@@ -210,7 +229,7 @@ def rows(record: Record, phase: str) -> list[dict]:
     for op in ops:
         if op.is_view:
             continue
-        module = re.sub(r"\d+", "*", op.module)
+        module = without_layer(op.module)
         inputs, outputs = (", ".join(dict.fromkeys(map(name_of, d))) for d in (op.inputs, op.outputs))
         key = op.name, module, inputs, outputs
         row = table.setdefault(key, dict(zip(("operation", "module", "inputs", "output"), key, strict=True)))
@@ -247,10 +266,10 @@ def summary(record: Record) -> str:
 HOW_TO_READ = """\
 - **A row** is an operator of PyTorch's core (ATen), in the order of its first call. Equal calls of all layers
   stand together, with `*` for the number of the layer.
-- **Inputs and output** are the dtypes of its tensors. An operator computes in the dtype of its inputs; a cast is
-  an operator of its own, `_to_copy`.
-- **FLOPs** is its share of the phase's. They are counted for matrix products and attention (the full square, not
-  halved for causality); everything else has next to none.
+- **Inputs and output** are the dtypes of its tensors. An operator computes in the dtype of its inputs; a cast
+  is an operator of its own, `_to_copy`.
+- **FLOPs** is its share of the phase's. They are counted for matrix products and attention (the full square,
+  not halved for causality); everything else has next to none.
 - **Module**: in the backward pass that of the forward operator whose gradient is computed. None: code of the
   model outside of its submodules, or no code of the model.
 - **Left out**: `view`, `transpose` and the like, which only give memory another shape.

@@ -7,6 +7,7 @@ nor is anything inside compiled code. docs/precision.md reads such a record.
 """
 
 import contextlib
+import copy
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -18,10 +19,10 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 import nanochat.gpt
 import nanochat.loss
-from nanochat.engine import generate
+from nanochat.engine import cast_weights, generate
 from nanochat.precision import autocast
 
-PHASES = ("forward", "loss", "backward", "clip", "optimizer", "generation")
+PHASES = ("forward", "loss", "backward", "clip", "optimizer", "generation", "chat")
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,6 @@ class Record:
     autocast: dict[str, set] = field(default_factory=dict)
     loss_dtype: torch.dtype | None = None
     loss_scale: float | None = None  # None: no GradScaler at work
-    tokens: int = 0  # trained on
     generated: int = 0  # tokens
 
 
@@ -205,7 +205,8 @@ def record_step(model, optimizer, scaler, dtype, inputs, targets, prompt=(), max
     """One training step as base_train.py makes it, then `max_tokens` tokens after `prompt` -> Record.
 
     inputs, targets (B, T) int64; prompt a list of ids, empty: nothing is generated. The step is a real one:
-    it changes the model.
+    it changes the model. Tokens are generated twice: under autocast, as base_train.py's samples are, and by
+    a copy whose weights are cast once, as chat.py does it.
     """
     recorder, device = Recorder(model), inputs.device
     with recorder.recording(), _loss_apart(recorder):
@@ -224,10 +225,15 @@ def record_step(model, optimizer, scaler, dtype, inputs, targets, prompt=(), max
         with recorder.at("optimizer"):
             scaler.step(optimizer)
             scaler.update()
-        generated = []
         if prompt:
             with recorder.at("generation"):
                 generated = list(generate(model, list(prompt), max_tokens, dtype))
+    if prompt:
+        cast = Recorder(cast_weights(copy.deepcopy(model), dtype))
+        with cast.recording(), cast.at("chat"):
+            list(generate(cast.model, list(prompt), max_tokens))
+        recorder.ops += cast.ops
+        recorder.autocast |= cast.autocast
     return Record(
         recorder.ops,
         {name: p.dtype for name, p in model.named_parameters()},
@@ -241,6 +247,5 @@ def record_step(model, optimizer, scaler, dtype, inputs, targets, prompt=(), max
         dict(recorder.autocast),
         loss.dtype,
         scale,
-        inputs.numel(),
-        len(generated),
+        len(generated) if prompt else 0,
     )

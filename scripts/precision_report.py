@@ -45,7 +45,7 @@ measure = False  # train and infer in every precision, each in a process of its 
 precisions = "auto"  # which, separated by commas (auto = all that this machine can do); the first is the base
 measure_steps = 40  # training steps, the same batches for all; the loss is the mean over the last round
 measure_rounds = 5  # turns that each precision gets
-measure_seconds = 60.0  # a precision that is slower makes fewer steps
+measure_seconds = 100.0  # for the training of each but the first; one that is slower makes fewer steps
 measure_tokens = 32  # generated in each turn
 data = "embedded"  # what is trained on: as in base_train
 
@@ -91,7 +91,11 @@ def recorded_step():
 
 def costs() -> str:
     """The two tables of --measure, as Markdown."""
-    names = precision_cost.possible(device) if precisions == "auto" else precisions.split(",")
+    names = (
+        precision_cost.possible(device)
+        if precisions == "auto"
+        else [name.strip() for name in precisions.split(",")]
+    )
     for name in names:
         if name not in precision.DTYPES:
             raise UserError(f"unknown precision {name}; use {', '.join(precision.DTYPES)}")
@@ -113,7 +117,68 @@ def costs() -> str:
         common["folder"] = Path(name)
         trained = precision_cost.measure_training(names, batches, seed=seed, seconds=seconds, **common)
         inferred = precision_cost.measure_inference(names, new_tokens=measure_tokens, **common)
-    return precision_cost.cost_page(trained, inferred, dataset, measure_steps)
+    return cost_page(trained, inferred, dataset)
+
+
+def against(value, base) -> str:
+    return f"x {value / base:.2f}" if base else "-"
+
+
+def memory(row, base) -> str:
+    """Three cells: the process, without what it held before there was a model, and against the base."""
+    own, base_own = (r["peak"] - r["before"] for r in (row, base))
+    return f"{row['peak'] / 2**30:.2f} GiB | {own / 2**30:.2f} GiB | {against(own, base_own)}"
+
+
+def training_table(rows: list[dict]) -> str:
+    """Markdown; every row against the first."""
+    base = rows[0]
+    lines = [
+        "| training in | tokens/s | | memory | of model and step | | loss | difference |",
+        "|:--|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in rows:
+        loss = "-" if row["loss"] is None else f"{row['loss']:.4f}"
+        apart = "-" if None in (row["loss"], base["loss"]) else f"{row['loss'] - base['loss']:+.4f}"
+        speed = f"{row['tok_per_sec']:,.0f} | {against(row['tok_per_sec'], base['tok_per_sec'])}"
+        lines.append(f"| {row['name']} | {speed} | {memory(row, base)} | {loss} | {apart} |")
+    return "\n".join(lines)
+
+
+def inference_table(rows: list[dict]) -> str:
+    base = rows[0]
+    lines = [
+        "| inference in | read, tokens/s | | generated, tokens/s | | memory | of the model | | logits off "
+        "by up to | same likeliest token |",
+        "|:--|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in rows:
+        speeds = " | ".join(f"{row[k]:,.4g} | {against(row[k], base[k])}" for k in ("read", "generate"))
+        lines.append(
+            f"| {row['name']} | {speeds} | {memory(row, base)} | {row['deviation']:.3g} | "
+            f"{100 * row['same_choice']:.1f} % |"
+        )
+    return "\n".join(lines)
+
+
+def cost_page(trained: list[dict], inferred: list[dict], dataset) -> str:
+    """Both tables and how to read them."""
+    short = [f"{r['name']} made {r['steps']} of {measure_steps} steps" for r in trained if r["loss"] is None]
+    parts = [
+        "## What each precision costs here",
+        f"Medians of processes that worked in turns; every ratio is to {trained[0]['name']}. Trained on "
+        f"{dataset.name} ({dataset.fingerprint[:12]}), eager, the same {measure_steps} batches for all. *Loss* "
+        "is the mean over the last round, and the last row says how far losses are apart by chance. "
+        "*Memory* is the most the process ever held; *of model and step* leaves out what it held before "
+        "there was a model." + (f" In the time given {', '.join(short)}: no loss." if short else ""),
+        training_table(trained),
+        "Inference with the weights of the first row. *Autocast* keeps float32 weights and casts them at "
+        "every call; *cast once* stores them in the precision, as chat.py does. *Off*: from the first row's "
+        "logits, over all positions of one row of tokens; those are up to "
+        f"{inferred[0]['size']:.3g} in size.",
+        inference_table(inferred),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 command = " ".join(["python -m scripts.precision_report", *sys.argv[1:]])
