@@ -3,8 +3,8 @@
 Muon (Jordan et al. 2024) replaces each matrix's momentum by the nearest orthogonal matrix: every direction
 moves at the same speed. Here the polar factor comes from Polar Express (arXiv 2505.16932), each neuron's
 update is then normalised by its own running size (NorMuon, arXiv 2510.05491), and weight decay acts only
-where it agrees with the update (cautious, arXiv 2510.12402). Matrices of one shape are stacked and updated
-together.
+where it agrees with the update (cautious, arXiv 2510.12402, without its jump). Matrices of one shape are
+stacked and updated together, and many processes share the work (sharding.py).
 """
 
 import math
@@ -105,7 +105,10 @@ def muon_update(params, grads, momentum, second_moment, lr, beta, beta2, weight_
     # A matrix of r rows and c columns has an update of RMS 1 / sqrt(max(r, c)); this makes the step of a
     # neuron's output independent of its fan-in.
     lr = lr * math.sqrt(max(1.0, update.size(-2) / update.size(-1)))
-    params.sub_(lr * (update + weight_decay * params * (update * params > 0)))
+    # Cautious decay: where the update shrinks a weight anyway. In full from a tenth of the update's RMS on,
+    # in proportion below, for a jump at 0 would make of rounding another run (docs/ablations.md).
+    agree = (update * params.sign() * (10 * math.sqrt(max(update.shape[-2:])))).clamp(0, 1)
+    params.sub_(lr * (update + weight_decay * params * agree))
 
 
 class MuonAdamW(torch.optim.Optimizer):
