@@ -8,12 +8,23 @@ from nanochat.recorder import PHASES, Op, Record
 NORMS = {"mean", "rsqrt", "_fused_rms_norm", "native_layer_norm", "native_group_norm", "native_batch_norm"}
 CROSS_ENTROPY = {"_log_softmax", "nll_loss_forward", "nll_loss2d_forward"}
 FUSED_ATTENTION = ("scaled_dot_product", "_flash_attention", "_efficient_attention")
+_FLASH = (
+    "fused attention, which never holds the whole matrix of scores. Inside, {source}: products of the inputs "
+    "summed in float32; scores and softmax in float32; probabilities rounded to the inputs' dtype for the "
+    "second product, whose sums are float32 again"
+)
 GLOSSARY = {
     "_foreach_copy_": "copies a list of tensors",
     "_foreach_mul_": "multiplies a list of tensors in place",
     "_foreach_norm": "the norm of each tensor of a list",
     "_fused_adamw_": "AdamW's whole update of a list of parameters in one kernel",
     "_log_softmax": "with nll_loss_forward: the cross-entropy",
+    "_scaled_dot_product_cudnn_attention": "fused attention of cuDNN; its inside is not documented",
+    "_scaled_dot_product_efficient_attention": "fused attention; its inside was not looked into",
+    "_scaled_dot_product_flash_attention": _FLASH.format(source="by FlashAttention-2 (arXiv 2307.08691)"),
+    "_scaled_dot_product_flash_attention_for_cpu": _FLASH.format(
+        source="by PyTorch's source (FlashAttentionKernel.cpp)"
+    ),
     "_softmax": "softmax",
     "_to_copy": "a cast: a copy in another dtype (between equal dtypes: to another device or layout)",
     "addmm": "matrix product plus bias",
@@ -96,7 +107,7 @@ def _attention(record):
         yield (
             f"Attention ran as one fused operator, `{name}`: q, k, v in {names_of(inputs)}, "
             f"result in {names_of(outputs)}{extra if kept else ''}. "
-            "Its softmax and its two matrix products are inside and were not seen."
+            "Its softmax and its two products are inside and were not seen (what is known stands below)."
         )
     softmaxes = [op for op in record.ops if op.phase == "forward" and op.name == "_softmax"]
     if softmaxes:
@@ -145,8 +156,8 @@ def _backward(record):
     same = sum(op.dtype == record.ops[op.differentiates].dtype for op in rest)
     if rest:
         yield (
-            f"Of all backward operators, casts apart, {percent(same, len(rest))} ({same:,} of {len(rest):,}) ran "
-            "in the dtype of the forward operator that they differentiate."
+            f"{percent(same, len(rest))} of all backward operators, casts apart ({same:,} of {len(rest):,}), "
+            "ran in the dtype of the forward operator that they differentiate."
         )
 
 
@@ -253,7 +264,7 @@ def table(record: Record, phase: str) -> str:
 
 def summary(record: Record) -> str:
     """One row a phase: calls that compute, casts among them, FLOPs, and the dtypes of these."""
-    lines = ["| phase | calls | of these casts | GFLOPs | run in |", "|:--|--:|--:|--:|:--|"]
+    lines = ["| phase | calls | of these casts | GFLOPs | FLOPs run in |", "|:--|--:|--:|--:|:--|"]
     for phase in PHASES:
         ops = [op for op in record.ops if op.phase == phase and not op.is_view]
         if ops:

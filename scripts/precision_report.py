@@ -167,8 +167,8 @@ def cost_page(trained: list[dict], inferred: list[dict], dataset) -> str:
     parts = [
         "## What each precision costs here",
         f"Medians of processes that worked in turns; every ratio is to {trained[0]['name']}. Trained on "
-        f"{dataset.name} ({dataset.fingerprint[:12]}), eager, the same {measure_steps} batches for all. *Loss* "
-        "is the mean over the last round, and the last row says how far losses are apart by chance. "
+        f"{dataset.name} ({dataset.fingerprint[:12]}), eager, the same {measure_steps} batches for all. "
+        "*Loss* is the mean over the last round, and the last row says how far losses are apart by chance. "
         "*Memory* is the most the process ever held; *of model and step* leaves out what it held before "
         "there was a model." + (f" In the time given {', '.join(short)}: no loss." if short else ""),
         training_table(trained),
