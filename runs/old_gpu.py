@@ -1,0 +1,10 @@
+# GPUs of 16 GB without bfloat16 (T4, V100):
+#     python -m nanochat.dataset --name=climbmix --num_shards=8
+#     python -m scripts.base_train runs/old_gpu.py --data=climbmix
+# PyTorch's usual builds have kernels for a T4 but none for a V100 any more; those for CUDA 12.6 still do.
+# We had no such card: sizes are by formula, and --plan is all of it that was run.
+model_tag = "old_gpu"
+dtype = "float16"  # with a GradScaler; what auto chooses there too
+depth = 8
+max_seq_len = 1024
+device_batch_size = 16  # 10.6 GiB by scaling.training_bytes with a vocabulary of 32768; 32 rows would be 19.4
