@@ -6,6 +6,7 @@ failure, then gives processes that do not answer 30 seconds more.
 """
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -14,7 +15,6 @@ import traceback as traceback_module
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from nanochat import UserError
 
@@ -109,10 +109,10 @@ def _without_mark(store, rank, world_size) -> list[int]:
 
 
 def _report_to_torchrun(error):
-    """Leave the message where torchrun looks for it."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        try:
-            raise error
-        except BaseException:
-            with contextlib.suppress(OSError):
-                get_error_handler().record_exception(error)
+    """Leave the message where torchrun looks for it: a UserError's sentence alone, else the traceback."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        trace = [str(error)] if isinstance(error, UserError) else traceback_module.format_exception(error)
+        extra = {"py_callstack": "".join(trace), "timestamp": str(int(time.time()))}
+        message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as f:
+            json.dump({"message": message}, f)

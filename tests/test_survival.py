@@ -63,24 +63,41 @@ def test_a_run_killed_at_40_random_moments_is_bit_for_bit_the_undisturbed_one(co
     assert not list(out.glob(".tmp*")) and len(list(out.glob("step_*"))) == 2
 
 
+REAL = [  # the real model and data, 12 rows a batch: for 1, 2, 3 and 4 processes
+    "scripts.base_train", "--depth=4", "--aspect_ratio=32", "--head_dim=32", "--max_seq_len=128",
+    "--vocab_size=1024", "--total_batch_size=1536", "--num_iterations=50",
+    "--dtype=float32", "--compile=off", "--eval_every=-1", "--eval_tokens=20000", "--sample_every=-1",
+    "--save_every=10",
+]  # fmt: skip
+
+
 @pytest.mark.slow
-def test_a_run_goes_on_with_other_numbers_of_processes_and_keeps_its_losses(corpus, tmp_path):  # noqa: F811
-    batch = ["--total_batch_size=384", "--num_iterations=16", "--save_every=4"]
-    run(command(corpus, tmp_path / "calm", *batch))
+def test_one_to_four_processes_have_the_same_losses_also_when_a_run_moves_between_them(tmp_path):
+    def start(name, processes, *more):
+        run([*REAL, f"--out_dir={tmp_path / name}", f"--base_dir={tmp_path}", *more], processes=processes)
+        return losses(tmp_path / name)
+
+    expected = start("one", 1)
+    assert len(expected) == 50 and expected[0] > expected[49] + 1
+    for processes in (2, 3, 4):
+        assert start(f"{processes}", processes) == pytest.approx(expected, abs=1e-4)
     out = tmp_path / "moved"
-    for processes, stop_at in ((1, 4), (2, 8), (3, 12), (1, 16)):
+    for processes, stop_at in ((1, 10), (2, 20), (3, 30), (4, 40), (1, 50)):
         how = [sys.executable, "-m"]
         if processes > 1:
             how += ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
-        process = subprocess.Popen(how + command(corpus, out, *batch), cwd=ROOT, **quiet)
-        if stop_at < 16:
-            while not (out / f"step_{stop_at:06d}").exists():
-                assert process.poll() is None
-                time.sleep(0.01)
+        arguments = [*REAL, f"--out_dir={out}", f"--base_dir={tmp_path}"]
+        process = subprocess.Popen(how + arguments, cwd=ROOT, **quiet)
+        while stop_at < 50 and not (out / f"step_{stop_at:06d}").exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        if stop_at < 50:
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(timeout=120)
-    assert losses(out) == pytest.approx(losses(tmp_path / "calm"), abs=1e-4)
+        process.wait(timeout=300)
+        shards = list((out / f"step_{stop_at:06d}").glob("optimizer-*"))
+        assert len(shards) == processes
+    assert losses(out) == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.slow

@@ -1,0 +1,42 @@
+#!/bin/bash
+# Pretrain on several GPU nodes under SLURM, over as many time limits as it takes:
+#
+#     sbatch runs/slurm.sh --depth=24 --base_dir=/a/folder/that/all/nodes/share
+#
+# One task a GPU, started by srun alone: so the warning before the time limit reaches every process, which
+# torchrun would not pass on. Each then finishes its step, saves, and exits with 0, and the job goes back into
+# the queue. Change the lines below for your cluster.
+#SBATCH --job-name=nanochat
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --time=04:00:00
+#SBATCH --signal=B:USR1@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+export MASTER_ADDR MASTER_PORT OMP_NUM_THREADS=1
+
+warned=no
+trap 'warned=yes; kill -USR1 "$srun_pid"' USR1 # srun passes it on to every task
+
+# shellcheck disable=SC2016 # the variables are those of the task
+srun --kill-on-bad-exit=1 bash -c '
+    export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
+    export LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES))
+    exec python -m scripts.base_train "$@"' base_train "$@" &
+srun_pid=$!
+wait "$srun_pid"
+status=$?
+if [ "$warned" = yes ]; then # the trap ended `wait`, not srun
+    wait "$srun_pid"
+    status=$?
+fi
+
+if [ "$warned" = yes ] && [ "$status" = 0 ]; then
+    scontrol requeue "$SLURM_JOB_ID" # the same command goes on from the newest checkpoint
+fi
+exit "$status"
