@@ -217,9 +217,17 @@ def lost_updates() -> dict[str, float]:
     return shares
 
 
+def vanished_squares() -> dict[str, float]:
+    """Share of the squared gradients, of which AdamW keeps a mean, that become 0 in each format."""
+    grad = gradient(torch.float32)
+    grad = grad[grad != 0]
+    return {name_of(d): (stored(grad.square(), d) == 0).double().mean().item() for d in FORMATS}
+
+
 def updates() -> str:
-    rows = [[name, f"{100 * share:.1f} %"] for name, share in lost_updates().items()]
-    return markdown(["weights kept in", "do not change"], rows)
+    squares = {name: f"{100 * share:.1f} %" for name, share in vanished_squares().items()}
+    rows = [[name, f"{100 * share:.1f} %", squares.get(name, "")] for name, share in lost_updates().items()]
+    return markdown(["kept in", "weights that do not change", "squared gradients that become 0"], rows)
 
 
 if __name__ == "__main__":

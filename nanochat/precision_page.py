@@ -21,7 +21,7 @@ GLOSSARY = {
     "_log_softmax": "with nll_loss_forward: the cross-entropy",
     "_scaled_dot_product_cudnn_attention": "fused attention of cuDNN; its inside is not documented",
     "_scaled_dot_product_efficient_attention": "fused attention; its inside was not looked into",
-    "_scaled_dot_product_flash_attention": _FLASH.format(source="by FlashAttention-2 (arXiv 2307.08691)"),
+    "_scaled_dot_product_flash_attention": _FLASH.format(source="as in FlashAttention-2 (arXiv 2307.08691)"),
     "_scaled_dot_product_flash_attention_for_cpu": _FLASH.format(
         source="by PyTorch's source (FlashAttentionKernel.cpp)"
     ),
@@ -109,9 +109,11 @@ def _attention(record):
             f"result in {names_of(outputs)}{extra if kept else ''}. "
             "Its softmax and its two products are inside and were not seen (what is known stands below)."
         )
-    softmaxes = [op for op in record.ops if op.phase == "forward" and op.name == "_softmax"]
+    softmaxes = [
+        op for op in record.ops if op.phase == "forward" and op.name in ("_softmax", "_safe_softmax")
+    ]
     if softmaxes:
-        yield f"Softmax (not fused) ran in {names_of(compute_dtypes(softmaxes))}."
+        yield f"Softmax outside of fused operators ran in {names_of(compute_dtypes(softmaxes))}."
 
 
 _ATTENTION_PARTS = (lambda op: op.inputs[:3], lambda op: op.outputs[:1], lambda op: op.outputs[1:2])
@@ -283,6 +285,8 @@ HOW_TO_READ = """\
   not halved for causality); everything else has next to none.
 - **Module**: in the backward pass that of the forward operator whose gradient is computed. None: code of the
   model outside of its submodules, or no code of the model.
+- **Phases**: *clip* includes undoing GradScaler's scale. *Generation* makes a few tokens under autocast, as
+  base_train.py's samples are made; *chat* makes them with weights cast once, as scripts/chat.py does.
 - **Left out**: `view`, `transpose` and the like, which only give memory another shape.
 - **Not seen**: what happens inside one kernel. A fused operator (attention, AdamW) is one row whatever it
   computes inside, and a matrix product in bfloat16 may add up in float32 (docs/precision.md tests it).

@@ -120,10 +120,12 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        with self:  # in inference mode operators made of others arrive whole
-            out = func.decompose(*args, **kwargs)
-        if out is not NotImplemented:
-            return out
+        # In inference mode operators made of others arrive whole; those with a kernel of their own stay so
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), self._device_type.upper()):
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
         out = func(*args, **kwargs)
         if func.namespace != "profiler":
             self._record(func, args, kwargs, out)

@@ -35,9 +35,7 @@ vocab_size = 4096  # tokens
 # The step
 device_batch_size = 4  # rows
 grad_clip = 1.0  # the most the gradient's norm may be (-1 = off)
-max_tokens = (
-    2  # generated after a prompt of 8 (0 = none): the first reads the prompt, the others a token each
-)
+max_tokens = 2  # generated after a prompt of 8 (0 = none)
 seed = 42  # of weights and tokens
 
 # What each precision costs

@@ -137,6 +137,26 @@ def test_a_backward_product_in_another_dtype_than_its_forward_product_is_told():
     ]
 
 
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_attention_that_is_not_fused_is_told_with_the_dtype_of_its_softmax(dtype):
+    class ByHand(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query = nn.Linear(8, 8)
+
+        def forward(self, x):
+            q = self.query(x)
+            return (q @ q.mT).softmax(-1) @ q
+
+    recorder = Recorder(ByHand())
+    with recorder.recording(), precision.autocast(CPU, dtype):
+        recorder.model(torch.randn(2, 4, 8))
+    name = str(dtype).removeprefix("torch.")
+    said = statements(Record(recorder.ops))
+    assert f"Softmax outside of fused operators ran in {name}." in said  # on a CPU; on CUDA always float32
+    assert not any("fused operator," in s for s in said)
+
+
 def test_checkpointed_products_are_not_taken_for_gradients():
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU(), nn.Linear(8, 8, bias=False))
     recorder = Recorder(model)
@@ -501,6 +521,8 @@ def test_gradients_underflow_in_float16_without_scaling_and_in_nothing_else():
 def test_small_updates_are_lost_in_short_formats():
     lost = experiments.lost_updates()
     assert lost["float32"] == 0 and 0.02 < lost["bfloat16"] < 0.5 < lost["int8"] < lost["int4"]
+    squares = experiments.vanished_squares()
+    assert squares["float32"] == squares["bfloat16"] == 0 and squares["float16"] > 0.1
 
 
 def test_the_walk_differs_between_devices_where_the_lists_do():
