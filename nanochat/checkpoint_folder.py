@@ -103,13 +103,14 @@ def check_shared(out_dir, machine):
     return token
 
 
-def prune(out_dir, keep, permanent=lambda step: False, say=print):
-    """Delete old checkpoints: all but the `keep` newest and those where permanent(step) holds.
+def prune(out_dir, keep, permanent_every=-1, say=print):
+    """Delete old checkpoints: all but the `keep` newest and those of every `permanent_every`-th step (-1:
+    none).
 
     keep <= 0 keeps all. Never raises for a deletion that fails: that is said, and training goes on.
     """
     steps = checkpoints_in(out_dir)
-    passing = [step for step in sorted(steps) if not permanent(step)]
+    passing = [step for step in sorted(steps) if permanent_every <= 0 or step % permanent_every]
     for step in passing[:-keep] if keep > 0 else []:
         if e := io.attempt(io.remove, steps[step]):
             say(f"could not delete the old checkpoint of step {step} ({io.reason(e)}); training goes on")

@@ -30,6 +30,7 @@ from nanochat.lanes import open_lanes
 from nanochat.shards import RowGroups
 from nanochat.tokenizer import Tokenizer
 
+PACKING = 2  # raised when lanes place the same documents otherwise: positions of before are refused
 STEPS_AHEAD = 2  # steps that the background thread prepares
 SCARCE = 16  # bytes of text for each token of a batch: with less than that the tokens are counted
 
@@ -62,6 +63,7 @@ class TrainLoader:
             "max_seq_len": max_seq_len,
             "seed": seed,
             "tokenizer": tokenizer.fingerprint,
+            "packing": PACKING,
             "documents": sum(groups.sizes),
         }
         if state is None:
@@ -199,9 +201,9 @@ def _positions(stream: dict, lanes: Sequence[int], state: dict | None) -> list[d
     if state is None:
         return [{"epoch": 0, "taken": 0, "pieces": []} for _ in lanes]
     for name, value in stream.items():
-        if state[name] != value:
+        if state.get(name) != value:
             raise UserError(
-                f"the saved position in the data is for {name} {state[name]}, this run has {value}; "
+                f"the saved position in the data is for {name} {state.get(name)}, this run has {value}; "
                 "resume with the settings and data that the run began with, or start anew with --resume=never"
             )
     missing = [lane for lane in lanes if str(lane) not in state["lanes"]]

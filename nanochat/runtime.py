@@ -273,18 +273,26 @@ def device_name(device: torch.device) -> str:
 
 class StopSignal:
     """Remembers a SIGTERM, SIGINT or SIGUSR1, so that the loop can end at a step's boundary. A second
-    SIGINT stops at once."""
+    SIGINT stops at once. The death of the torchrun that started this process counts as a signal too."""
 
     def __init__(self):
-        self.name = ""
+        self._name = ""
+        self._torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
             if hasattr(signal, name):  # Windows has no SIGUSR1
                 with contextlib.suppress(ValueError):  # not in the main thread: the caller's handlers stay
                     signal.signal(getattr(signal, name), self._remember)
 
+    @property
+    def name(self) -> str:
+        """What asked to stop; empty as long as nothing has."""
+        if not self._name and self._torchrun and os.getppid() != self._torchrun:
+            self._name = "the death of torchrun"
+        return self._name
+
     def _remember(self, number, frame):
-        if self.name == "SIGINT" and number == signal.SIGINT:
+        if self._name == "SIGINT" and number == signal.SIGINT:
             os._exit(130)  # checkpoints are whole or absent at any moment, so nothing has to be tidied up
-        self.name = signal.Signals(number).name
+        self._name = signal.Signals(number).name
         with contextlib.suppress(OSError):  # nobody may read it any more; and print() is not safe here
-            os.write(2, f"\n{self.name}: finishing this step, then saving\n".encode())
+            os.write(2, f"\n{self._name}: finishing this step, then saving\n".encode())

@@ -81,6 +81,7 @@ sample_prompts = "def|class|import"  # beginnings to continue, separated by |
 save_every = 1000  # steps between checkpoints (-1 = off; there is one at the end anyway)
 save_minutes = 5.0  # minutes between checkpoints, beside those of save_every (-1 = off)
 keep_checkpoints = 2  # the newest so many are kept (-1 = all)
+permanent_every = -1  # steps between checkpoints that are kept for ever, beside those (-1 = off)
 resume = "auto"  # auto (the newest good checkpoint), never (the old run is set aside), a step, or a folder
 accept = ""  # changes to go on with all the same: any of data,tokenizer,seed,total_batch_size
 init_from: str | None = None  # a checkpoint folder whose weights a new run starts from
@@ -316,7 +317,9 @@ def save():
             state=state,
             files={"tokenizer.json": encoding.to_bytes(), "config.json": run_path / "config.json"},
             before_publish=log.sync,
-            after_publish=lambda: checkpoint.prune(run_path, keep_checkpoints, say=console.print),
+            after_publish=lambda: checkpoint.prune(
+                run_path, keep_checkpoints, permanent_every, console.print
+            ),
         )
     except checkpoint.SaveError as error:  # of the save before this one; training goes on
         console.print(f"warning: {error}")
@@ -354,7 +357,7 @@ while True:
         texts = samples()
         console.print(*(f"--- {text}" for text in texts))
 
-    if step != first_step and (stopping or save_now or is_due(save_every)):
+    if step != first_step and (stopping or save_now or is_due(save_every) or is_due(permanent_every)):
         save()
         saved_at = time.monotonic()
 

@@ -3,13 +3,18 @@
     python -m scripts.bench --what=train     # tokens/s, MFU, the optimizer's share, by dtype, compiled or not
     python -m scripts.bench --what=start     # seconds from the command to the first optimizer step done
     python -m scripts.bench --what=loader    # packed tokens/s on one thread beside raw tiktoken encoding
+    python -m scripts.bench --what=optimizer --depth=12 --peer=FOLDER    # a step of it, beside the peer's
+    python -m scripts.bench --what=checkpoint --depth=12    # how long a save stalls a step
+    torchrun --standalone --nproc_per_node=4 -m scripts.bench --what=communication    # bytes a step
     python -m scripts.bench --json           # one JSON object as the last line
 
 docs/benchmarks.md holds the figures, each with its machine, date and command.
 """
 
+import gc
 import json as json_module
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -20,9 +25,10 @@ from typing import Literal
 
 import numpy as np
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import configurator
-from nanochat import UserError, optim, precision, runtime, scaling
+from nanochat import UserError, checkpoint, optim, precision, runtime, scaling
 from nanochat.dataloader import TrainLoader
 from nanochat.dataset import iterate_documents, open_dataset
 from nanochat.gpt import GPT
@@ -30,7 +36,9 @@ from nanochat.lanes import open_lanes
 from nanochat.shards import RowGroups
 from nanochat.tokenizer import open_tokenizer
 
-what: Literal["train", "start", "loader"] = "train"  # what to measure
+what: Literal["train", "start", "loader", "optimizer", "checkpoint", "communication"] = (
+    "train"  # what to measure
+)
 json = False  # print one JSON object as the last line
 rounds = 5  # times every variant is measured
 
@@ -44,6 +52,13 @@ vocab_size = 4096  # tokens
 device_batch_size = 8  # rows of a micro-batch, one micro-batch a step
 steps = 5  # optimizer steps a round
 variants = "bfloat16+compile,bfloat16,float32+compile"  # what is compared: dtypes, with +compile or without
+
+# The optimizer
+dtypes = "bfloat16,float32"  # compute dtypes in which it is compared
+peer: str | None = None  # folder of karpathy/nanochat, whose optimizer is timed in turns with ours
+
+# Checkpoints
+folder: str | None = None  # where they are written, on the disk in question (none = the system's /tmp)
 
 # Text to batches (loader)
 shapes = "8x512,32x2048"  # rows of a step x positions of a row
@@ -219,14 +234,202 @@ class Listener:
         return self._encode(text)
 
 
-results = {"train": bench_train, "start": bench_start, "loader": bench_loader}[what]()
+def optimizer_model(machine):
+    """A model of the settings' shapes with gradients, and its size in bytes of float32."""
+    config = scaling.model_config(depth, aspect_ratio, head_dim, max_seq_len, vocab_size, window_pattern)
+    model = GPT(config).to(machine.device)
+    model.init_weights()
+    for p in model.parameters():
+        p.grad = torch.randn_like(p) * 1e-3
+    return model
+
+
+def make_optimizer(model, dtype: str, machine, compile: bool = True):
+    rates = {"embedding_lr": 0.01, "unembedding_lr": 0.001, "scalar_lr": 0.01, "matrix_lr": 0.001}
+    low = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    groups = optim.parameter_groups(model, rates, 0.1)
+    return optim.MuonAdamW(groups, low, compile, machine.rank, machine.world_size)
+
+
+# The peer's optimizer in a process of its own, on the same shapes, embeddings in the dtype its model has
+PEER = """
+import json, os, sys, time
+import torch
+from nanochat.common import COMPUTE_DTYPE
+from nanochat.optim import MuonAdamW
+
+matrices, tables, head = json.loads(sys.stdin.readline())
+
+def parameter(shape, dtype=torch.float32):
+    p = torch.nn.Parameter(torch.randn(*shape, dtype=dtype) * 0.02)
+    p.grad = torch.randn_like(p) * 1e-3
+    return p
+
+adamw = dict(kind="adamw", lr=0.001, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.01)
+muon = dict(kind="muon", lr=0.001, momentum=0.95, ns_steps=5, beta2=0.9, weight_decay=0.1)
+groups = [{**adamw, "params": [parameter(head)]}]
+groups += [{**adamw, "params": [parameter(t, COMPUTE_DTYPE)]} for t in tables]
+for shape in sorted(set(map(tuple, matrices))):
+    groups.append({**muon, "params": [parameter(m) for m in matrices if tuple(m) == shape]})
+optimizer = MuonAdamW(groups)
+print("ready", flush=True)
+for line in sys.stdin:
+    began = time.perf_counter()
+    optimizer.step()
+    print(time.perf_counter() - began, flush=True)
+"""
+
+
+def start_peer(model, dtype: str) -> subprocess.Popen:
+    shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.ndim == 2}
+    tables = [shape for name, shape in shapes.items() if "embedding" in name]
+    matrices = [shape for name, shape in shapes.items() if name.startswith("blocks.")]
+    process = subprocess.Popen(
+        [sys.executable, "-c", PEER],
+        cwd=peer,
+        env=os.environ | {"PYTHONPATH": str(Path(peer).resolve()), "NANOCHAT_DTYPE": dtype},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    print(json_module.dumps([matrices, tables, shapes["head.weight"]]), file=process.stdin, flush=True)
+    if process.stdout.readline().strip() != "ready":
+        raise UserError(f"the optimizer in {peer} did not start; --peer is a folder of karpathy/nanochat")
+    return process
+
+
+def bench_optimizer() -> dict:
+    """One step on gradients that stand still: ours compiled and eager, and the peer's, in turns."""
+    machine = runtime.start(device_type, seed=0)
+    if peer and not (Path(peer) / "nanochat" / "optim.py").exists():
+        raise UserError(f"{peer} has no nanochat/optim.py; --peer is a folder of karpathy/nanochat")
+    results = {}
+    for dtype in dtypes.split(","):
+        model = optimizer_model(machine)
+        ours = make_optimizer(model, dtype, machine)
+        theirs = start_peer(model, dtype) if peer else None
+
+        def our_step(step=ours.step, wait=machine.synchronize):
+            began = time.perf_counter()
+            step()
+            wait()
+            return time.perf_counter() - began
+
+        def peer_step(process=theirs):
+            print(file=process.stdin, flush=True)
+            return float(process.stdout.readline())
+
+        variants = {"ours": our_step} | ({"peer": peer_step} if peer else {})
+        times = {name: [] for name in variants}
+        for turn in range(rounds + 2):  # the first two compile and warm up
+            for name, step in variants.items():
+                seconds = step()
+                if turn >= 2:
+                    times[name].append(seconds)
+        row = {f"{name}_ms": 1000 * statistics.median(t) for name, t in times.items()}
+        if theirs:
+            theirs.kill()
+            theirs.wait()
+            pairs = zip(times["ours"], times["peer"], strict=True)
+            row["ours_over_peer"] = statistics.median(a / b for a, b in pairs)
+        results[dtype] = row
+        del model, ours, our_step, variants
+        gc.collect()
+    return results
+
+
+def bench_checkpoint() -> dict:
+    """Stall of a step by a background save, beside a blocking save and a bare write of the same bytes."""
+    machine = runtime.start(device_type, seed=0)
+    model = optimizer_model(machine)
+    optimizer = make_optimizer(model, "float32", machine, compile=False)
+    tensors = {"model": model.state_dict(), "optimizer": optimizer.named_state()}
+    size = sum(t.nbytes for kind in tensors.values() for t in kind.values())
+    times = {"stall_s": [], "background_s": [], "blocking_s": [], "bare_write_s": []}
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        if shutil.disk_usage(place).free < 2.2 * size:
+            raise UserError(f"two checkpoints of {size / 1e9:.1f} GB do not fit; give another --folder")
+        saver = checkpoint.AsyncSaver(place)
+        saver.reserve(**tensors)
+        for step in range(1, rounds + 1):
+            saver.wait()
+            began = time.perf_counter()
+            saver.submit(step, **tensors, state={})
+            times["stall_s"].append(time.perf_counter() - began)
+            saver.wait()
+            times["background_s"].append(time.perf_counter() - began)
+            began = time.perf_counter()
+            checkpoint.save(place, step, **tensors, state={})
+            times["blocking_s"].append(time.perf_counter() - began)
+            began = time.perf_counter()
+            with open(Path(place) / "bare", "wb") as f:
+                for kind in tensors.values():
+                    for tensor in kind.values():
+                        f.write(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+                f.flush()
+                os.fsync(f.fileno())
+            times["bare_write_s"].append(time.perf_counter() - began)
+            checkpoint.prune(place, 1)
+            (Path(place) / "bare").unlink()
+        saver.close()
+    row = {name: statistics.median(t) for name, t in times.items()}
+    row["stall_over_blocking"] = row["stall_s"] / row["blocking_s"]
+    row["stall_over_bare_write"] = row["stall_s"] / row["bare_write_s"]
+    return {f"{size / 1e9:.2f} GB": row}
+
+
+def bench_communication() -> dict:
+    """Bytes a step that processes on this machine send each other, read off the loopback interface."""
+    machine = runtime.start("cpu", seed=0)
+    if machine.world_size == 1:
+        raise UserError("one process sends nothing; start this with torchrun --nproc_per_node=2 or more")
+    model = optimizer_model(machine)
+    train_model = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    optimizer = make_optimizer(model, "float32", machine, compile=False)
+    tokens = torch.randint(vocab_size, (1, max_seq_len + 1))
+
+    def backward():
+        optimizer.zero_grad(set_to_none=True)
+        train_model(tokens[:, :-1], tokens[:, 1:]).backward()
+
+    def sent(action) -> float:
+        machine.gather(None)
+        before = loopback_bytes()
+        for _ in range(steps):
+            action()
+        machine.gather(None)
+        return (loopback_bytes() - before) / steps / machine.world_size
+
+    for action in (backward, optimizer.step):
+        action()
+    size = sum(4 * p.numel() for p in model.parameters())
+    gradients, weights, w = sent(backward), sent(optimizer.step), machine.world_size
+    machine.close()
+    row = {
+        "weights_mb": size / 1e6,
+        "gradients_mb": gradients / 1e6,
+        "new_weights_mb": weights / 1e6,
+        "expected_gradients_mb": 2 * (w - 1) / w * size / 1e6,
+        "expected_new_weights_mb": (w - 1) / w * size / 1e6,
+        "relative_to_plain_ddp": (gradients + weights) / gradients,
+    }
+    return {f"a process of {w}": row} if machine.is_main else {}
+
+
+def loopback_bytes() -> int:
+    """Bytes sent over the loopback interface since the machine started (Linux)."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    return int(next(line for line in lines if line.strip().startswith("lo:")).split()[9])
+
+
+results = globals()[f"bench_{what}"]()
 for name, row in results.items():
     row = row if isinstance(row, dict) else {"": row}
     print(
         f"{name:20s} "
         + "  ".join(f"{k} {v:,.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
     )
-if json:
+if json and results:
     machine = {"device": runtime.device_name(torch.device("cpu")), "torch": torch.__version__}
     print(
         json_module.dumps({"what": what, "machine": machine, "settings": settings.values, "results": results})

@@ -2,15 +2,12 @@
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -19,17 +16,6 @@ TINY = [
     "--device_batch_size=2", "--total_batch_size=256", "--num_iterations=8", "--dtype=float32",
     "--eval_every=4", "--save_every=3", "--sample_every=-1", "--compile=off",
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    """Shards of random sentences, and a base folder in which runs of this module share a tokenizer."""
-    folder, draw = tmp_path_factory.mktemp("corpus"), random.Random(0)
-    words = ["alpha", "beta", "gamma", "delta", "print", "return", "def", "\n", "(x)", "="]
-    texts = [" ".join(draw.choices(words, k=draw.randint(5, 120))) for _ in range(400)]
-    pq.write_table(pa.table({"text": texts[:380]}), folder / "train.parquet", row_group_size=20)
-    pq.write_table(pa.table({"text": texts[380:]}), folder / "val.parquet")
-    return folder
 
 
 def command(corpus: Path, out: Path, *more: str) -> list[str]:

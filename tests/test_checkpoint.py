@@ -410,7 +410,7 @@ def test_prune_keeps_the_newest_and_the_permanent_ones(tmp_path):
     for keep in (0, -1, 7):
         prune(tmp_path, keep)
         assert len(names_in(tmp_path)) == 7
-    prune(tmp_path, 2, permanent=lambda step: step % 3 == 0)
+    prune(tmp_path, 2, permanent_every=3)
     assert names_in(tmp_path) == [f"step_{n:06d}" for n in (3, 5, 6, 7)]
     prune(tmp_path, 1)
     assert names_in(tmp_path) == ["step_000007"]

@@ -376,6 +376,8 @@ def test_the_position_of_another_stream_is_refused_with_both_values(tmp_path):
     for change, message in cases:
         with pytest.raises(UserError, match=message):
             run(corpus, 1, **{"n_lanes": 4, "T": 8, "state": state, **change})
+    with pytest.raises(UserError, match="packing None"):  # of a version that placed documents otherwise
+        run(corpus, 1, n_lanes=4, T=8, state={k: v for k, v in state.items() if k != "packing"})
     other = Numbers()
     other.fingerprint = "other"
     with pytest.raises(UserError, match="tokenizer numbers, this run has other"):

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from test_base_train import ROOT, command, corpus, losses, records  # noqa: F401
+from test_base_train import ROOT, command, losses, records, wait_for_step
 
-from nanochat import checkpoint
+from nanochat import UserError, checkpoint
 
 # Runs the real script; in process 1, when it asks for the batch of a step, what the test wants to happen does
 FAULT = """
@@ -54,7 +54,7 @@ runpy.run_module("scripts.base_train", run_name="__main__", alter_sys=True)
 """
 
 
-def run_two(tmp_path: Path, corpus: Path, fault: str, step: int, *more: str):  # noqa: F811
+def run_two(tmp_path: Path, corpus: Path, fault: str, step: int, *more: str):
     """Two processes, the second with a fault at that step; (exit status, what they printed, seconds)."""
     code = tmp_path / "fault.py"
     code.write_text(FAULT)
@@ -74,7 +74,7 @@ def root_cause(printed: str) -> str:
     return printed.split("Root Cause (first observed failure):")[1]
 
 
-def test_an_exception_in_one_process_ends_all_and_is_named_as_the_first_cause(tmp_path, corpus):  # noqa: F811
+def test_an_exception_in_one_process_ends_all_and_is_named_as_the_first_cause(tmp_path, corpus):
     status, printed, _ = run_two(tmp_path, corpus, "raise", 5)
     assert status == 1
     cause = root_cause(printed)
@@ -84,7 +84,7 @@ def test_an_exception_in_one_process_ends_all_and_is_named_as_the_first_cause(tm
 
 
 @pytest.mark.slow
-def test_a_killed_process_ends_all_and_the_other_says_which_one_is_gone(tmp_path, corpus):  # noqa: F811
+def test_a_killed_process_ends_all_and_the_other_says_which_one_is_gone(tmp_path, corpus):
     status, printed, _ = run_two(tmp_path, corpus, "kill", 5)
     assert status == 1
     cause = root_cause(printed)
@@ -95,7 +95,7 @@ def test_a_killed_process_ends_all_and_the_other_says_which_one_is_gone(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP here")
-def test_a_process_that_hangs_ends_all_after_the_time_set_and_is_named(tmp_path, corpus):  # noqa: F811
+def test_a_process_that_hangs_ends_all_after_the_time_set_and_is_named(tmp_path, corpus):
     status, printed, seconds = run_two(tmp_path, corpus, "stop", 5, "--process_timeout=5")
     assert status == 1
     assert "process 0: no answer from process 1 for 5 s: it hangs" in printed
@@ -103,7 +103,7 @@ def test_a_process_that_hangs_ends_all_after_the_time_set_and_is_named(tmp_path,
     assert checkpoint.find(tmp_path / "run", "auto").step == 3
 
 
-def test_a_step_that_is_not_finite_in_one_process_is_skipped_by_all(tmp_path, corpus):  # noqa: F811
+def test_a_step_that_is_not_finite_in_one_process_is_skipped_by_all(tmp_path, corpus):
     status, printed, _ = run_two(tmp_path, corpus, "nan", 2)
     assert status == 0, printed
     steps = [record for record in records(tmp_path / "run") if "loss" in record]
@@ -111,7 +111,7 @@ def test_a_step_that_is_not_finite_in_one_process_is_skipped_by_all(tmp_path, co
     assert all(math.isfinite(record["loss"]) for record in steps[3:])
 
 
-def test_a_signal_to_one_process_stops_all_at_the_same_step_and_the_run_goes_on(tmp_path, corpus):  # noqa: F811
+def test_a_signal_to_one_process_stops_all_at_the_same_step_and_the_run_goes_on(tmp_path, corpus):
     status, printed, _ = run_two(tmp_path, corpus, "term", 3)
     assert status == 0 and "stopped by" in printed
     assert sorted(losses(tmp_path / "run")) == list(range(4))
@@ -120,8 +120,30 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step_and_the_run_goes_on(
     assert status == 0 and sorted(losses(tmp_path / "run")) == list(range(8))
 
 
-def test_processes_with_different_settings_are_refused_by_name(tmp_path, corpus):  # noqa: F811
+def test_processes_with_different_settings_are_refused_by_name(tmp_path, corpus):
     status, printed, _ = run_two(tmp_path, corpus, "seed", 0)
     assert status == 1
     assert "process 1 has seed 7, process 0 has 42; give every process the same command" in printed
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_processes_whose_torchrun_was_killed_save_and_end(tmp_path, corpus):
+    out = tmp_path / "run"
+    how = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]
+    arguments = command(corpus, out, "--num_iterations=100000", "--eval_every=-1", "--save_every=-1")
+    torchrun = subprocess.Popen([*how, *arguments], cwd=ROOT, stderr=subprocess.DEVNULL)
+    wait_for_step(torchrun, out, 2)
+    torchrun.kill()
+    torchrun.wait()
+    deadline = time.monotonic() + 60
+    while not list(out.glob("step_*")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert 2 < checkpoint.find(out, "auto").step < 100000
+    while time.monotonic() < deadline:  # the folder is free again: the processes are gone
+        try:
+            checkpoint.lock_folder(out).close()
+            return
+        except UserError:
+            time.sleep(0.1)
+    raise AssertionError("the processes still hold the folder")

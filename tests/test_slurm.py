@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_base_train import ROOT, command, corpus, losses, wait_for_step  # noqa: F401
+from test_base_train import ROOT, command, losses, wait_for_step
 
 from nanochat import checkpoint
 
@@ -28,7 +28,7 @@ if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> "$SCONTROL_LOG"; fi
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="a shell script")
-def test_a_job_that_is_warned_saves_and_requeues_and_the_next_one_finishes(corpus, tmp_path):  # noqa: F811
+def test_a_job_that_is_warned_saves_and_requeues_and_the_next_one_finishes(corpus, tmp_path):
     tools, log, out = tmp_path / "bin", tmp_path / "log", tmp_path / "run"
     tools.mkdir()
     for name, text in (("srun", SRUN.format(python=sys.executable)), ("scontrol", SCONTROL)):

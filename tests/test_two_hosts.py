@@ -7,7 +7,7 @@ import sys
 import uuid
 
 import pytest
-from test_base_train import ROOT, command, corpus, losses, records, run  # noqa: F401
+from test_base_train import ROOT, command, losses, run
 
 from nanochat import checkpoint
 
@@ -53,7 +53,7 @@ def on_two_hosts(hosts: list, arguments: list, port: int = 29400) -> list[tuple[
 
 
 @pytest.mark.slow
-def test_two_hosts_of_two_processes_have_the_losses_of_one_and_resume_as_one(hosts, corpus, tmp_path):  # noqa: F811
+def test_two_hosts_of_two_processes_have_the_losses_of_one_and_resume_as_one(hosts, corpus, tmp_path):
     run(command(corpus, tmp_path / "calm"))
     expected = losses(tmp_path / "calm")
     out = tmp_path / "two"
@@ -72,7 +72,7 @@ def test_two_hosts_of_two_processes_have_the_losses_of_one_and_resume_as_one(hos
 
 
 @pytest.mark.slow
-def test_a_run_folder_that_a_host_does_not_share_is_refused(hosts, corpus, tmp_path):  # noqa: F811
+def test_a_run_folder_that_a_host_does_not_share_is_refused(hosts, corpus, tmp_path):
     """Each host mounts a file system of its own over the run's parent folder."""
     place = tmp_path / "own"
     place.mkdir()

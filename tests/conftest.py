@@ -1,0 +1,19 @@
+"""What several test modules share."""
+
+import random
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """Shards of random sentences, and a base folder in which all runs share a tokenizer."""
+    folder, draw = tmp_path_factory.mktemp("corpus"), random.Random(0)
+    words = ["alpha", "beta", "gamma", "delta", "print", "return", "def", "\n", "(x)", "="]
+    texts = [" ".join(draw.choices(words, k=draw.randint(5, 120))) for _ in range(400)]
+    pq.write_table(pa.table({"text": texts[:380]}), folder / "train.parquet", row_group_size=20)
+    pq.write_table(pa.table({"text": texts[380:]}), folder / "val.parquet")
+    return folder
