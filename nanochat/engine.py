@@ -148,7 +148,7 @@ def generate(
     dtype: autocast's; float32, for none, also where weights are cast already (`cast_weights`). Ends early at
     an id of `stop_ids` (not yielded) or where the model's max_seq_len is full: no position beyond it was ever
     trained, and dropping old ones would mean to compute all others anew. Of a longer prompt the end counts.
-    The same seed gives the same text, whatever was drawn before.
+    The same seed gives the same text, whatever was drawn before. Raises UserError for logits that are NaN.
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -157,6 +157,11 @@ def generate(
     for _ in range(min(max_tokens, model.config.max_seq_len - idx.size(1))):
         with autocast(device, dtype):
             logits = model(idx, cache=cache)[:, -1]  # (1, V)
+        if not logits.amax().isfinite():  # drawing from them would end a GPU's process
+            raise UserError(
+                "the model's logits are not numbers: its training went wrong, or they overflow in this "
+                "dtype; use --dtype=float32 or an earlier checkpoint"
+            )
         idx = sample_token(logits, temperature, top_k, top_p, generator)
         token = idx.item()
         if token in stop_ids:

@@ -102,6 +102,23 @@ def test_generation_in_bfloat16_goes_through_autocast():
     assert len(tokens) == 5 and set(seen) == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_broken_model_is_named_instead_of_drawn_from(temperature):
+    model = make_model()
+    model.blocks[1].mlp.up.weight.data[3, 5] = torch.nan
+    with pytest.raises(UserError, match="logits are not numbers"):
+        list(generate(model, [1, 2, 3], 5, temperature=temperature))
+
+
+def test_what_overflows_in_float16_alone_is_named_too():
+    model = make_model()
+    for block in model.blocks:
+        block.mlp.up.weight.data *= 2000  # the square of its output passes 65504
+    assert len(list(generate(model, [1, 2, 3], 5))) == 5
+    with pytest.raises(UserError, match="overflow in this dtype; use --dtype=float32"):
+        list(generate(cast_weights(model, torch.float16), [1, 2, 3], 5))
+
+
 # ------------------------------------------------------------------------------------------------------
 # Sampling
 
