@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from nanochat import optim, precision
+from nanochat import muon, optim, precision
 from nanochat.engine import generate
 from nanochat.gpt import GPT, GPTConfig
 
@@ -266,7 +266,7 @@ def directions() -> dict[str, float]:
     model(*byte_rows(64, 99)).backward()
     grad = model.blocks[0].mlp.up.weight.grad  # 256 x 64: 64 singular values
     before = torch.linalg.svdvals(grad.double())
-    after = torch.linalg.svdvals(optim.orthogonalize(grad[None], torch.float32)[0].double())
+    after = torch.linalg.svdvals(muon.orthogonalize(grad[None], torch.float32)[0].double())
     return {
         "largest over median before": (before[0] / before.median()).item(),
         "largest over median after": (after[0] / after.median()).item(),

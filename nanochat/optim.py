@@ -1,13 +1,9 @@
-"""Muon for the matrices inside the blocks, AdamW for embeddings, head and scalars.
+"""Muon for the matrices inside the blocks, AdamW for embeddings, head and scalars, on one process or many.
 
-Muon (Jordan et al. 2024) replaces each matrix's momentum by the nearest orthogonal matrix: every direction
-moves at the same speed. Here the polar factor comes from Polar Express (arXiv 2505.16932), each neuron's
-update is then normalised by its own running size (NorMuon, arXiv 2510.05491), and weight decay acts only
-where it agrees with the update (cautious, arXiv 2510.12402, without its jump). Matrices of one shape are
-stacked and updated together, and many processes share the work (sharding.py).
+Matrices of one shape are stacked and updated together (muon.py). Many processes share out the work and the
+state (sharding.py).
 """
 
-import math
 import re
 from bisect import bisect_left
 from itertools import pairwise
@@ -17,6 +13,7 @@ import torch.distributed as dist
 from torch.optim.adamw import adamw
 
 from nanochat import UserError
+from nanochat.muon import muon_update
 from nanochat.sharding import is_shared_out, share_out
 
 # One row a kind of parameter: the first whose word is in the parameter's name decides. The rate is a setting
@@ -34,81 +31,8 @@ PARAMETER_TABLE = [
 ]
 # fmt: on
 
-# (a, b, c) of X <- a X + (b A + c A A) X with A = X X^T, five steps that take every singular value in
-# [0.001, 1] close to 1: algorithm 1 of Polar Express for lower bound 1e-3, safety 2e-2, cushion 2e-2
-# (tests/test_optim.py derives them).
-POLAR_EXPRESS = [
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-]
-
 # What a tensor of the state is called in a checkpoint: parameter, rows if they are not all, state
 STATE_LABEL = re.compile(r"(?P<name>.+?)(?:\[(?P<first>\d+):(?P<last>\d+)\])?/(?P<key>\w+)")
-
-
-def orthogonalize(G, dtype):
-    """The polar factor U V^T of each matrix of G (N, rows, columns) float32, computed in `dtype`, returned
-    in it.
-
-    Singular values end between 0.85 and 1.15, which is all that Muon needs.
-    """
-    X = G / (G.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
-    X = X.to(dtype)
-    tall = X.size(-2) > X.size(-1)
-    if tall:  # X X^T is the smaller one
-        X = X.mT
-    if X.size(-1) >= 2 * X.size(-2) >= 256:  # long rows are multiplied as seldom as possible
-        X = _polar_factor(_polar_factor(X, POLAR_EXPRESS[:2]), POLAR_EXPRESS[2:])
-    else:
-        for a, b, c in POLAR_EXPRESS:
-            A = X @ X.mT
-            B = torch.baddbmm(A, A, A, beta=b, alpha=c)
-            X = torch.baddbmm(X, B, X, beta=a)
-    return X.mT if tall else X
-
-
-def _polar_factor(X, coefficients):
-    """The same iteration as in `orthogonalize`, on A = X X^T alone: X <- P X makes it P A P, and the P's
-    are gathered in Q (Gram Newton-Schulz). Where rows are four times as long as there are rows it needs 67 %
-    of the multiplications. Rounding grows with each step on A, so it begins again from X after two steps, and
-    in small matrices, where bfloat16's rounding does not average out, the plain iteration is better.
-    """
-    A, Q = X @ X.mT, None
-    for step, (a, b, c) in enumerate(coefficients):
-        P = torch.baddbmm(A, A, A, beta=b, alpha=c)
-        P.diagonal(dim1=-2, dim2=-1).add_(a)  # P = a + b A + c A A
-        if step < len(coefficients) - 1:
-            A = P @ A @ P
-        Q = P if Q is None else P @ Q
-    return Q @ X
-
-
-def muon_update(params, grads, momentum, second_moment, lr, beta, beta2, weight_decay, dtype):
-    """One Muon step of stacked matrices, in place; all (N, rows, columns) float32, second_moment (N, rows
-    or columns).
-
-    lr, beta, beta2 and weight_decay are 0-dim float32 tensors, so that compiled code is not compiled again
-    when they change.
-    """
-    momentum.lerp_(grads, 1 - beta)
-    update = orthogonalize(grads.lerp(momentum, beta), dtype).float()  # Nesterov
-    neuron = -1 if update.size(-2) >= update.size(-1) else -2  # mean over the shorter side
-    size = update.square().mean(dim=neuron)  # (N, neurons)
-    second_moment.lerp_(size, 1 - beta2)
-    scale = second_moment.clamp_min(1e-10).rsqrt()
-    scaled = (size * scale.square()).sum(-1, keepdim=True)
-    scale = scale * (size.sum(-1, keepdim=True) / scaled.clamp_min(1e-10)).sqrt()  # the update keeps its norm
-    update = update * scale.unsqueeze(neuron)
-    # A matrix of r rows and c columns has an update of RMS 1 / sqrt(max(r, c)); this makes the step of a
-    # neuron's output independent of its fan-in.
-    lr = lr * math.sqrt(max(1.0, update.size(-2) / update.size(-1)))
-    # Cautious decay: where the update shrinks a weight anyway. In full from a tenth of the update's RMS on,
-    # in proportion below, for a jump at 0 would make of rounding another run (docs/ablations.md).
-    agree = (update * params.sign() * (10 * math.sqrt(max(update.shape[-2:])))).clamp(0, 1)
-    params.sub_(lr * (update + weight_decay * params * agree))
 
 
 class MuonAdamW(torch.optim.Optimizer):

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.optim import PARAMETER_TABLE, POLAR_EXPRESS, MuonAdamW, orthogonalize, parameter_groups
+from nanochat.muon import POLAR_EXPRESS, orthogonalize
+from nanochat.optim import PARAMETER_TABLE, MuonAdamW, parameter_groups
 
 RATES = {"embedding_lr": 0.1, "unembedding_lr": 0.01, "matrix_lr": 0.02, "scalar_lr": 0.3}
 
