@@ -121,17 +121,18 @@ class KVCache:
 
 
 def sample_token(logits, temperature: float, top_k: int, top_p: float, generator):
-    """Draw from logits (B, V) float32 -> (B, 1) int64. temperature 0 takes the likeliest.
+    """Draw from logits (B, V) float32 -> (B, 1) int64. temperature 0 takes the likeliest, and so does one so
+    near to it that dividing by it might overflow.
 
     top_k > 0 keeps the k likeliest; then top_p < 1 the fewest likeliest that together have at least that
     share of what is left (nucleus sampling, arXiv 1904.09751), and never none.
     """
-    if temperature <= 0:
+    if temperature < 1e-6:
         return logits.argmax(-1, keepdim=True)
     if 0 < top_k < logits.size(-1):
         kth = logits.topk(top_k).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
-    p = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)  # never inf / inf
+    p = (logits / temperature).softmax(-1)
     if top_p < 1:
         sorted_p, order = p.sort(-1, descending=True)
         before = sorted_p.cumsum(-1) - sorted_p  # what all likelier tokens have

@@ -171,8 +171,8 @@ def test_top_p_shares_out_what_temperature_and_top_k_have_left():
 
 
 def test_temperature_zero_takes_the_likeliest_and_the_smallest_above_it_does_too():
-    for temperature in (0, 1e-38):
-        assert frequencies(temperature).tolist() == [1, 0, 0, 0, 0]
+    for temperature in (0, 1e-300, 1e-38, 1e-6, 1e-3):
+        assert frequencies(temperature, logits=7 * LOGITS).tolist() == [1, 0, 0, 0, 0]
 
 
 # ------------------------------------------------------------------------------------------------------

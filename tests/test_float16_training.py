@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from test_base_train import ROOT, command, corpus, losses, records, run  # noqa: F401
+from test_base_train import ROOT, command, losses, records, run
 from torch.nn.parallel import DistributedDataParallel
 
 from nanochat import checkpoint, precision, scaling
@@ -23,7 +23,7 @@ SHORT = [f"--num_iterations={STEPS}", "--save_every=1", "--keep_checkpoints=-1",
 
 
 @pytest.fixture(scope="module")
-def trained(corpus, tmp_path_factory):  # noqa: F811
+def trained(corpus, tmp_path_factory):
     """A run in float16."""
     out = tmp_path_factory.mktemp("float16") / "run"
     assert "float16 (as asked for" in run(command(corpus, out, *SHORT, "--dtype=float16"))
@@ -48,7 +48,7 @@ def tensors_of(out, step: int) -> dict:
     return tensors
 
 
-def test_losses_in_float16_are_those_of_float32_to_a_thousandth(corpus, trained, tmp_path):  # noqa: F811
+def test_losses_in_float16_are_those_of_float32_to_a_thousandth(corpus, trained, tmp_path):
     run(command(corpus, tmp_path / "run", *SHORT, "--dtype=float32"))
     exact, found = losses(tmp_path / "run"), losses(trained)
     assert found == pytest.approx(exact, rel=1e-3) and found != exact
@@ -69,7 +69,7 @@ def test_a_float16_run_s_checkpoint_writes_text_in_float16(trained):
 
 
 @pytest.fixture(scope="module")
-def overflowed(corpus, trained, tmp_path_factory):  # noqa: F811
+def overflowed(corpus, trained, tmp_path_factory):
     """The same run from its second step on, with a scale of 2^23 in the checkpoint, too much for float16."""
     out = tmp_path_factory.mktemp("overflowed") / "run"
     save_with_scale(trained, out, 2, 2.0**23)
@@ -103,7 +103,7 @@ def test_an_overflow_skips_the_step_halves_the_scale_and_the_run_recovers(overfl
 
 
 def test_a_resumed_float16_run_has_the_scale_and_the_losses_of_one_never_stopped(
-    corpus,  # noqa: F811
+    corpus,
     overflowed,
     tmp_path,
 ):
