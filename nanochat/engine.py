@@ -2,6 +2,7 @@
 costs one forward pass of that token alone."""
 
 import codecs
+import contextlib
 import os
 from pathlib import Path
 
@@ -72,17 +73,17 @@ def cast_weights(model: GPT, dtype: torch.dtype) -> GPT:
 
 def load_for_inference(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> GPT:
     """The model of a checkpoint with its weights cast once to `dtype`; UserError if it has none of ours."""
-    try:
-        with torch.device("meta"):
-            model = GPT(GPTConfig(**checkpoint.state["identity"]["model"]))
-        cast_weights(model, dtype).to_empty(device=device)
-        model.init_weights()  # for the rotary tables
-        model.load_state_dict(checkpoint.load_model())
-    except (KeyError, TypeError, RuntimeError) as error:
+    tensors, fits = checkpoint.load_model(), False
+    with contextlib.suppress(KeyError, TypeError), torch.device("meta"):
+        model = GPT(GPTConfig(**checkpoint.state["identity"]["model"]))
+        fits = {n: t.shape for n, t in tensors.items()} == {n: t.shape for n, t in model.state_dict().items()}
+    if not fits:
         raise UserError(
-            f"{checkpoint.path} holds no model that this nanochat knows ({str(error).splitlines()[0]}); "
-            "use the version that wrote it"
-        ) from error
+            f"{checkpoint.path} holds no model that this nanochat knows; use the version that wrote it"
+        )
+    cast_weights(model, dtype).to_empty(device=device)
+    model.init_weights()  # for the rotary tables
+    model.load_state_dict(tensors)
     return model.eval().requires_grad_(False)
 
 
