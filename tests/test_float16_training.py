@@ -48,11 +48,15 @@ def tensors_of(out, step: int) -> dict:
     return tensors
 
 
-def test_losses_in_float16_are_those_of_float32_to_a_thousandth(corpus, trained, tmp_path):
-    run(command(corpus, tmp_path / "run", *SHORT, "--dtype=float32"))
-    exact, found = losses(tmp_path / "run"), losses(trained)
-    assert found == pytest.approx(exact, rel=1e-3) and found != exact
+def test_losses_in_16_bit_are_those_of_float32_to_two_thousandths(corpus, trained, tmp_path):
+    for dtype in ("float32", "bfloat16"):
+        run(command(corpus, tmp_path / dtype, *SHORT, f"--dtype={dtype}"))
+    exact = losses(tmp_path / "float32")
     assert exact[STEPS - 1] < exact[0] - 0.1, "and it learned"
+    # Not in proportion to what they round: AdamW's first steps make the smallest differences full ones
+    for out in (trained, tmp_path / "bfloat16"):
+        found = losses(out)
+        assert found == pytest.approx(exact, rel=2e-3) and found != exact
     assert skipped_steps(trained) == [] and scale_after(trained, STEPS) == 2**16
 
 
