@@ -330,8 +330,10 @@ def samples() -> list[str]:
     texts, options = [], {"temperature": 0.8, "top_k": 50, "seed": seed, "stop_ids": {encoding.bos_id}}
     for prompt in sample_prompts.split("|"):
         ids = [encoding.bos_id, *encoding.encode(prompt).tolist()]
-        more = generate(model, ids, 96, compute_dtype, **options)
-        texts.append(prompt + encoding.decode(list(more)))
+        try:
+            texts.append(prompt + encoding.decode(list(generate(model, ids, 96, compute_dtype, **options))))
+        except UserError as error:  # not a reason to lose a run
+            texts.append(f"{prompt} ({error})")
     return texts
 
 
