@@ -145,14 +145,13 @@ def work():
 
 
 class Worker:
-    """A process that does a job; `ask(name, ...)` waits for its answer."""
+    """A process that does a job: `wait()` until it is ready, then `ask(name, ...)` and wait for its answer."""
 
     def __init__(self, name: str, **job):
         self.name, self.job, self.answers = name, job, []
         command = [sys.executable, "-c", "from nanochat.precision_cost import work; work()"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._send(job)
-        self._receive()
 
     def _send(self, message):
         try:
@@ -169,6 +168,9 @@ class Worker:
                 "message is above); if memory ran out, lower --depth or --device_batch_size"
             )
         return json.loads(line)
+
+    def wait(self):
+        self._receive()
 
     def ask(self, name, **arguments):
         self._send([name, arguments])
@@ -209,6 +211,8 @@ def measure_training(names, tokens, folder, config, device, seed, rounds, second
             label = f"{names[0]}, other initial weights" if name == "again" else name
             workers.append(Worker(label, dtype=dtype, seed=its_seed, **common))
             stack.callback(workers[-1].close)
+        for worker in workers:
+            worker.wait()
         for round_number in range(rounds):
             say(f"training, round {round_number + 1} of {rounds}")
             for worker in workers:  # the first precision always goes all the way
@@ -242,6 +246,8 @@ def measure_inference(names, folder, config, device, rounds, new_tokens, say=pri
             label = name if name == "float32" else f"{name}, {'weights cast once' if cast else 'autocast'}"
             workers.append(Worker(label, dtype=name, cast=cast, **common))
             stack.callback(workers[-1].close)
+        for worker in workers:
+            worker.wait()
         for round_number in range(rounds):
             say(f"inference, round {round_number + 1} of {rounds}")
             for worker in workers:

@@ -445,7 +445,7 @@ def test_what_cannot_be_done_is_refused_with_what_can(arguments, words, tmp_path
 
 def test_a_measuring_process_that_dies_ends_the_measurement_with_a_sentence(capfd):
     with pytest.raises(UserError, match="the process that measures nothing ended with status 1"):
-        precision_cost.Worker("nothing", kind="unheard of", device_type="cpu", seed=0)
+        precision_cost.Worker("nothing", kind="unheard of", device_type="cpu", seed=0).wait()
 
 
 def test_inference_with_cast_weights_holds_them_in_that_dtype_and_gives_float32_logits(tmp_path):
