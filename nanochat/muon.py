@@ -50,9 +50,9 @@ def _polar_factor(X, coefficients):
     in small matrices, where bfloat16's rounding does not average out, the plain iteration is better.
     """
     A, Q = X @ X.mT, None
+    identity = torch.eye(A.size(-1), dtype=A.dtype, device=A.device)
     for step, (a, b, c) in enumerate(coefficients):
-        P = torch.baddbmm(A, A, A, beta=b, alpha=c)
-        P.diagonal(dim1=-2, dim2=-1).add_(a)  # P = a + b A + c A A
+        P = torch.baddbmm(A, A, A, beta=b, alpha=c) + a * identity
         if step < len(coefficients) - 1:
             A = P @ A @ P
         Q = P if Q is None else P @ Q
