@@ -145,7 +145,7 @@ def work():
 
 
 class Worker:
-    """A process that does a job: `wait()` until it is ready, then `ask(name, ...)` and wait for its answer."""
+    """A process that does a job: `wait()` until it is ready, then `ask(name, ...)` for an answer."""
 
     def __init__(self, name: str, **job):
         self.name, self.job, self.answers = name, job, []

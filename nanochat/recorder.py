@@ -231,23 +231,32 @@ def record_step(model, optimizer, scaler, dtype, inputs, targets, prompt=(), max
             with recorder.at("generation"):
                 generated = list(generate(model, list(prompt), max_tokens, dtype))
     if prompt:
-        cast = Recorder(cast_weights(copy.deepcopy(model), dtype))
-        with cast.recording(), cast.at("chat"):
-            list(generate(cast.model, list(prompt), max_tokens))
-        recorder.ops += cast.ops
-        recorder.autocast |= cast.autocast
+        _record_chat(recorder, prompt, max_tokens, dtype)
     return Record(
         recorder.ops,
         {name: p.dtype for name, p in model.named_parameters()},
         {name: p.grad.dtype for name, p in model.named_parameters() if p.grad is not None},
-        {
-            f"{i}/{key}": value.dtype
-            for i, state in enumerate(optimizer.state.values())
-            for key, value in state.items()
-            if isinstance(value, torch.Tensor)
-        },
+        _state_dtypes(optimizer),
         dict(recorder.autocast),
         loss.dtype,
         scale,
         len(generated) if prompt else 0,
     )
+
+
+def _record_chat(recorder, prompt, max_tokens, dtype):
+    """Add what a copy of the model with cast weights does to generate."""
+    cast = Recorder(cast_weights(copy.deepcopy(recorder.model), dtype))
+    with cast.recording(), cast.at("chat"):
+        list(generate(cast.model, list(prompt), max_tokens))
+    recorder.ops += cast.ops
+    recorder.autocast |= cast.autocast
+
+
+def _state_dtypes(optimizer) -> dict[str, torch.dtype]:
+    return {
+        f"{i}/{key}": value.dtype
+        for i, state in enumerate(optimizer.state.values())
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }

@@ -2,7 +2,7 @@
 
     python -m scripts.precision_report                       # the page, also written to a file
     python -m scripts.precision_report --dtype=float16       # another precision
-    python -m scripts.precision_report --measure             # and what each precision costs on this machine
+    python -m scripts.precision_report --measure             # and what each precision costs here, in minutes
 
 docs/precision.md answers the usual questions about precision with its output.
 """
