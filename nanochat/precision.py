@@ -37,7 +37,7 @@ def resolve_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         what, best = f"CUDA compute capability {major}.{minor}", "bfloat16" if major >= 8 else "float16"
-        if major < 8:  # torch emulates bfloat16 there, at less than float32's speed
+        if major < 8:  # torch would emulate it there
             can.remove("bfloat16")
             what += ", bfloat16 needs 8.0"
     elif device.type == "cpu":
@@ -45,7 +45,7 @@ def resolve_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
         best = "bfloat16" if "bfloat16" in native else "float32"
         what = f"CPU {'with' if best == 'bfloat16' else 'without'} native bfloat16"
         slow = [dtype for dtype in can if dtype not in native]
-    else:  # MPS: torch has autocast to both since 2.6, a GradScaler since 2.8; float32 is what was tried most
+    else:  # MPS: autocast to both 16-bit dtypes since torch 2.6, a GradScaler since 2.8; none tried by us
         what, best = device.type.upper(), "float32"
         if not torch.backends.mps.is_macos_or_newer(14, 0):
             can.remove("bfloat16")
@@ -55,7 +55,7 @@ def resolve_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
     if name not in can:
         use = " or ".join(f"--dtype={dtype}" for dtype in can)
         raise UserError(f"this device cannot compute in {name} ({what}); use {use}")
-    emulated = f", and slow: this CPU has no {name} instructions" if name in slow else ""
+    emulated = f", and slow: no {name} instructions found in this CPU" if name in slow else ""
     return DTYPES[name], "as asked for" + emulated + _rounding(name)
 
 

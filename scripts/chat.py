@@ -87,14 +87,14 @@ def beginning(text: str) -> list[int]:
     return [encoding.bos_id, *ids[max(0, len(ids) - keep) :]]
 
 
-def write(text: str, seed: int):
+def write(text: str, draw_seed: int):
     """Print the text and what the model adds, as it comes."""
     ids, written = beginning(text), []
     many = room if max_tokens == -1 else max_tokens
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "stop_ids": {encoding.bos_id}}
 
     def tokens():
-        for token in generate(model, ids, many, seed=seed, **options):
+        for token in generate(model, ids, many, seed=draw_seed, **options):
             written.append(token)
             yield token
 
