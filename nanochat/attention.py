@@ -44,5 +44,5 @@ def _banded(q, k, v, window: int):
     mask = _band(window, 2 * window, window, q.device).repeat(blocks, 1, 1)  # (blocks, window, 2 * window)
     mask[0, :, :window] = False
     q, k, v = q.flatten(1, 2), with_previous(k).flatten(1, 2), with_previous(v).flatten(1, 2)
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.repeat(H, 1, 1))
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.repeat(H, 1, 1)[None])  # 3-D is not fused
     return y.reshape(B, H, T, D)

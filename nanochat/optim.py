@@ -105,6 +105,9 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and found_inf.device.type == "mps" and found_inf.item():
+            return  # MPS's fused AdamW ignored found_inf until 2026 (pytorch/pytorch#186360)
         sent = []
         for group in self.param_groups:
             if group["method"] == "muon":

@@ -132,6 +132,8 @@ class Runtime:
         """Bytes: the most allocated on the GPU, else the most this process had resident (0: unknown)."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
+        if self.device.type == "mps":  # what the driver gave torch; it hardly ever takes any back
+            return torch.mps.driver_allocated_memory()
         try:
             import resource
         except ImportError:  # Windows
@@ -236,6 +238,8 @@ def decide_compile(setting: str, device: torch.device, expected_seconds: float) 
         if not any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++", "cl")):
             return False, "no C++ compiler here"
     elif device.type == "cuda":
+        if not torch.version.hip and torch.cuda.get_device_capability(device)[0] < 7:
+            return False, "Triton needs CUDA compute capability 7.0"
         try:
             import triton  # noqa: F401
         except ImportError:

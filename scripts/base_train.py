@@ -398,7 +398,8 @@ while True:
     seconds = time.perf_counter() - started
 
     grad_norm, finite = grad_norm.item(), math.isfinite(grad_norm)
-    bad_steps = 0 if finite or scaler.is_enabled() else bad_steps + 1  # an overflow of float16 is no bad step
+    overflow = not finite and scaler.get_scale() > 1  # of float16, whose scale is halved then: no bad step
+    bad_steps = 0 if finite or overflow else bad_steps + 1
     loop["skipped"] += not finite
     loop["train_seconds"] += seconds
     late = machine.is_main and 0 < 60 * save_minutes < time.monotonic() - saved_at  # one clock for all
@@ -420,6 +421,7 @@ while True:
         "train_time_s": loop["train_seconds"],
         "epoch": loader.epoch,
         "skipped": loop["skipped"],
+        **({"loss_scale": scaler.get_scale()} if scaler.is_enabled() else {}),  # of the next step
         "spike": spike,
     }
     log.write(record)

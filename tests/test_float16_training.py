@@ -100,6 +100,8 @@ def test_an_overflow_skips_the_step_halves_the_scale_and_the_run_recovers(overfl
         after, before = tensors_of(overflowed, step + 1), tensors_of(overflowed, step)
         assert after.keys() == before.keys()
         assert all(torch.equal(after[name], before[name]) for name in after) == was_skipped, step
+    scales = {r["step"]: r["loss_scale"] for r in records(overflowed) if "loss" in r}
+    assert scales == {step: scale_after(overflowed, step + 1) for step in range(2, STEPS)}
     counts = {r["step"]: r["skipped"] for r in records(overflowed) if "loss" in r}
     assert counts == {step: min(step - 1, len(skipped)) for step in range(2, STEPS)}
     found = losses(overflowed)
@@ -120,6 +122,14 @@ def test_a_resumed_float16_run_has_the_scale_and_the_losses_of_one_never_stopped
     assert losses(out) == {step: expected[step] for step in range(last, STEPS)}
     assert scale_after(out, STEPS) == scale_after(overflowed, STEPS)
     assert records(out)[-2]["skipped"] == last - 1
+
+
+def test_a_float16_run_that_no_scale_can_save_ends_and_names_the_step(corpus, trained, tmp_path):
+    save_with_scale(trained, tmp_path / "run", 2, 4.0)
+    lost = ["--embedding_lr=1e38", "--matrix_lr=1e38", "--warmup_steps=0", "--grad_clip=-1"]
+    longer = ["--num_iterations=20", "--eval_every=-1", "--dtype=float16"]
+    printed = run(command(corpus, tmp_path / "run", *lost, *longer), status=2)
+    assert "three steps in a row were not finite, the last one step" in printed
 
 
 # ------------------------------------------------------------------------------------------------------
