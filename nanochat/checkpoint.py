@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_jobs
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -241,6 +242,11 @@ class AsyncSaver:
         """Wait for the save in flight and return its Path (None: there is none), or raise its SaveError."""
         job, self._job = self._job, None
         return job.result() if job else None
+
+    def finish(self, timeout_s):
+        """Give the save in flight so long to end; says nothing of how it ended."""
+        if self._job:
+            wait_for_jobs([self._job], timeout_s)
 
     def close(self):
         """Finish the save in flight and end the thread; returns and raises what wait() does."""

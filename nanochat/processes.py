@@ -19,6 +19,14 @@ import torch.distributed as dist
 from nanochat import UserError
 
 GRACE_S = 3.0  # in which processes that wait for each other find out who does not
+FINISH_S = 20.0  # in which what was begun before may end, a save above all; torchrun kills after 30
+
+_to_finish = []  # functions of a time limit in seconds
+
+
+def before_end(finish):
+    """Have finish(seconds) called before an exception ends this process and the others."""
+    _to_finish.append(finish)
 
 
 def join(backend: str, timeout_s: float, **options) -> dist.Store:
@@ -84,6 +92,9 @@ def _end_together(previous, store, rank, world_size, timeout_s, kind, error, tra
         else:
             sentence += ": it has ended, and its own message says why"
         print(f"error: {sentence}; all end, and the newest checkpoint is good", file=sys.stderr)
+    for finish in _to_finish:
+        with contextlib.suppress(Exception):  # the first cause is said, and nothing else shall be
+            finish(FINISH_S)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)  # threads and destructors of a broken process group may wait for ever

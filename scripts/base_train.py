@@ -24,7 +24,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import configurator
-from nanochat import UserError, checkpoint, metrics, optim, precision, runtime, scaling
+from nanochat import UserError, checkpoint, metrics, optim, precision, processes, runtime, scaling
 from nanochat.dataloader import TrainLoader, merge_states, validation_batches
 from nanochat.dataset import iterate_documents, open_dataset
 from nanochat.engine import generate
@@ -293,6 +293,7 @@ console = metrics.Console(step, num_iterations, machine.is_main)
 
 
 saver = checkpoint.AsyncSaver(run_path, machine.rank, world_size, token)  # each process writes its share
+processes.before_end(saver.finish)
 
 
 def is_due(every: int) -> bool:

@@ -408,6 +408,7 @@ def report(*arguments: str, status: int = 0) -> subprocess.CompletedProcess:
     return done
 
 
+@pytest.mark.slow
 def test_the_script_prints_the_page_writes_it_and_measures_what_each_precision_costs(tmp_path):
     for i in range(200):
         (tmp_path / f"{i}.txt").write_text(f"words {i} about nothing in particular " * (i % 20 + 1))
