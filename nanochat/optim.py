@@ -147,7 +147,7 @@ class MuonAdamW(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=False,
-            found_inf=getattr(self, "found_inf", None),  # GradScaler deletes it after its step
+            found_inf=getattr(self, "found_inf", None),
         )
 
     def _muon(self, group):
@@ -158,13 +158,11 @@ class MuonAdamW(torch.optim.Optimizer):
             raise RuntimeError("the model was moved after its optimizer was made; make the optimizer anew")
         grads = torch.stack([p.grad for p in params])
         scalars = torch.tensor([group["lr"], *group["betas"], group["weight_decay"]], device=grads.device)
-        if (found_inf := getattr(self, "found_inf", None)) is not None:  # rate 0, betas 1: nothing moves
-            skip = found_inf.to(grads.device) != 0
-            scalars = torch.where(skip, torch.tensor([0.0, 1.0, 1.0, 0.0], device=grads.device), scalars)
-            grads = torch.where(skip, 0.0, grads)
+        found_inf = getattr(self, "found_inf", None)  # GradScaler deletes it after its step
+        skip = torch.zeros_like(scalars[0]) if found_inf is None else found_inf.to(grads.device)
         # Small matrices (gates) are over before compiled code for their shape would be loaded
         update = self.muon_update if params[0].numel() > 2**14 else muon_update
-        update(stacked, grads, momentum, second_moment, *scalars.unbind(), self.muon_dtype)
+        update(stacked, grads, momentum, second_moment, *scalars.unbind(), skip != 0, self.muon_dtype)
 
     def _named_parameters(self):
         for group in self.param_groups:
