@@ -265,7 +265,8 @@ if found:
     step, loop = found.step, found.state["loop"]
     optimizer.load_named_state(found.load_optimizer(optimizer.needs))
     runtime.set_random_state(found.load_optimizer(runtime.is_random_state))
-    scaler.load_state_dict(found.state["scaler"])
+    if found.state["scaler"]:  # empty where the run was not in float16
+        scaler.load_state_dict(found.state["scaler"])
 
 train_model = torch.compile(model, dynamic=False) if compiled else model
 if world_size > 1:  # averages the gradients over the processes, overlapped with the backward pass
@@ -290,8 +291,6 @@ if machine.is_main:
     loop["wandb_id"] = wandb_run.id if wandb_run else None
 log = metrics.Metrics(run_path, wandb_run, enabled=machine.is_main)
 console = metrics.Console(step, num_iterations, machine.is_main)
-
-
 saver = checkpoint.AsyncSaver(run_path, machine.rank, world_size, token)  # each process writes its share
 processes.before_end(saver.finish)
 

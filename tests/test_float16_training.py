@@ -58,6 +58,10 @@ def test_losses_in_16_bit_are_those_of_float32_to_two_thousandths(corpus, traine
         found = losses(out)
         assert found == pytest.approx(exact, rel=2e-3) and found != exact
     assert skipped_steps(trained) == [] and scale_after(trained, STEPS) == 2**16
+    longer = ["--dtype=float16", f"--num_iterations={STEPS + 2}", "--eval_every=-1"]
+    run(command(corpus, tmp_path / "float32", *longer))  # another precision may go on with a run
+    assert len(losses(tmp_path / "float32")) == STEPS + 2
+    assert records(tmp_path / "float32")[-2]["loss_scale"] == 2**16
 
 
 def test_weights_and_optimizer_state_of_a_float16_run_are_float32(trained):
