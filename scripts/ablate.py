@@ -1,6 +1,7 @@
 """Ablations: variants trained at equal tokens over several seeds, compared by bits per byte.
 
     python -m scripts.ablate --what=packing           # how documents become rows; minutes on two cores
+    python -m scripts.ablate --what=precision         # compute dtypes against float32
     python -m scripts.ablate --what=packing --json    # one JSON object as the last line
 
 Every finished training is kept in <base_dir>/ablations/, so a command that was stopped goes on, and one with
@@ -27,7 +28,7 @@ from nanochat.lanes import Lane, open_lanes
 from nanochat.shards import RowGroups
 from nanochat.tokenizer import open_tokenizer
 
-what: Literal["packing"] = "packing"  # what to compare
+what: Literal["packing", "precision"] = "packing"  # what to compare
 seeds = 3  # trainings of every variant, with the seeds 0, 1, ...
 json = False  # print one JSON object as the last line
 
@@ -53,7 +54,7 @@ dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # compute dty
 settings = configurator.configure(globals())
 
 # ------------------------------------------------------------------------------------------------------
-# Packing: the variants are kinds of nanochat.lanes.Lane
+# The variants, as arguments of train(): for packing kinds of nanochat.lanes.Lane, for precision dtypes
 
 
 class Concatenated(Lane):
@@ -80,10 +81,14 @@ class Cropped(Lane):
 
 VARIANTS = {
     "packing": {
-        "best fit, remainders kept": Lane,
-        "best fit, cropped": Cropped,
-        "concatenation": Concatenated,
-    }
+        "best fit, remainders kept": {},
+        "best fit, cropped": {"kind": Cropped},
+        "concatenation": {"kind": Concatenated},
+    },
+    "precision": {
+        "float32": {"dtype": torch.float32},
+        "bfloat16": {"dtype": torch.bfloat16},
+    },
 }[what]
 
 # ------------------------------------------------------------------------------------------------------
@@ -154,14 +159,14 @@ def batches(kind: type[Lane], seed: int):
         yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
-def train(kind: type[Lane], seed: int) -> dict:
+def train(seed: int, kind: type[Lane] = Lane, dtype: torch.dtype = compute_dtype) -> dict:
     """One training from start to end, and what it reaches."""
     torch.manual_seed(seed)
     model = GPT(config).to(device)
     model.init_weights(torch.Generator(device).manual_seed(seed))
-    low = torch.bfloat16 if compute_dtype == torch.bfloat16 else torch.float32
+    low = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     optimizer = optim.MuonAdamW(optim.parameter_groups(model, rates, decay), muon_dtype=low, compile=False)
-    scaler = precision.make_scaler(device, compute_dtype)
+    scaler = precision.make_scaler(device, dtype)
     stream = batches(kind, seed)
     began = time.perf_counter()
     for step in range(num_iterations):
@@ -172,7 +177,7 @@ def train(kind: type[Lane], seed: int) -> dict:
                 group["betas"] = (scaling.muon_momentum(step, num_iterations), group["betas"][1])
                 group["weight_decay"] = decay * scaling.weight_decay_multiplier(step, num_iterations)
         inputs, targets = next(stream)
-        with precision.autocast(device, compute_dtype):
+        with precision.autocast(device, dtype):
             loss = model(inputs, targets)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
@@ -182,8 +187,8 @@ def train(kind: type[Lane], seed: int) -> dict:
         optimizer.zero_grad(set_to_none=True)
     return {
         "loss": loss.item(),
-        "val_bpb": bits_per_byte(model, validation, token_bytes, compute_dtype, machine),
-        "first_window_bpb": bits_per_byte(model, first_windows(), token_bytes, compute_dtype, machine),
+        "val_bpb": bits_per_byte(model, validation, token_bytes, dtype, machine),
+        "first_window_bpb": bits_per_byte(model, first_windows(), token_bytes, dtype, machine),
         "seconds": time.perf_counter() - began,
     }
 
@@ -217,9 +222,9 @@ if kept.exists():
         if record["settings"] == same:
             results[record["variant"], record["seed"]] = record
 for seed in range(seeds):  # seeds outside: every variant has as many when it is stopped
-    for variant, kind in VARIANTS.items():
+    for variant, options in VARIANTS.items():
         if (variant, seed) not in results:
-            record = {"variant": variant, "seed": seed, **train(kind, seed), "settings": same}
+            record = {"variant": variant, "seed": seed, **train(seed, **options), "settings": same}
             record["git_commit"] = runtime.git_commit()
             with open(kept, "a", encoding="utf-8") as file:
                 file.write("\n" * (kept.stat().st_size > 0 and not kept.read_bytes().endswith(b"\n")))
