@@ -8,7 +8,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-
 # A shell's background jobs begin with SIGINT ignored, and the processes that tests start would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
