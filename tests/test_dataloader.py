@@ -560,7 +560,10 @@ while True:
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.1)
     process.send_signal(number)
-    _, err = process.communicate(timeout=30)
+    try:
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()  # it would read for ever
     assert process.returncode != 0 and "Fatal" not in err
 
 
