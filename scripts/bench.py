@@ -103,14 +103,15 @@ class Training:
         with precision.autocast(self.machine.device, self.dtype):
             loss = self.forward(self.inputs, self.targets)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.found_inf = 1 - grad_norm.isfinite().float()
         self.machine.synchronize()
-        forward_done = time.perf_counter()
+        clipped = time.perf_counter()
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
         self.machine.synchronize()
+        self.optimizer_times.append(time.perf_counter() - clipped)
+        self.optimizer.zero_grad(set_to_none=True)
         self.step_times.append(time.perf_counter() - began)
-        self.optimizer_times.append(time.perf_counter() - forward_done)
 
 
 def bench_train() -> dict:
