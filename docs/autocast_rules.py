@@ -9,11 +9,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from nanochat.precision_page import name_of
 from nanochat.recorder import Recorder
-
-
-def name_of(dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def markdown(head: list, rows: list[list]) -> str:
@@ -70,13 +67,15 @@ def autocast_on(device_type: str, dtype, fake=True):
     Fake tensors have a device, a dtype and no memory. They pass through the real autocast of their device,
     whose context manager refuses a device that is absent: so it is switched on by hand.
     """
+    before = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
     with FakeTensorMode() if fake else contextlib.nullcontext():
         torch.set_autocast_dtype(device_type, dtype)
         torch.set_autocast_enabled(device_type, True)
         try:
             yield
         finally:
-            torch.set_autocast_enabled(device_type, False)
+            torch.set_autocast_dtype(device_type, before[0])
+            torch.set_autocast_enabled(device_type, before[1])
             torch.clear_autocast_cache()
 
 

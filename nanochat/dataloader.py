@@ -25,9 +25,8 @@ import numpy as np
 import torch
 
 from nanochat import UserError
-from nanochat.dataset import iterate_documents
 from nanochat.lanes import open_lanes
-from nanochat.shards import RowGroups
+from nanochat.shards import RowGroups, iterate_documents
 from nanochat.tokenizer import Tokenizer
 
 PACKING = 2  # raised when lanes place the same documents otherwise: positions of before are refused

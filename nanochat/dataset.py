@@ -4,7 +4,7 @@
     dataset = open_dataset("my_texts/", base_dir=base_dir)    # files or folders of text, imported once
     dataset = open_dataset("climbmix", base_dir=base_dir)     # public shards, downloaded by
     python -m nanochat.dataset --name=climbmix --num_shards=8
-    for text in iterate_documents(dataset.train_shards): ...
+    for text in dataset.train_texts(): ...
 
 docs/data.md says what becomes a document, and which documents are validation.
 """
@@ -16,13 +16,13 @@ import re
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat import UserError
 from nanochat.shard_folder import Dataset, build, open_built, writing
-from nanochat.shards import RowGroups, footer_digest
+from nanochat.shards import footer_digest
 from nanochat.textfiles import find_files, read_documents
 
 FORMAT = 1  # of what we build; a higher number makes old folders be built anew
@@ -80,13 +80,6 @@ def open_dataset(
     if in_place and val_files:
         return _open_shards(name, files, val_files)
     return _open_local(base_dir / "data", name, files, val_files, text_field, others)
-
-
-def iterate_documents(shards: Sequence[Path]) -> Iterator[str]:
-    """The documents of shards in stored order."""
-    groups = RowGroups(shards)
-    for group in range(len(groups.sizes)):
-        yield from groups.read(group)
 
 
 # -- the embedded data set

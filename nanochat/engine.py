@@ -82,7 +82,7 @@ def load_for_inference(checkpoint: Checkpoint, device: torch.device, dtype: torc
             f"{checkpoint.path} holds no model that this nanochat knows; use the version that wrote it"
         )
     cast_weights(model, dtype).to_empty(device=device)
-    model.init_weights()  # for the rotary tables
+    model.init_rotary()
     model.load_state_dict(tensors)
     return model.eval().requires_grad_(False)
 

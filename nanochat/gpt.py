@@ -162,6 +162,10 @@ class GPT(nn.Module):
                 nn.init.zeros_(block.attention.value_gate.weight)
             nn.init.ones_(block.residual_scale)
             nn.init.constant_(block.x0_scale, 0.1)
+        self.init_rotary()
+
+    def init_rotary(self):
+        """Make the rotary tables, which no checkpoint holds, on the device the model is on."""
         D, device = self.config.head_dim, self.embedding.weight.device
         frequencies = ROPE_BASE ** (-torch.arange(0, D, 2, dtype=torch.float32) / D)
         angles = torch.outer(

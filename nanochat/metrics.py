@@ -64,6 +64,12 @@ def is_spike(loss: float, recent: list[float]) -> bool:
     return len(recent) >= 32 and loss > statistics.fmean(recent) + 6 * statistics.pstdev(recent)
 
 
+def first_bad(micro_losses: list[float]) -> str:
+    """What of a step first was not finite, for a message: one of its micro-steps, else its gradient."""
+    bad = [i for i, loss in enumerate(micro_losses) if not math.isfinite(loss)]
+    return f"micro-step {bad[0]} of its {len(micro_losses)}" if bad else "its gradient"
+
+
 def read_metrics(path) -> list[dict]:
     """The whole records of a metrics.jsonl, in order; [] where there is none."""
     try:

@@ -46,16 +46,19 @@ class MuonAdamW(torch.optim.Optimizer):
     sets it where the gradient is not finite; torch's GradScaler does the same, so nobody waits for the
     device.
 
+    compute_dtype is the forward pass's: Muon multiplies in bfloat16 where that does, else in float32.
+
     Group keys: method, params, names, lr, initial_lr, betas, eps, weight_decay. The script changes `lr`,
     `betas` and `weight_decay` between steps. State is float32 and filed under the parameter's name.
     """
 
     _step_supports_amp_scaling = True  # GradScaler hands us its found_inf instead of asking the device for it
 
-    def __init__(self, groups, muon_dtype=torch.float32, compile=False, rank=0, world_size=1):
+    def __init__(self, groups, compute_dtype=torch.float32, compile=False, rank=0, world_size=1):
         super().__init__(groups, {})
         self.found_inf = None
-        self.muon_dtype = muon_dtype
+        # float16's range is too small for the products of the orthogonalization
+        self.muon_dtype = torch.bfloat16 if compute_dtype == torch.bfloat16 else torch.float32
         self.muon_update = torch.compile(muon_update, dynamic=False) if compile else muon_update
         self.rank, self.world_size = rank, world_size
         matrices, tables = (

@@ -2,7 +2,6 @@
 it is."""
 
 import contextlib
-from pathlib import Path
 
 import torch
 
@@ -10,21 +9,18 @@ from nanochat import UserError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
-# Words of /proc/cpuinfo that stand for matrix products of a dtype in hardware, on x86 and on Arm
-CPU_WORDS = {
-    "bfloat16": {"avx512_bf16", "amx_bf16", "bf16"},
-    "float16": {"avx512_fp16", "amx_fp16", "asimdhp"},
+# Instructions that multiply matrices of a dtype, as torch.cpu.get_capabilities names them, on x86 and on Arm
+CPU_INSTRUCTIONS = {
+    "bfloat16": ("avx512_bf16", "amx_bf16", "bf16"),
+    "float16": ("avx512_fp16", "amx_fp16", "fp16_arith"),
 }
 
 
 def cpu_native_dtypes() -> list[str]:
-    """The dtypes that this CPU multiplies in hardware. Where there is no /proc/cpuinfo to read it from
-    (macOS, Windows), float32 alone."""
-    try:
-        words = set(Path("/proc/cpuinfo").read_text().split())
-    except OSError:
-        words = set()
-    return [name for name, any_of in CPU_WORDS.items() if words & any_of] + ["float32"]
+    """The dtypes that this CPU multiplies in hardware; float32 alone where torch is too old to say."""
+    has = getattr(torch.cpu, "get_capabilities", dict)()
+    native = [name for name, any_of in CPU_INSTRUCTIONS.items() if any(has.get(word) for word in any_of)]
+    return [*native, "float32"]
 
 
 def resolve_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:

@@ -15,9 +15,9 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from nanochat import UserError, optim, precision, runtime
@@ -30,15 +30,6 @@ PROMPT = 16  # tokens before those that are generated
 
 # ------------------------------------------------------------------------------------------------------
 # In the worker's process
-
-
-def peak_memory(machine) -> int:
-    """The most bytes this process held. Not getrusage's on Linux: that begins with what the parent held."""
-    with contextlib.suppress(OSError, StopIteration):
-        if machine.device.type != "cuda":
-            lines = Path("/proc/self/status").read_text().splitlines()
-            return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
-    return machine.peak_memory()
 
 
 def build(config, device, seed, dtype=torch.float32):
@@ -55,8 +46,7 @@ class Training:
     def __init__(self, machine, config, job):
         self.machine, self.dtype = machine, precision.DTYPES[job["dtype"]]
         self.model = build(config, machine.device, job["seed"])
-        muon_dtype = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
-        self.optimizer = optim.MuonAdamW(optim.parameter_groups(self.model, RATES, 0.0), muon_dtype)
+        self.optimizer = optim.MuonAdamW(optim.parameter_groups(self.model, RATES, 0.0), self.dtype)
         self.scaler = precision.make_scaler(machine.device, self.dtype)
         self.batches = iter(load_file(job["tokens"])["tokens"])
 
@@ -94,7 +84,9 @@ class Inference:
         self.machine, dtype = machine, precision.DTYPES[job["dtype"]]
         self.dtype = torch.float32 if job["cast"] else dtype  # of autocast
         self.model = build(config, machine.device, 0, dtype if job["cast"] else torch.float32)
-        self.model.load_state_dict(load_file(job["weights"]))
+        for name, tensor in self.model.state_dict().items():  # one at a time: no second copy of all of them
+            with safe_open(job["weights"], framework="pt") as file:
+                tensor.copy_(file.get_tensor(name))
         self.rows = load_file(job["tokens"])["tokens"][-1, :, :-1].contiguous().to(machine.device)
 
     def timed(self, function) -> float:
@@ -127,14 +119,14 @@ def work():
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     job = json.loads(sys.stdin.readline())
     machine = runtime.start(job["device_type"], job["seed"])
-    before = 0 if machine.device.type == "cuda" else peak_memory(machine)
+    before = 0 if machine.device.type == "cuda" else machine.peak_memory()
     kind = {"training": Training, "inference": Inference}[job["kind"]]
     worker = kind(machine, GPTConfig(**job["config"]), job)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         name, arguments = json.loads(line)
         if name == "memory":
-            answer = {"peak": peak_memory(machine), "before": before}
+            answer = {"peak": machine.peak_memory(), "before": before}
         else:
             answer = getattr(worker, name)(**arguments)
         print(json.dumps(answer), flush=True)
@@ -180,8 +172,22 @@ class Worker:
         self.answers.append(self.ask("turn", **arguments))
 
     def close(self):
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it has ended already
+            self.process.stdin.close()
         self.process.wait()
+
+
+@contextlib.contextmanager
+def working(jobs):
+    """Workers for (name, job) pairs, all of them ready; they end with the block."""
+    with contextlib.ExitStack() as stack:
+        workers = []
+        for name, job in jobs:
+            workers.append(Worker(name, **job))
+            stack.callback(workers[-1].close)
+        for worker in workers:
+            worker.wait()
+        yield workers
 
 
 def possible(device) -> list[str]:
@@ -205,14 +211,9 @@ def measure_training(names, tokens, folder, config, device, seed, rounds, second
     common = {"kind": "training", "config": asdict(config), "device_type": device.type}
     common["tokens"] = str(folder / "tokens.safetensors")
     save_file({"tokens": tokens}, common["tokens"])
-    with contextlib.ExitStack() as stack:
-        workers = []
-        for name, dtype, its_seed in [(n, n, seed) for n in names] + [("again", names[0], seed + 1)]:
-            label = f"{names[0]}, other initial weights" if name == "again" else name
-            workers.append(Worker(label, dtype=dtype, seed=its_seed, **common))
-            stack.callback(workers[-1].close)
-        for worker in workers:
-            worker.wait()
+    jobs = [(name, common | {"dtype": name, "seed": seed}) for name in names]
+    again = common | {"dtype": names[0], "seed": seed + 1}
+    with working([*jobs, (f"{names[0]}, other initial weights", again)]) as workers:
         for round_number in range(rounds):
             say(f"training, round {round_number + 1} of {rounds}")
             for worker in workers:  # the first precision always goes all the way
@@ -239,15 +240,11 @@ def measure_inference(names, folder, config, device, rounds, new_tokens, say=pri
     """Read a batch and generate, in every precision, by autocast and with the weights in `folder` cast."""
     common = {"kind": "inference", "config": asdict(config), "device_type": device.type, "seed": 0}
     common |= {key: str(folder / f"{key}.safetensors") for key in ("tokens", "weights")}
-    jobs = [(name, cast) for name in names for cast in ((False,) if name == "float32" else (False, True))]
-    with contextlib.ExitStack() as stack:
-        workers = []
-        for name, cast in jobs:
-            label = name if name == "float32" else f"{name}, {'weights cast once' if cast else 'autocast'}"
-            workers.append(Worker(label, dtype=name, cast=cast, **common))
-            stack.callback(workers[-1].close)
-        for worker in workers:
-            worker.wait()
+    jobs = []
+    for name in names:
+        ways = {"": False} if name == "float32" else {", autocast": False, ", weights cast once": True}
+        jobs += [(name + way, common | {"dtype": name, "cast": cast}) for way, cast in ways.items()]
+    with working(jobs) as workers:
         for round_number in range(rounds):
             say(f"inference, round {round_number + 1} of {rounds}")
             for worker in workers:

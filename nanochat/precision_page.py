@@ -21,7 +21,9 @@ GLOSSARY = {
     "_log_softmax": "with nll_loss_forward: the cross-entropy",
     "_scaled_dot_product_cudnn_attention": "fused attention of cuDNN; its inside is not documented",
     "_scaled_dot_product_efficient_attention": "fused attention; its inside was not looked into",
-    "_scaled_dot_product_flash_attention": _FLASH.format(source="as in FlashAttention-2 (arXiv 2307.08691)"),
+    "_scaled_dot_product_flash_attention": _FLASH.format(
+        source="by FlashAttention-2's source (flash_fwd_kernel.h)"
+    ),
     "_scaled_dot_product_flash_attention_for_cpu": _FLASH.format(
         source="by PyTorch's source (FlashAttentionKernel.cpp)"
     ),
@@ -33,6 +35,8 @@ GLOSSARY = {
     "copy_": "writes into existing memory, with a cast where the dtypes differ",
     "embedding": "looks up rows of a table",
     "linalg_vector_norm": "the root of a sum of squares",
+    "linear": "matrix product, plus bias if there is one",
+    "linear_backward": "its gradients: two matrix products",
     "mm": "matrix product: every `nn.Linear` without bias",
     "pow": "x^n: the squares of RMSNorm and of ReLU²",
 }
@@ -105,7 +109,8 @@ def _attention(record):
             f"; what it keeps for the backward pass (the logarithm of the softmax's sums): {names_of(kept)}"
         )
         yield (
-            f"Attention ran as one fused operator, `{name}`: q, k, v in {names_of(inputs)}, "
+            f"Attention ran as one fused operator ({', '.join(dict.fromkeys(op.phase for op in ops))}), "
+            f"`{name}`: q, k, v in {names_of(inputs)}, "
             f"result in {names_of(outputs)}{extra if kept else ''}. "
             "Its softmax and its two products are inside and were not seen (what is known stands below)."
         )
@@ -113,7 +118,7 @@ def _attention(record):
         op for op in record.ops if op.phase == "forward" and op.name in ("_softmax", "_safe_softmax")
     ]
     if softmaxes:
-        yield f"Softmax outside of fused operators ran in {names_of(compute_dtypes(softmaxes))}."
+        yield f"Softmax outside of fused operators took and gave {names_of(compute_dtypes(softmaxes))}."
 
 
 _ATTENTION_PARTS = (lambda op: op.inputs[:3], lambda op: op.outputs[:1], lambda op: op.outputs[1:2])
@@ -279,8 +284,8 @@ def summary(record: Record) -> str:
 HOW_TO_READ = """\
 - **A row** is an operator of PyTorch's core (ATen), in the order of its first call. Equal calls of all layers
   stand together, with `*` for the number of the layer.
-- **Inputs and output** are the dtypes of its tensors. An operator computes in the dtype of its inputs; a cast
-  is an operator of its own, `_to_copy`.
+- **Inputs and output** are the dtypes of its tensors: what it takes and gives. Inside it may compute in a
+  wider one and round at the end. A cast is an operator of its own, `_to_copy`.
 - **FLOPs** is its share of the phase's. They are counted for matrix products and attention (the full square,
   not halved for causality); everything else has next to none.
 - **Module**: in the backward pass that of the forward operator whose gradient is computed. None: code of the
@@ -289,7 +294,7 @@ HOW_TO_READ = """\
   base_train.py's samples are made; *chat* makes them with weights cast once, as scripts/chat.py does.
 - **Left out**: `view`, `transpose` and the like, which only give memory another shape.
 - **Not seen**: what happens inside one kernel. A fused operator (attention, AdamW) is one row whatever it
-  computes inside, and a matrix product in bfloat16 may add up in float32 (docs/precision.md tests it).
+  computes inside; a product, a sum or a softmax in bfloat16 may add up in float32 (docs/precision.md).
 - **Eager**: inside code made by `torch.compile` there are no operators to record. It may keep in float32 what
   eager code rounds to bfloat16 between two operators."""
 

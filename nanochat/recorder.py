@@ -10,7 +10,7 @@ import contextlib
 import copy
 import math
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +23,7 @@ from nanochat.engine import cast_weights, generate
 from nanochat.precision import autocast
 
 PHASES = ("forward", "loss", "backward", "clip", "optimizer", "generation", "chat")
+CASTS = {"_to_copy": 0, "copy_": 1}  # operators that may be nothing but a cast: the place of their source
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Op:
     @property
     def cast(self) -> tuple[torch.dtype, torch.dtype] | None:
         """(from, to) for an operator that does nothing but change the floating-point dtype."""
-        source = {"_to_copy": 0, "copy_": 1}.get(self.name)
+        source = CASTS.get(self.name)
         if source is None or len(self.inputs) <= source or not self.outputs:
             return None
         change = self.inputs[source], self.outputs[0]
@@ -57,6 +58,10 @@ class Op:
 def _flops(func, args, kwargs, out) -> int:
     """FLOPs by PyTorch's own formulas; attention is not halved for causality."""
     packet = func._overloadpacket
+    if packet.__name__ == "linear":  # of MPS, where these two are not made of other operators
+        return 2 * args[0].numel() * args[1].shape[0]
+    if packet.__name__ == "linear_backward":  # its products: of the input, of the weight, or both
+        return 2 * args[0].numel() * args[1].shape[-1] * sum(args[3][:2])
     if packet in flop_registry:
         return flop_registry[packet](*args, **kwargs, out_val=out)
     if "scaled_dot_product" in packet.__name__:  # of the CPU and MPS, which PyTorch has no entry for
@@ -149,8 +154,8 @@ class Recorder(TorchDispatchMode):
             differentiates=differentiates,
         )
         if op.cast:
-            parameter = self._parameters.get((tensors[0].data_ptr(), tensors[0].numel()), "")
-            op = Op(**{**vars(op), "parameter": parameter})
+            source = tensors[CASTS[name]]
+            op = replace(op, parameter=self._parameters.get((source.data_ptr(), source.numel()), ""))
         if differentiates is None and (number := torch.autograd._get_sequence_nr() - 1) >= self._first_number:
             self._by_number[number].append(len(self.ops))
         self.ops.append(op)
@@ -184,7 +189,8 @@ class Record:
 
 @contextlib.contextmanager
 def _loss_apart(recorder):
-    """While this is active the loss phase begins where the head's matrix product is done."""
+    """While this is active the loss phase begins where the head's matrix product is done (the only one: with
+    `loss_chunk_rows` those of later chunks would count as loss)."""
     softcapped_cross_entropy, softcap = nanochat.gpt.softcapped_cross_entropy, nanochat.loss.softcap
 
     def at_head(*args, **kwargs):
@@ -194,6 +200,7 @@ def _loss_apart(recorder):
     def at_loss(logits):
         if recorder.phase == "forward":
             recorder.phase, recorder.module = "loss", "loss"  # until at_head is left
+            recorder.note_autocast()
         return softcap(logits)
 
     nanochat.gpt.softcapped_cross_entropy, nanochat.loss.softcap = at_head, at_loss

@@ -1,6 +1,7 @@
 """The machine a script runs on: device, processes, signals, and how fast the device can multiply."""
 
 import contextlib
+import inspect
 import os
 import platform
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from nanochat import UserError, processes
 
@@ -38,6 +40,11 @@ DATA_SHEET_TFLOPS = [
     ("T4", 65),
     ("MI300X", 1307),
 ]
+
+# All processes have the same rotary tables, so DDP need not send them; torch 2.13 gave the option a new name
+_renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+_no_buffers = {"forward_sync_buffers" if _renamed else "broadcast_buffers": False}
+DDP_OPTIONS = {"gradient_as_bucket_view": True, **_no_buffers}
 
 
 @dataclass(frozen=True)
@@ -134,6 +141,9 @@ class Runtime:
             return torch.cuda.max_memory_allocated(self.device)
         if self.device.type == "mps":  # what the driver gave torch; it hardly ever takes any back
             return torch.mps.driver_allocated_memory()
+        with contextlib.suppress(OSError, StopIteration):  # Linux; getrusage begins with what the parent held
+            lines = Path("/proc/self/status").read_text().splitlines()
+            return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
         try:
             import resource
         except ImportError:  # Windows
@@ -142,7 +152,11 @@ class Runtime:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
     def close(self):
+        """Leave the other processes."""
         if dist.is_initialized():
+            # gloo's thread needs the GIL to let go of the last exchange's tensors. A DistributedDataParallel
+            # that ends later waits for that thread and holds the GIL (pytorch/pytorch#56297): so let it go on.
+            time.sleep(0.1)
             dist.destroy_process_group()
 
 
@@ -151,8 +165,10 @@ def start(device_type: str, seed: int, timeout_s: float = 600.0) -> Runtime:
     and seed.
 
     timeout_s: how long processes wait for one of them before they end. Raises UserError for a device this
-    machine does not have.
+    machine does not have, and for a seed that a random number generator does not take.
     """
+    if not 0 <= seed < 2**62:
+        raise UserError(f"seed is {seed}; give a number from 0 to 2**62")
     have = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if device_type == "auto":
         device_type = next(name for name, there in have.items() if there)

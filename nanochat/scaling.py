@@ -224,6 +224,17 @@ def training_bytes(
     return parameters + activations + rows * config.vocab_size * (8 + size)
 
 
+def check_memory(config: GPTConfig, micro_batch_tokens: int, dtype: torch.dtype, memory: int) -> int:
+    """The bytes that `training_bytes` estimates; UserError where a process has less `memory` than that."""
+    needed = training_bytes(config, micro_batch_tokens, dtype)
+    if needed > memory:
+        raise UserError(
+            f"this run needs about {needed / 2**30:.1f} GiB a process and {memory / 2**30:.1f} are free; "
+            "lower --device_batch_size, --max_seq_len or --depth"
+        )
+    return needed
+
+
 def pick_device_batch_size(
     rows: int, config: GPTConfig, dtype: torch.dtype, memory: int, most_tokens: int
 ) -> int:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat import UserError
-from nanochat.shards import first_line, write_sorted
+from nanochat.shards import first_line, iterate_documents, write_sorted
 
 STALE_S = 86_400  # a temporary folder that nobody has touched for so long was left by a killed build
 
@@ -31,6 +31,14 @@ class Dataset:
     val_shards: list[Path]
     fingerprint: str
     note: str
+
+    def train_texts(self) -> Iterator[str]:
+        """The training documents in stored order."""
+        return iterate_documents(self.train_shards)
+
+    def tokenizers(self, base_dir: Path) -> Path:
+        """The folder of the tokenizers that were trained on it."""
+        return Path(base_dir) / "tokenizers" / f"{self.name}-{self.fingerprint[:12]}"
 
 
 def build(folder: Path, name: str, documents: Iterable[tuple[str, str]], note: str) -> Dataset:

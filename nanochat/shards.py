@@ -64,6 +64,13 @@ class RowGroups:
         return [text or "" for text in texts]
 
 
+def iterate_documents(shards: Sequence[Path]) -> Iterator[str]:
+    """The documents of shards in stored order."""
+    groups = RowGroups(shards)
+    for group in range(len(groups.sizes)):
+        yield from groups.read(group)
+
+
 def open_shard(shard: Path, field: str = "text"):
     """The opened parquet file; UserError where it is not one with texts in the column `field`."""
     import pyarrow as pa

@@ -21,11 +21,11 @@ import torch
 import configurator
 from nanochat import UserError, optim, precision, runtime, scaling
 from nanochat.dataloader import validation_batches
-from nanochat.dataset import iterate_documents, open_dataset
+from nanochat.dataset import open_dataset
 from nanochat.evaluate import bits_per_byte
 from nanochat.gpt import GPT
 from nanochat.lanes import Lane, open_lanes
-from nanochat.shards import RowGroups
+from nanochat.shards import RowGroups, iterate_documents
 from nanochat.tokenizer import open_tokenizer
 
 what: Literal["packing", "precision"] = "packing"  # what to compare
@@ -101,12 +101,7 @@ device = machine.device
 compute_dtype, _ = precision.resolve_dtype(dtype, device)
 base_path = Path(base_dir).expanduser()
 dataset = open_dataset(data, val_data, base_dir=base_path)
-encoding = open_tokenizer(
-    "auto",
-    vocab_size,
-    base_path / "tokenizers" / f"{dataset.name}-{dataset.fingerprint[:12]}",
-    lambda: iterate_documents(dataset.train_shards),
-)
+encoding = open_tokenizer("auto", vocab_size, dataset.tokenizers(base_path), dataset.train_texts)
 if total_batch_size % max_seq_len:
     raise UserError(f"total_batch_size {total_batch_size} is not a multiple of max_seq_len {max_seq_len}")
 row_count = total_batch_size // max_seq_len
@@ -164,8 +159,7 @@ def train(seed: int, kind: type[Lane] = Lane, dtype: torch.dtype = compute_dtype
     torch.manual_seed(seed)
     model = GPT(config).to(device)
     model.init_weights(torch.Generator(device).manual_seed(seed))
-    low = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    optimizer = optim.MuonAdamW(optim.parameter_groups(model, rates, decay), muon_dtype=low, compile=False)
+    optimizer = optim.MuonAdamW(optim.parameter_groups(model, rates, decay), dtype)
     scaler = precision.make_scaler(device, dtype)
     stream = batches(kind, seed)
     began = time.perf_counter()

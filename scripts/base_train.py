@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import configurator
 from nanochat import UserError, checkpoint, metrics, optim, precision, processes, runtime, scaling
 from nanochat.dataloader import TrainLoader, merge_states, validation_batches
-from nanochat.dataset import iterate_documents, open_dataset
+from nanochat.dataset import open_dataset
 from nanochat.engine import generate
 from nanochat.evaluate import bits_per_byte
 from nanochat.gpt import GPT
@@ -109,16 +109,16 @@ machine = runtime.start(device_type, seed, process_timeout)
 say, device, world_size = machine.print, machine.device, machine.world_size
 compute_dtype, dtype_reason = precision.resolve_dtype(dtype, device)
 stop = runtime.StopSignal()
+places = {"data", "val_data", "tokenizer", "init_from", "base_dir", "out_dir"}  # another machine has its own
+machine.same({name: value for name, value in settings.values.items() if name not in places})
 
 base_path = Path(base_dir).expanduser()
 run_path = Path(out_dir or base_path / "base_checkpoints" / (model_tag or f"d{depth}")).expanduser()
 with machine.main_first("data", stop):  # the first process builds what is missing, the others find it
     dataset = open_dataset(data, val_data, base_dir=base_path, text_field=text_field)
-    tokenizers = base_path / "tokenizers" / f"{dataset.name}-{dataset.fingerprint[:12]}"
     wanted = vocab_size if vocab_size != -1 else 4096 if data == "embedded" else 32768
-    encoding = open_tokenizer(
-        tokenizer, wanted, tokenizers, lambda: iterate_documents(dataset.train_shards), exact=vocab_size != -1
-    )
+    place = dataset.tokenizers(base_path)
+    encoding = open_tokenizer(tokenizer, wanted, place, dataset.train_texts, exact=vocab_size != -1)
 
 found = None  # the checkpoint this run goes on from
 if not plan:
@@ -169,12 +169,7 @@ warmup_steps = min(warmup_steps, num_iterations // 10)
 peak_per_process, peak_source = runtime.peak_flops(device, compute_dtype)
 peak = sum(machine.gather(peak_per_process))  # FLOP/s of all processes
 expected_seconds = flops_per_token * total_tokens / (0.3 * peak)
-expected_bytes = scaling.training_bytes(config, device_batch_size * max_seq_len, compute_dtype)
-if expected_bytes > memory:
-    raise UserError(
-        f"this run needs about {expected_bytes / 2**30:.1f} GiB a process and "
-        f"{memory / 2**30:.1f} are free; lower --device_batch_size, --max_seq_len or --depth"
-    )
+expected_bytes = scaling.check_memory(config, device_batch_size * max_seq_len, compute_dtype, memory)
 decisions = machine.gather(runtime.decide_compile(compile, device, expected_seconds))
 compiled, compile_reason = min(decisions)  # only if every process can
 if resolved and compile == "auto":
@@ -241,7 +236,7 @@ if found or init_from:
     model.load_state_dict(start_from.load_model())
 optimizer = optim.MuonAdamW(
     optim.parameter_groups(model, rates, scaled_decay),
-    muon_dtype=torch.bfloat16 if compute_dtype == torch.bfloat16 else torch.float32,
+    compute_dtype,
     compile=compiled,
     rank=machine.rank,
     world_size=world_size,
@@ -270,7 +265,7 @@ if found:
 
 train_model = torch.compile(model, dynamic=False) if compiled else model
 if world_size > 1:  # averages the gradients over the processes, overlapped with the backward pass
-    train_model = DistributedDataParallel(train_model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    train_model = DistributedDataParallel(train_model, **runtime.DDP_OPTIONS)
 token_bytes = torch.from_numpy(encoding.token_bytes()).to(device)
 
 record = {
@@ -429,8 +424,7 @@ while True:
     if spike:
         console.print(f"step {step}: the loss of {loss_value:.4f} is a spike, 6 sigma over the recent ones")
     if bad_steps == 3:
-        bad = [i for i, value in enumerate(micro_losses.tolist()) if not math.isfinite(value)]
-        where = f"micro-step {bad[0]} of its {grad_accum_steps}" if bad else "its gradient"
+        where = metrics.first_bad(micro_losses.tolist())
         raise UserError(
             f"three steps in a row were not finite, the last one step {step} in {where} (rows from "
             f"{step * (total_batch_size // max_seq_len)} on); the checkpoints in {run_path} are from before: "

@@ -30,10 +30,10 @@ from torch.nn.parallel import DistributedDataParallel
 import configurator
 from nanochat import UserError, checkpoint, optim, precision, runtime, scaling
 from nanochat.dataloader import TrainLoader
-from nanochat.dataset import iterate_documents, open_dataset
+from nanochat.dataset import open_dataset
 from nanochat.gpt import GPT
 from nanochat.lanes import open_lanes
-from nanochat.shards import RowGroups
+from nanochat.shards import RowGroups, iterate_documents
 from nanochat.tokenizer import open_tokenizer
 
 what: Literal["train", "start", "loader", "optimizer", "checkpoint", "communication"] = (
@@ -90,9 +90,8 @@ class Training:
         self.model.init_weights()
         self.forward = torch.compile(self.model, dynamic=False) if compiled else self.model
         rates = {"embedding_lr": 0.3, "unembedding_lr": 0.008, "scalar_lr": 0.5, "matrix_lr": 0.02}
-        low = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
         groups = optim.parameter_groups(self.model, {k: 0.1 * v for k, v in rates.items()}, 0.1)
-        self.optimizer = optim.MuonAdamW(groups, low, compiled)
+        self.optimizer = optim.MuonAdamW(groups, self.dtype, compiled)
         shape = (device_batch_size, config.max_seq_len + 1)
         tokens = torch.randint(config.vocab_size, shape, device=machine.device)
         self.inputs, self.targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -179,8 +178,7 @@ def bench_loader() -> dict:
     """
     base = Path(base_dir).expanduser()
     dataset = open_dataset(data, base_dir=base)
-    folder = base / "tokenizers" / f"{dataset.name}-{dataset.fingerprint[:12]}"
-    encoding = open_tokenizer("auto", vocab_size, folder, lambda: iterate_documents(dataset.train_shards))
+    encoding = open_tokenizer("auto", vocab_size, dataset.tokenizers(base), dataset.train_texts)
     results = {"corpus": {"name": dataset.name, "fingerprint": dataset.fingerprint[:12]}}
     for shape in shapes.split(","):
         lane_count, length = map(int, shape.split("x"))
@@ -236,7 +234,7 @@ class Listener:
 
 
 def optimizer_model(machine):
-    """A model of the settings' shapes with gradients, and its size in bytes of float32."""
+    """A model of the settings' shapes with random gradients."""
     config = scaling.model_config(depth, aspect_ratio, head_dim, max_seq_len, vocab_size, window_pattern)
     model = GPT(config).to(machine.device)
     model.init_weights()
@@ -247,9 +245,8 @@ def optimizer_model(machine):
 
 def make_optimizer(model, dtype: str, machine, compile: bool = True):
     rates = {"embedding_lr": 0.01, "unembedding_lr": 0.001, "scalar_lr": 0.01, "matrix_lr": 0.001}
-    low = torch.bfloat16 if dtype == "bfloat16" else torch.float32
     groups = optim.parameter_groups(model, rates, 0.1)
-    return optim.MuonAdamW(groups, low, compile, machine.rank, machine.world_size)
+    return optim.MuonAdamW(groups, precision.DTYPES[dtype], compile, machine.rank, machine.world_size)
 
 
 # The peer's optimizer in a process of its own, on the same shapes, embeddings in the dtype its model has
@@ -300,7 +297,7 @@ def start_peer(model, dtype: str) -> subprocess.Popen:
 
 
 def bench_optimizer() -> dict:
-    """One step on gradients that stand still: ours compiled and eager, and the peer's, in turns."""
+    """One step on gradients that stand still, compiled: ours and the peer's in turns."""
     machine = runtime.start(device_type, seed=0)
     if peer and not (Path(peer) / "nanochat" / "optim.py").exists():
         raise UserError(f"{peer} has no nanochat/optim.py; --peer is a folder of karpathy/nanochat")
@@ -385,7 +382,7 @@ def bench_communication() -> dict:
     if machine.world_size == 1:
         raise UserError("one process sends nothing; start this with torchrun --nproc_per_node=2 or more")
     model = optimizer_model(machine)
-    train_model = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    train_model = DistributedDataParallel(model, **runtime.DDP_OPTIONS)
     optimizer = make_optimizer(model, "float32", machine, compile=False)
     tokens = torch.randint(vocab_size, (1, max_seq_len + 1))
 

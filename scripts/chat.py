@@ -50,7 +50,6 @@ for name, fine, takes in (
     ("top_k", top_k == -1 or top_k >= 1, "a number from 1, or -1 for all tokens"),
     ("top_p", 0 < top_p <= 1, "a share above 0, up to 1"),
     ("max_tokens", max_tokens == -1 or max_tokens >= 1, "a number from 1, or -1 for as many as fit"),
-    ("seed", 0 <= seed < 2**62, "a number from 0 to 2**62"),
 ):
     if not fine:
         raise UserError(f"{name} is {globals()[name]}; give {takes}")

@@ -18,7 +18,7 @@ import torch
 import configurator
 from nanochat import UserError, optim, precision, precision_cost, runtime, scaling
 from nanochat.dataloader import TrainLoader
-from nanochat.dataset import iterate_documents, open_dataset
+from nanochat.dataset import open_dataset
 from nanochat.gpt import GPT
 from nanochat.precision_page import name_of, page
 from nanochat.recorder import record_step
@@ -59,8 +59,6 @@ POSITIVE = ["depth", "aspect_ratio", "head_dim", "max_seq_len", "vocab_size", "d
 for name in [*POSITIVE, "measure_rounds", "measure_tokens"]:
     if globals()[name] < 1:
         raise UserError(f"{name} is {globals()[name]} and must be at least 1")
-if measure_steps < 2 * measure_rounds:
-    raise UserError(f"measure_steps {measure_steps} are too few: each of {measure_rounds} rounds needs 2")
 base_path = Path(base_dir).expanduser()
 out_path = Path(out).expanduser() if out else base_path / "precision_report.md"
 machine = runtime.start(device_type, seed)
@@ -69,15 +67,39 @@ compute_dtype, reason = precision.resolve_dtype(dtype, device)
 config = scaling.model_config(depth, aspect_ratio, head_dim, max_seq_len, vocab_size, window_pattern)
 
 
+def to_measure() -> list[str]:
+    """The precisions to measure; UserError where this machine cannot do one, or the settings do not fit."""
+    names = [name.strip() for name in precisions.split(",")]
+    names = precision_cost.possible(device) if names == ["auto"] else names
+    for name in names:
+        if name not in precision.DTYPES:
+            raise UserError(f"unknown precision {name}; use {', '.join(precision.DTYPES)}")
+        precision.resolve_dtype(name, device)
+    if measure_steps % measure_rounds or measure_steps < 2 * measure_rounds:
+        raise UserError(
+            f"measure_steps {measure_steps} do not give each of {measure_rounds} rounds as many, at least 2; "
+            f"use {max(2, round(measure_steps / measure_rounds)) * measure_rounds}"
+        )
+    if measure_tokens > max_seq_len - precision_cost.PROMPT:
+        raise UserError(
+            f"measure_tokens {measure_tokens} and a prompt of {precision_cost.PROMPT} are more than "
+            f"max_seq_len {max_seq_len}; lower --measure_tokens"
+        )
+    return names
+
+
+wanted = to_measure() if measure else []
+processes = len(wanted) + 2  # at once: one each, one more of the first, and this one
+memory = machine.free_memory() // processes
+scaling.check_memory(config, device_batch_size * max_seq_len, torch.float32, memory)
+
+
 def recorded_step():
     """One training step and a little generation on random tokens: dtypes do not depend on what they are."""
     model = GPT(config).to(device)
     model.init_weights(torch.Generator(device).manual_seed(seed))
     rates = {"embedding_lr": 0.03, "unembedding_lr": 0.0004, "scalar_lr": 0.01, "matrix_lr": 0.002}
-    optimizer = optim.MuonAdamW(
-        optim.parameter_groups(model, rates, weight_decay=0.1),
-        muon_dtype=torch.bfloat16 if compute_dtype == torch.bfloat16 else torch.float32,
-    )
+    optimizer = optim.MuonAdamW(optim.parameter_groups(model, rates, weight_decay=0.1), compute_dtype)
     scaler = precision.make_scaler(device, compute_dtype)
     tokens = torch.randint(vocab_size, (device_batch_size, max_seq_len + 1), device=device)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -89,18 +111,8 @@ def recorded_step():
 
 def costs() -> str:
     """The two tables of --measure, as Markdown."""
-    names = (
-        precision_cost.possible(device)
-        if precisions == "auto"
-        else [name.strip() for name in precisions.split(",")]
-    )
-    for name in names:
-        if name not in precision.DTYPES:
-            raise UserError(f"unknown precision {name}; use {', '.join(precision.DTYPES)}")
-        precision.resolve_dtype(name, device)
     dataset = open_dataset(data, base_dir=base_path)
-    folder = base_path / "tokenizers" / f"{dataset.name}-{dataset.fingerprint[:12]}"
-    encoding = open_tokenizer("auto", vocab_size, folder, lambda: iterate_documents(dataset.train_shards))
+    encoding = open_tokenizer("auto", vocab_size, dataset.tokenizers(base_path), dataset.train_texts)
     loader = TrainLoader(
         dataset.train_shards, encoding, device_batch_size, max_seq_len, device_batch_size, seed=seed
     )
@@ -113,8 +125,8 @@ def costs() -> str:
     common["say"] = lambda text: print(text, file=sys.stderr)
     with tempfile.TemporaryDirectory() as name:
         common["folder"] = Path(name)
-        trained = precision_cost.measure_training(names, batches, seed=seed, seconds=seconds, **common)
-        inferred = precision_cost.measure_inference(names, new_tokens=measure_tokens, **common)
+        trained = precision_cost.measure_training(wanted, batches, seed=seed, seconds=seconds, **common)
+        inferred = precision_cost.measure_inference(wanted, new_tokens=measure_tokens, **common)
     return cost_page(trained, inferred, dataset)
 
 
@@ -122,7 +134,7 @@ def against(value, base) -> str:
     return f"x {value / base:.2f}" if base else "-"
 
 
-def memory(row, base) -> str:
+def memory_cells(row, base) -> str:
     """Three cells: the process, without what it held before there was a model, and against the base."""
     own, base_own = (r["peak"] - r["before"] for r in (row, base))
     return f"{row['peak'] / 2**30:.2f} GiB | {own / 2**30:.2f} GiB | {against(own, base_own)}"
@@ -132,28 +144,28 @@ def training_table(rows: list[dict]) -> str:
     """Markdown; every row against the first."""
     base = rows[0]
     lines = [
-        "| training in | tokens/s | | memory | of model and step | | loss | difference |",
+        "| training in | tokens/s | | memory | of weights and step | | loss | difference |",
         "|:--|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for row in rows:
         loss = "-" if row["loss"] is None else f"{row['loss']:.4f}"
         apart = "-" if None in (row["loss"], base["loss"]) else f"{row['loss'] - base['loss']:+.4f}"
         speed = f"{row['tok_per_sec']:,.0f} | {against(row['tok_per_sec'], base['tok_per_sec'])}"
-        lines.append(f"| {row['name']} | {speed} | {memory(row, base)} | {loss} | {apart} |")
+        lines.append(f"| {row['name']} | {speed} | {memory_cells(row, base)} | {loss} | {apart} |")
     return "\n".join(lines)
 
 
 def inference_table(rows: list[dict]) -> str:
     base = rows[0]
     lines = [
-        "| inference in | read, tokens/s | | generated, tokens/s | | memory | of the model | | logits off "
-        "by up to | same likeliest token |",
+        "| inference in | read, tokens/s | | generated, tokens/s | | memory | of weights and batch | | "
+        "logits off by up to | same likeliest token |",
         "|:--|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for row in rows:
         speeds = " | ".join(f"{row[k]:,.4g} | {against(row[k], base[k])}" for k in ("read", "generate"))
         lines.append(
-            f"| {row['name']} | {speeds} | {memory(row, base)} | {row['deviation']:.3g} | "
+            f"| {row['name']} | {speeds} | {memory_cells(row, base)} | {row['deviation']:.3g} | "
             f"{100 * row['same_choice']:.1f} % |"
         )
     return "\n".join(lines)
@@ -161,14 +173,16 @@ def inference_table(rows: list[dict]) -> str:
 
 def cost_page(trained: list[dict], inferred: list[dict], dataset) -> str:
     """Both tables and how to read them."""
+    parameters = scaling.on_meta(config).parameter_counts()["total"]
     short = [f"{r['name']} made {r['steps']} of {measure_steps} steps" for r in trained if r["loss"] is None]
     parts = [
         "## What each precision costs here",
         f"Medians of processes that worked in turns; every ratio is to {trained[0]['name']}. Trained on "
         f"{dataset.name} ({dataset.fingerprint[:12]}), eager, the same {measure_steps} batches for all. "
         "*Loss* is the mean over the last round, and the last row says how far losses are apart by chance. "
-        "*Memory* is the most the process ever held; *of model and step* leaves out what it held before "
-        "there was a model." + (f" In the time given {', '.join(short)}: no loss." if short else ""),
+        "*Memory* is the most the process ever held; *of weights and step* leaves out what it held before "
+        f"there was a model, whose weights in float32 are {4 * parameters / 2**30:.2f} GiB."
+        + (f" In the time given {', '.join(short)}: no loss." if short else ""),
         training_table(trained),
         "Inference with the weights of the first row. *Autocast* keeps float32 weights and casts them at "
         "every call; *cast once* stores them in the precision, as chat.py does. *Off*: from the first row's "
@@ -177,6 +191,14 @@ def cost_page(trained: list[dict], inferred: list[dict], dataset) -> str:
         inference_table(inferred),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def write(text: str):
+    try:
+        out_path.parent.mkdir(parents=True, exist_ok=True)
+        out_path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {out_path} ({error.strerror}); give another file with --out") from None
 
 
 command = " ".join(["python -m scripts.precision_report", *sys.argv[1:]])
@@ -188,13 +210,11 @@ facts = [
     f"`{command}`",
 ]
 text = page(recorded_step(), "Precision report", facts)
-if measure:
-    text += "\n" + costs()
 print(text)
-try:
-    out_path.parent.mkdir(parents=True, exist_ok=True)
-    out_path.write_text(text, encoding="utf-8")
-except OSError as error:
-    raise UserError(f"cannot write {out_path} ({error.strerror}); give another file with --out") from None
+write(text)
+if measure:
+    text += "\n" + (measured := costs())
+    print(measured)
+    write(text)
 print(f"written to {out_path}")
 machine.close()

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import configurator
 from nanochat import UserError
-from nanochat.dataset import iterate_documents, open_dataset
+from nanochat.dataset import open_dataset
+from nanochat.shards import iterate_documents
 from nanochat.tokenizer import TIKTOKEN_FILES, from_tiktoken, is_cached, tokenizer_path, train
 
 # Text
@@ -67,13 +68,10 @@ def samples() -> dict[str, str]:
 base_path = Path(base_dir).expanduser()
 dataset = open_dataset(data, val_data, base_dir=base_path, text_field=text_field)
 size, exact = (vocab_size, True) if vocab_size != -1 else (4096 if data == "embedded" else 32768, False)
-path = base_path / "tokenizers" / f"{dataset.name}-{dataset.fingerprint[:12]}"
-path = tokenizer_path(path, size) if out is None else Path(out).expanduser()
+path = Path(out).expanduser() if out else tokenizer_path(dataset.tokenizers(base_path), size)
 print(f"data: {dataset.name}, {dataset.note}")
 began = time.perf_counter()
-tokenizer = train(
-    iterate_documents(dataset.train_shards), size, max_chars=max_chars, exact=exact, progress=True
-)
+tokenizer = train(dataset.train_texts(), size, max_chars=max_chars, exact=exact, progress=True)
 seconds = time.perf_counter() - began
 try:
     tokenizer.save(path)

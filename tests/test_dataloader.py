@@ -26,8 +26,7 @@ from hypothesis import strategies as st
 
 from nanochat import UserError, dataloader, lanes
 from nanochat.dataloader import TrainLoader, merge_states, validation_batches
-from nanochat.dataset import iterate_documents
-from nanochat.shards import RowGroups
+from nanochat.shards import RowGroups, iterate_documents
 from nanochat.tokenizer import Tokenizer, train
 
 BOS = 0

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanochat import UserError, dataset, shard_folder
-from nanochat.dataset import iterate_documents, open_dataset
-from nanochat.shards import RowGroups
+from nanochat.dataset import open_dataset
+from nanochat.shards import RowGroups, iterate_documents
 
 
 @pytest.fixture

@@ -234,9 +234,11 @@ def test_an_excerpt_with_a_changed_line_is_noticed():
     assert not stands_in("b = 1\nc = 3\n", source) and not stands_in("if a:\nb = 1\n", source)
 
 
-def test_every_excerpt_stands_in_the_file_it_is_said_to_be_from():
-    blocks = re.findall(r"(?:<!-- from (.+?) -->\n)?```python\n(.*?)```", WALKTHROUGH, re.DOTALL)
-    assert len(blocks) >= 7
+@pytest.mark.parametrize("name, at_least", [("walkthrough", 7), ("precision", 2)])
+def test_every_excerpt_stands_in_the_file_it_is_said_to_be_from(name, at_least):
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"(?:<!-- from (.+?) -->\n)?```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) >= at_least
     for path, code in blocks:
         assert path, f"say in a comment above it where this is from:\n{code}"
         source = (ROOT / path).read_text(encoding="utf-8")
@@ -319,6 +321,8 @@ def test_links_and_file_names_lead_somewhere(page):
         assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module
 
 
-def test_all_twelve_questions_have_their_place():
-    numbers = re.findall(r"^\| (\d+) \| .+ \| \[.+\]\(#.+\) \|$", WALKTHROUGH, re.MULTILINE)
-    assert [int(n) for n in numbers] == list(range(1, 13))
+@pytest.mark.parametrize("name, first, last", [("walkthrough", 1, 12), ("precision", 13, 27)])
+def test_all_questions_have_their_place(name, first, last):
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    numbers = re.findall(r"^\| (\d+) \| .+ \| \[.+\]\(#.+\) \|$", text, re.MULTILINE)
+    assert [int(n) for n in numbers] == list(range(first, last + 1))

@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanochat import UserError, dataset, download
-from nanochat.dataset import Public, iterate_documents, open_dataset
-from nanochat.shards import footer_digest
+from nanochat.dataset import Public, open_dataset
+from nanochat.shards import footer_digest, iterate_documents
 
 ROOT = Path(__file__).parent.parent
 

@@ -5,10 +5,11 @@ import torch
 
 from nanochat import runtime, scaling
 from nanochat.dataloader import TrainLoader, validation_batches
-from nanochat.dataset import iterate_documents, open_dataset
+from nanochat.dataset import open_dataset
 from nanochat.evaluate import bits_per_byte
 from nanochat.gpt import GPT
 from nanochat.optim import MuonAdamW, parameter_groups
+from nanochat.shards import iterate_documents
 from nanochat.tokenizer import open_tokenizer
 
 STEPS, ROWS, T = 300, 12, 128

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat import metrics
-from nanochat.metrics import Console, Metrics, is_spike, read_metrics, rewind_metrics
+from nanochat.metrics import Console, Metrics, first_bad, is_spike, read_metrics, rewind_metrics
 
 ROOT = Path(__file__).parent.parent
 
@@ -415,3 +415,8 @@ def test_a_spike_is_a_loss_six_sigma_over_the_recent_ones():
     assert not is_spike(2.59, recent) and is_spike(2.61, recent)
     assert not is_spike(100.0, recent[:31]), "too few to know what is usual"
     assert not is_spike(float("nan"), recent), "that is a bad step, counted elsewhere"
+
+
+def test_the_first_bad_place_of_a_step_is_a_micro_step_or_else_the_gradient():
+    assert first_bad([1.0, float("inf"), float("nan")]) == "micro-step 1 of its 3"
+    assert first_bad([1.0, 2.0]) == "its gradient"

@@ -35,39 +35,23 @@ def test_auto_on_cuda_is_bfloat16_from_compute_capability_8_and_float16_before(
     assert "{}.{}".format(*capability) in reason
 
 
-@pytest.fixture
-def cpuinfo(monkeypatch):
-    """Replace what /proc/cpuinfo says; None: there is no such file, as on macOS and Windows."""
-
-    def pretend(text):
-        class Cpuinfo:
-            def __init__(self, path):
-                assert path == "/proc/cpuinfo"
-
-            def read_text(self):
-                if text is None:
-                    raise FileNotFoundError
-                return text
-
-        monkeypatch.setattr(precision, "Path", Cpuinfo)
-
-    return pretend
-
-
 @pytest.mark.parametrize(
-    ("text", "native"),
+    ("instructions", "native"),
     [
-        ("flags\t\t: fpu sse2 avx512f avx512_bf16 sha\n", ["bfloat16"]),
-        ("flags\t\t: fpu amx_bf16 amx_tile avx512_fp16\n", ["bfloat16", "float16"]),
-        ("Features\t: fp asimd asimdhp i8mm bf16 dgh\n", ["bfloat16", "float16"]),
-        ("flags\t\t: fpu sse2 avx2 avx512f avx512_vnni f16c\n", []),  # f16c converts and does not multiply
-        (None, []),
+        (["avx512_f", "avx512_bf16"], ["bfloat16"]),
+        (["amx_tile", "amx_bf16", "avx512_fp16"], ["bfloat16", "float16"]),
+        (["neon", "fp16_arith", "bf16", "i8mm"], ["bfloat16", "float16"]),
+        (["avx2", "avx512_f", "avx512_vnni", "f16c"], []),  # f16c converts and does not multiply
+        (None, []),  # a torch that does not say
     ],
 )
 def test_a_cpu_computes_in_bfloat16_where_its_instructions_do_and_says_what_would_be_slow(
-    cpuinfo, text, native
+    monkeypatch, instructions, native
 ):
-    cpuinfo(text)
+    known = dict.fromkeys(torch.cpu.get_capabilities(), False) | dict.fromkeys(instructions or [], True)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known)
+    if instructions is None:
+        monkeypatch.delattr(torch.cpu, "get_capabilities")
     dtype, reason = precision.resolve_dtype("auto", CPU)
     assert dtype == (torch.bfloat16 if "bfloat16" in native else torch.float32)
     assert ("without" in reason) == ("bfloat16" not in native)
@@ -75,6 +59,14 @@ def test_a_cpu_computes_in_bfloat16_where_its_instructions_do_and_says_what_woul
         dtype, reason = precision.resolve_dtype(name, CPU)
         assert dtype == getattr(torch, name) and reason.startswith("as asked for")
         assert ("slow" in reason) == (name not in [*native, "float32"]), reason
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="nothing to compare with")
+def test_torch_names_the_instructions_that_the_kernel_names():
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    has = torch.cpu.get_capabilities()
+    for word in ("avx512_bf16", "amx_bf16", "avx512_fp16"):  # x86's, which have the same names there
+        assert bool(has.get(word)) == (word in flags)
 
 
 def test_mps_computes_in_float32_unless_asked(monkeypatch):
@@ -127,7 +119,7 @@ def test_autocast_computes_in_the_dtype_and_float32_is_left_alone():
 def make_model():
     model = GPT(GPTConfig(depth=2, width=32, num_heads=2, vocab_size=61, max_seq_len=16))
     model.init_weights(torch.Generator().manual_seed(0))
-    return model, MuonAdamW(parameter_groups(model, RATES, weight_decay=0.1), muon_dtype=torch.bfloat16)
+    return model, MuonAdamW(parameter_groups(model, RATES, weight_decay=0.1), torch.bfloat16)
 
 
 def train_one_step(model, optimizer, scaler, dtype, factor=1.0):

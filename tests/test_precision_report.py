@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import docs.autocast_rules as rules
 import docs.precision_experiments as experiments
 from nanochat import UserError, optim, precision, precision_cost
+from nanochat import recorder as recorder_module
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.precision_page import page, percent, rows, statements, summary
 from nanochat.recorder import PHASES, Op, Record, Recorder, record_step
@@ -153,7 +154,9 @@ def test_attention_that_is_not_fused_is_told_with_the_dtype_of_its_softmax(dtype
         recorder.model(torch.randn(2, 4, 8))
     name = str(dtype).removeprefix("torch.")
     said = statements(Record(recorder.ops))
-    assert f"Softmax outside of fused operators ran in {name}." in said  # on a CPU; on CUDA always float32
+    assert (
+        f"Softmax outside of fused operators took and gave {name}." in said
+    )  # on a CPU; on CUDA always float32
     assert not any("fused operator," in s for s in said)
 
 
@@ -201,8 +204,7 @@ def gpt(depth=2, width=32):
 
 def record_gpt(dtype, depth=2, width=32, max_tokens=2):
     model = gpt(depth, width)
-    muon_dtype = BF16 if dtype == BF16 else F32
-    optimizer = optim.MuonAdamW(optim.parameter_groups(model, RATES, 0.1), muon_dtype=muon_dtype)
+    optimizer = optim.MuonAdamW(optim.parameter_groups(model, RATES, 0.1), dtype)
     idx = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
     scaler = precision.make_scaler(CPU, dtype)
     return record_step(model, optimizer, scaler, dtype, idx, idx, [1, 2, 3], max_tokens)
@@ -234,12 +236,14 @@ def test_the_statements_about_our_model_in_each_precision(dtype):
         "GradScaler multiplied the loss by 65,536." if dtype == F16 else "No GradScaler was at work.",
     ]
     if dtype == F32:
-        expected += ["Autocast was off in forward, off in backward, off in generation, off in chat."]
+        off = "off in forward, off in loss, off in backward, off in generation, off in chat"
+        expected += [f"Autocast was {off}."]
         whiles = ("the forward pass", "generation, for 2 tokens", "chat, for 2 tokens")
         expected += [f"No parameter was cast in {what}." for what in whiles]
     else:
         expected += [
-            f"Autocast was on in forward ({low}), off in backward, on in generation ({low}), off in chat."
+            f"Autocast was on in forward ({low}), on in loss ({low}), off in backward, "
+            f"on in generation ({low}), off in chat."
         ]
         way = f"computed in {low} and cast to float32 on their way to `.grad`"
         expected += [f"18 gradients of cast parameters were {way}."]
@@ -280,14 +284,52 @@ def nothing_is_patched_any_more() -> bool:
 
 
 def test_recording_does_not_change_what_is_computed():
-    idx, losses = torch.randint(64, (2, 16)), []
-    for recorded in (False, True):
-        model = gpt()
-        with precision.autocast(CPU, BF16), Recorder(model).recording() if recorded else torch.enable_grad():
-            loss = model(idx, idx)
-        loss.backward()
-        losses.append([loss.detach(), *(p.grad for p in model.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
+    idx = torch.randint(64, (2, 16))
+    plain, recorded = gpt(), gpt()
+    optimizers = [optim.MuonAdamW(optim.parameter_groups(m, RATES, 0.1), BF16) for m in (plain, recorded)]
+    with precision.autocast(CPU, BF16):
+        loss = plain(idx, idx)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    before = plain.blocks[0].mlp.down.weight.clone()
+    optimizers[0].step()
+    assert not torch.equal(plain.blocks[0].mlp.down.weight, before)
+    record_step(recorded, optimizers[1], precision.make_scaler(CPU, BF16), BF16, idx, idx, [1, 2, 3])
+    pairs = zip(plain.parameters(), recorded.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_backward_pass_inside_of_autocast_is_told():
+    model = gpt()
+    recorder, idx = Recorder(model), torch.randint(64, (2, 16))
+    with recorder.recording(), precision.autocast(CPU, BF16):
+        loss = model(idx, idx)
+        loss.register_hook(recorder.note_autocast)
+        with recorder.at("backward"):
+            loss.backward()
+    said = statements(Record(recorder.ops, autocast=dict(recorder.autocast)))
+    assert "Autocast was on in forward (bfloat16), on in backward (bfloat16)." in said
+
+
+def test_the_linear_operators_of_mps_are_counted_like_the_products_they_stand_for():
+    x, weight, grad = torch.ones(2, 3, 8), torch.ones(5, 8), torch.ones(2, 3, 5)
+    one = 2 * 6 * 8 * 5
+    linear, backward = torch.ops.aten.linear.default, torch.ops.aten.linear_backward.default
+    assert recorder_module._flops(linear, (x, weight), {}, grad) == one
+    for wanted, products in (([True, True, False], 2), ([False, True, False], 1)):
+        assert recorder_module._flops(backward, (x, grad, weight, wanted), {}, ()) == products * one
+
+
+def test_a_cast_by_copying_into_memory_is_one_of_its_source():
+    model = nn.Linear(8, 8, bias=False)
+    recorder = Recorder(model)
+    with recorder.recording(), torch.no_grad():
+        torch.empty(8, 8, dtype=BF16).copy_(model.weight)
+        model.weight.copy_(torch.ones(8, 8, dtype=BF16))
+    assert [(op.cast, op.parameter) for op in recorder.ops if op.cast] == [
+        ((F32, BF16), "weight"),
+        ((BF16, F32), ""),
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -438,10 +480,27 @@ def test_the_script_prints_the_page_writes_it_and_measures_what_each_precision_c
         (["--depth=0"], "depth is 0"),
         (["--measure", "--precisions=int8"], "use bfloat16, float16, float32"),
         (["--out=/dev/null/page.md"], "cannot write"),
+        (["--seed=-1"], "seed is -1; give a number from 0"),
+        (["--depth=99", "--aspect_ratio=1000"], "are free; lower --device_batch_size"),
+        (["--measure", "--measure_steps=41"], "use 40"),
+        (["--measure", "--measure_tokens=17"], "lower --measure_tokens"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_what_can(arguments, words, tmp_path):
     assert words in report(f"--base_dir={tmp_path}", *arguments, status=2).stderr
+
+
+def test_a_measuring_process_that_is_killed_between_turns_ends_the_measurement_with_a_sentence(tmp_path):
+    job = {"kind": "training", "config": vars(gpt().config), "device_type": "cpu", "seed": 0}
+    job |= {"dtype": "float32", "tokens": str(tmp_path / "tokens")}
+    precision_cost.save_file({"tokens": torch.randint(64, (1, 2, 17))}, job["tokens"])
+    with (
+        pytest.raises(UserError, match="the process that measures one ended with status -9"),
+        precision_cost.working([("one", job)]) as (worker,),
+    ):
+        worker.process.kill()
+        worker.process.wait()
+        worker.turn(steps=1, seconds=1)
 
 
 def test_a_measuring_process_that_dies_ends_the_measurement_with_a_sentence(capfd):
@@ -488,6 +547,7 @@ def test_autocasts_lists_asked_of_fake_tensors_are_those_of_the_real_cpu():
         for probe in probes:
             assert rules.policy(probe, "cpu", low) == rules.policy(probe, "cpu", low, fake=False)
     assert not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda")
+    assert torch.get_autocast_dtype("cpu") == BF16  # torch's default, though float16 was asked last
     cuda = {name: rules.policy(group[0], "cuda") for name, group in rules.PROBES.items()}
     cpu = {name: rules.policy(group[0], "cpu") for name, group in rules.PROBES.items()}
     assert (cuda["softmax, log_softmax"], cpu["softmax, log_softmax"]) == ("float32", "as its input")
@@ -503,11 +563,18 @@ def test_products_add_up_in_more_than_their_dtype_and_fused_attention_rounds_les
     assert errors["exact, rounded once"] < errors["fused (SDPA)"] < errors["by hand, softmax in float32"]
 
 
+def test_operators_of_bfloat16_numbers_compute_in_float32_inside():
+    for name, (operator, steps) in experiments.inside().items():
+        assert operator > 0.999 > 0.5 > steps, name
+
+
 def test_a_weight_is_cast_once_in_a_context_unless_the_cache_is_off():
     counted = rules.casts()
     assert counted["one call"] == counted["three calls in one context"] == 1
     assert counted["three contexts of one call"] == 3
     assert counted["three calls in one context, `cache_enabled=False`"] == 3
+    for name, count in counted.items():  # the last two differ between versions of torch
+        assert f"| {name} | {count} |" in PAGE
 
 
 def test_gradients_underflow_in_float16_without_scaling_and_in_nothing_else():
@@ -553,15 +620,12 @@ def test_the_page_quotes_what_the_report_says_of_such_a_model():
         assert f"- {sentence}\n" in PAGE, sentence
 
 
-def test_every_question_on_precision_has_its_place():
-    numbers = re.findall(r"^\| (\d+) \| .+ \| \[.+\]\(#.+\) \|$", PAGE, re.MULTILINE)
-    assert [int(n) for n in numbers] == list(range(13, 28))
-
-
-def test_every_excerpt_on_the_page_stands_in_its_file():
-    blocks = re.findall(r"(?:<!-- from (.+?) -->\n)?```python\n(.*?)```", PAGE, re.DOTALL)
-    assert blocks
-    for path, code in blocks:
-        source = re.sub(r"[ \t]*\n[ \t]*", "\n", (ROOT / path).read_text(encoding="utf-8"))
-        for piece in re.split(r"^ *\.\.\.\n", code, flags=re.MULTILINE):
-            assert re.sub(r"[ \t]*\n[ \t]*", "\n", piece.strip()) in source, piece
+@pytest.mark.slow
+def test_the_command_of_the_experiments_prints_the_tables_of_the_page():
+    command = [sys.executable, "-m", "docs.precision_experiments"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert len(rows) > 70
+    quoted = {line.split(" | ")[0] for line in PAGE.splitlines() if line.startswith("| ")}
+    assert {row[0] for row in rows} <= quoted  # figures differ between machines

@@ -50,8 +50,8 @@ if os.environ["RANK"] == "1":
         return batch
 
     dataloader.TrainLoader.__next__ = faulty
-    if fault == "seed":
-        sys.argv.append("--seed=7")
+    if fault.startswith("--"):
+        sys.argv.append(fault)
 runpy.run_module("scripts.base_train", run_name="__main__", alter_sys=True)
 """
 
@@ -125,10 +125,13 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step_and_the_run_goes_on(
     assert status == 0 and sorted(losses(tmp_path / "run")) == list(range(8))
 
 
-def test_processes_with_different_settings_are_refused_by_name(tmp_path, corpus):
-    status, printed, _ = run_two(tmp_path, corpus, "seed", 0)
+@pytest.mark.parametrize(("name", "own", "first"), [("seed", 7, 42), ("sample_every", 3, -1)])
+def test_processes_with_different_settings_are_refused_by_name(tmp_path, corpus, name, own, first):
+    status, printed, _ = run_two(tmp_path, corpus, f"--{name}={own}", 0)
     assert status == 1
-    assert "process 1 has seed 7, process 0 has 42; give every process the same command" in printed
+    assert (
+        f"process 1 has {name} {own}, process 0 has {first}; give every process the same command" in printed
+    )
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from nanochat.dataset import iterate_documents, open_dataset
+from nanochat.dataset import open_dataset
+from nanochat.shards import iterate_documents
 from nanochat.tokenizer import Tokenizer, open_tokenizer
 
 ROOT = Path(__file__).parent.parent
