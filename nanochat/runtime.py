@@ -155,7 +155,7 @@ class Runtime:
         """Leave the other processes."""
         if dist.is_initialized():
             # gloo's thread needs the GIL to let go of the last exchange's tensors. A DistributedDataParallel
-            # that ends later waits for that thread and holds the GIL (pytorch/pytorch#56297): so let it go on.
+            # that ends later waits for that thread and holds the GIL (pytorch/pytorch#56297): let it go on.
             time.sleep(0.1)
             dist.destroy_process_group()
 
