@@ -34,9 +34,7 @@ class GPTConfig:
     num_heads: int
     vocab_size: int
     max_seq_len: int
-    window_pattern: str = (
-        "L"  # one letter a layer, repeated: L = all of the past, S = the last quarter of max_seq_len
-    )
+    window_pattern: str = "L"  # one letter a layer, repeated: L sees all of the past, S a quarter of T
 
     @property
     def head_dim(self) -> int:
@@ -80,9 +78,7 @@ class Attention(nn.Module):
     def forward(self, x, value_embedding, rotary, cache=None):
         B, T, C = x.shape
         q, k, v = (proj(x).view(B, T, self.num_heads, -1) for proj in (self.query, self.key, self.value))
-        if (
-            value_embedding is not None
-        ):  # v + gate * embedding; the gate starts at 1 and is read off the stream
+        if value_embedding is not None:  # v + gate * embedding; the gate is read off the stream, at first 1
             gate = 2 * torch.sigmoid(self.value_gate(x[..., : self.value_gate.in_features]))  # (B, T, H)
             v = v + gate.unsqueeze(-1) * value_embedding.view_as(v)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
@@ -134,9 +130,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         self.register_buffer("cos", None, persistent=False)
         self.register_buffer("sin", None, persistent=False)
-        self.loss_chunk_rows = (
-            0  # 0: cross-entropy over all logits at once; n: over n tokens at a time (loss.py)
-        )
+        self.loss_chunk_rows = 0  # tokens whose logits are held at a time (0 = all; loss.py)
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None):
@@ -145,9 +139,7 @@ class GPT(nn.Module):
         Matrices that read the stream: uniform of standard deviation 1 / sqrt(C); those that write to it:
         zero, so that each block begins as the identity. A small head makes the first loss ln(V).
         """
-        bound = math.sqrt(
-            3 / self.config.width
-        )  # a uniform distribution on [-b, b] has deviation b / sqrt(3)
+        bound = math.sqrt(3 / self.config.width)  # uniform on [-b, b] has standard deviation b / sqrt(3)
         nn.init.normal_(self.embedding.weight, std=0.8, generator=generator)
         nn.init.normal_(self.head.weight, std=0.001, generator=generator)
         for table in self.value_embeddings.values():
@@ -168,9 +160,8 @@ class GPT(nn.Module):
         """Make the rotary tables, which no checkpoint holds, on the device the model is on."""
         D, device = self.config.head_dim, self.embedding.weight.device
         frequencies = ROPE_BASE ** (-torch.arange(0, D, 2, dtype=torch.float32) / D)
-        angles = torch.outer(
-            torch.arange(self.config.max_seq_len, dtype=torch.float32), frequencies
-        )  # (T, D / 2)
+        positions = torch.arange(self.config.max_seq_len, dtype=torch.float32)
+        angles = torch.outer(positions, frequencies)  # (T, D / 2)
         self.cos, self.sin = angles.cos().to(device), angles.sin().to(device)
 
     def forward(self, idx, targets=None, reduction="mean", cache=None):

@@ -38,18 +38,14 @@ depth = 20  # Transformer layers; every other size follows from it
 aspect_ratio = 64  # width = depth * aspect_ratio
 head_dim = 128  # channels of an attention head
 max_seq_len = 2048  # positions a row
-window_pattern = (
-    "L"  # one letter a layer, repeated: L = attends to everything before, S = to the last quarter
-)
+window_pattern = "L"  # one letter a layer, repeated: L attends to everything before, S to the last quarter
 vocab_size = -1  # tokens (-1 = 4096 for the embedded text, 32768 for other data)
 
 # Data
 data = "embedded"  # embedded (Python's standard library), a file or folder of text, climbmix or fineweb-edu
 val_data: str | None = None  # a file or folder that is the validation split (none = what the data set pins)
 text_field = "text"  # the field of JSON objects or column of parquet files that holds the text
-tokenizer = (
-    "auto"  # auto (trained on the data at the first use), a tokenizer's JSON file, or gpt2, cl100k_base
-)
+tokenizer = "auto"  # auto (trained on the data at the first use), a JSON file, or gpt2, cl100k_base
 
 # Horizon: exactly one decides, in this order
 num_iterations = -1  # optimizer steps (-1 = off)
@@ -91,9 +87,7 @@ model_tag: str | None = None  # the run's name (none = d<depth>)
 
 # Machine
 device_type: Literal["auto", "cuda", "cpu", "mps"] = "auto"  # auto = cuda, else mps, else cpu
-dtype: Literal["auto", "bfloat16", "float16", "float32"] = (
-    "auto"  # compute dtype; auto = what suits the device
-)
+dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # to compute in; auto = by the device
 compile: Literal["auto", "on", "off"] = "auto"  # auto = where it saves more time than it takes
 seed = 42  # of initial weights, order of the data, and samples
 process_timeout = 600.0  # seconds that processes wait for one that does not answer, then all end

@@ -36,9 +36,8 @@ from nanochat.lanes import open_lanes
 from nanochat.shards import RowGroups, iterate_documents
 from nanochat.tokenizer import open_tokenizer
 
-what: Literal["train", "start", "loader", "optimizer", "checkpoint", "communication"] = (
-    "train"  # what to measure
-)
+# What to measure
+what: Literal["train", "start", "loader", "optimizer", "checkpoint", "communication"] = "train"
 json = False  # print one JSON object as the last line
 rounds = 5  # times every variant is measured
 
