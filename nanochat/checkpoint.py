@@ -307,13 +307,37 @@ def find(out_dir, resume="auto", say=print):
             there = ", ".join(map(str, sorted(steps))) or "none"
             raise UserError(f"{out_dir} has no checkpoint of step {number[1]}; there are: {there}")
         return open_checkpoint(steps[int(number[1])])
-    path = Path(resume).expanduser()
+    if (checkpoint := _in_folder(resume, say)) is None:
+        raise UserError(f"no checkpoint in {resume}; resume is auto, never, a step or a checkpoint's folder")
+    return checkpoint
+
+
+def find_weights(path, identity, say=print):
+    """The Checkpoint whose weights a new run of that `identity` starts from; `path` is its folder or a run's.
+
+    UserError where there is none, or one of another model or tokenizer.
+    """
+    if (checkpoint := _in_folder(path, say)) is None:
+        raise UserError(f"no checkpoint in {path}; init_from is the folder of a checkpoint or of a run")
+    then = checkpoint.state["identity"]
+    if then["model"] != identity["model"]:
+        raise UserError(
+            f"the model of {checkpoint.path} is {then['model']}, this one {identity['model']}; give the same "
+            "settings of the model"
+        )
+    if then["tokenizer"] != identity["tokenizer"]:
+        raise UserError(
+            f"{checkpoint.path} has another tokenizer; give --tokenizer={checkpoint.path / 'tokenizer.json'}"
+        )
+    return checkpoint
+
+
+def _in_folder(path, say):
+    """The checkpoint that a path is, or else the newest good one in it; None where there is none."""
+    path = Path(path).expanduser()
     if (path / MANIFEST).exists() or (path.is_dir() and STEP.fullmatch(path.name)):
         return open_checkpoint(path)
-    checkpoint = _newest(path, say)
-    if checkpoint is None:
-        raise UserError(f"no checkpoint in {path}; resume is auto, never, a step or a checkpoint's folder")
-    return checkpoint
+    return _newest(path, say)
 
 
 def open_checkpoint(path, verify=True):

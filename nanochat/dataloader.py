@@ -73,8 +73,7 @@ class TrainLoader:
         self._rows = len(lanes)
         self._next_row = self._rows  # of the current step; at its end the next step is due
         self._current = None
-        self._snapshot = {lane: position for lane, position in zip(lanes, positions, strict=True)}
-        self._handed_out = self._snapshot
+        self._handed_out = dict(zip(lanes, positions, strict=True))
         self._process = os.getpid()
         self.wait_s = 0.0  # seconds that callers of next() have waited for data, in all
 

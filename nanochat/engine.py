@@ -171,6 +171,18 @@ def generate(
         yield token
 
 
+def continuations(model, encoding, prompts, dtype, seed, max_tokens=96) -> list[str]:
+    """The prompts, each with the text that the model goes on with, or the reason why it cannot."""
+    texts, options = [], {"temperature": 0.8, "top_k": 50, "seed": seed, "stop_ids": {encoding.bos_id}}
+    for prompt in prompts:
+        ids = [encoding.bos_id, *encoding.encode(prompt).tolist()]
+        try:
+            texts.append(prompt + encoding.decode(list(generate(model, ids, max_tokens, dtype, **options))))
+        except UserError as error:  # not a reason to lose a run
+            texts.append(f"{prompt} ({error})")
+    return texts
+
+
 def text_pieces(tokens, encoding):
     """The text of a stream of token ids, as it comes. The bytes of a character that is not whole yet are held
     back; what never becomes one is U+FFFD. Joined it is encoding.decode of all of them."""

@@ -73,9 +73,7 @@ def first_bad(micro_losses: list[float]) -> str:
 def read_metrics(path) -> list[dict]:
     """The whole records of a metrics.jsonl, in order; [] where there is none."""
     try:
-        lines = (
-            Path(path).read_bytes().split(b"\n")[:-1]
-        )  # what follows the last newline is not a whole record
+        lines = Path(path).read_bytes().split(b"\n")[:-1]  # after the last newline: not a whole record
     except FileNotFoundError:
         return []
     records = []
@@ -85,6 +83,11 @@ def read_metrics(path) -> list[dict]:
         except ValueError:
             continue
     return records
+
+
+def last_evaluation(path, step: int) -> int:
+    """The step of the last evaluation after at most `step` updates that a metrics.jsonl holds, or -1."""
+    return max((r["step"] for r in read_metrics(path) if "val_bpb" in r and r["step"] <= step), default=-1)
 
 
 def rewind_metrics(path, step: int):

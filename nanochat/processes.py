@@ -6,6 +6,7 @@ failure, then gives processes that do not answer 30 seconds more.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -63,11 +64,12 @@ def join(backend: str, timeout_s: float, **options) -> dist.Store:
 def wait_for(store: dist.Store, key: str, given_up=lambda: ""):
     """Wait, for hours if need be, until some process has done store.set(key, ...).
 
-    SystemExit where given_up() is not empty: the name of a signal to stop.
+    SystemExit with status 0 where given_up() is not empty: the name of a signal to stop.
     """
     while not store.check([key]):
         if name := given_up():
-            sys.exit(f"stopped by {name} while another process prepares the data")
+            print(f"stopped by {name} while another process prepares the data", file=sys.stderr)
+            sys.exit(0)
         time.sleep(0.05)
 
 
@@ -79,6 +81,8 @@ def _end_together(previous, store, rank, world_size, timeout_s, kind, error, tra
     """
     if isinstance(error, (UserError, KeyboardInterrupt)) or not _is_exchange(error):
         _report_to_torchrun(error)
+        if isinstance(error, UserError):
+            _say_once(store, rank, error)
         previous(kind, error, trace)  # a UserError exits here
     else:
         with contextlib.suppress(ValueError):
@@ -98,6 +102,20 @@ def _end_together(previous, store, rank, world_size, timeout_s, kind, error, tra
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)  # threads and destructors of a broken process group may wait for ever
+
+
+def _say_once(store, rank, error):
+    """Print the sentence of a process that is not the first of its machine, whose own is printed in any case,
+    unless one of those has the same."""
+    key = f"said/{hashlib.sha256(str(error).encode()).hexdigest()}"
+    with contextlib.suppress(Exception):  # the process that held the store has ended
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            store.set(key, "")
+            return
+        time.sleep(1)
+        if store.check([key]):
+            return
+    print(f"error: process {rank}: {error}", file=sys.stderr, flush=True)
 
 
 def _is_exchange(error) -> bool:

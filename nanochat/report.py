@@ -66,9 +66,7 @@ def _summary(steps, evals) -> str:
 
 
 def _plot(path: Path, steps, evals):
-    from matplotlib.backends.backend_agg import (
-        FigureCanvasAgg,
-    )  # slow to import: only when there is a plot to draw
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow: only where there is a plot to draw
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")

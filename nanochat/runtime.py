@@ -130,9 +130,11 @@ class Runtime:
         with contextlib.suppress(OSError, StopIteration):  # Linux: what is free or could be freed
             lines = Path("/proc/meminfo").read_text().splitlines()
             free = 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
-        with contextlib.suppress(OSError, ValueError):  # a container's limit ("max" = none)
+        with contextlib.suppress(OSError, ValueError, StopIteration):  # a container's limit ("max" = none)
             limit, used = (int(Path(f"/sys/fs/cgroup/memory.{n}").read_text()) for n in ("max", "current"))
-            free = min(free, limit - used)
+            lines = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
+            cached = int(next(line for line in lines if line.startswith("inactive_file ")).split()[1])
+            free = min(free, limit - used + cached)  # files read or written, which give way
         return free // processes
 
     def peak_memory(self) -> int:
@@ -180,9 +182,10 @@ def start(device_type: str, seed: int, timeout_s: float = 600.0) -> Runtime:
     )
     device, store = torch.device(device_type), None
     if device_type == "cuda":
-        if local_rank >= torch.cuda.device_count():
+        processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+        if processes_here > torch.cuda.device_count():
             raise UserError(
-                f"{local_rank + 1} processes on this machine but it has {torch.cuda.device_count()} GPUs; "
+                f"{processes_here} processes on this machine but it has {torch.cuda.device_count()} GPUs; "
                 "lower --nproc_per_node"
             )
         device = torch.device("cuda", local_rank)
@@ -221,20 +224,20 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     return 2 * side**3 / best, f"measured: {side} x {side} {str(dtype).removeprefix('torch.')} product"
 
 
-def random_state() -> dict[str, torch.Tensor]:
+def random_state(device: torch.device) -> dict[str, torch.Tensor]:
     """The states of torch's random number generators, of this process and its GPU, as uint8 tensors."""
     states = {"random_state/cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["random_state/cuda"] = torch.cuda.get_rng_state()
+    if device.type == "cuda":
+        states["random_state/cuda"] = torch.cuda.get_rng_state(device)
     return states
 
 
-def set_random_state(states: dict[str, torch.Tensor]):
-    """Put back what `random_state` gave; other keys, and those of devices that are not here, stay unread."""
+def set_random_state(states: dict[str, torch.Tensor], device: torch.device):
+    """Put back what `random_state` gave; other keys, and those of another kind of device, stay unread."""
     if "random_state/cpu" in states:
         torch.set_rng_state(states["random_state/cpu"])
-    if "random_state/cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["random_state/cuda"])
+    if "random_state/cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["random_state/cuda"], device)
 
 
 def is_random_state(name: str) -> bool:
@@ -242,11 +245,13 @@ def is_random_state(name: str) -> bool:
     return name.startswith("random_state/")
 
 
-def decide_compile(setting: str, device: torch.device, expected_seconds: float) -> tuple[bool, str]:
+def decide_compile(
+    setting: str, device: torch.device, expected_seconds: float, before: bool | None = None
+) -> tuple[bool, str]:
     """Whether to compile the model, for the setting `compile` (auto, on, off), and the reason.
 
     Compiling takes a GPU about a minute and a CPU about half a minute; it makes steps about 1.5 times as
-    fast.
+    fast. `before` is what a run that is resumed did until now: it stays so, where this machine can.
     """
     if setting != "auto":
         return setting == "on", "as asked for"
@@ -262,11 +267,11 @@ def decide_compile(setting: str, device: torch.device, expected_seconds: float) 
             return False, "no Triton here"
     else:
         return False, f"{device.type} runs eager"
+    if before is not None:
+        return before, "as at the run's first start"
     worth = expected_seconds > 90
-    return (
-        worth,
-        f"about {expected_seconds:,.0f} s of steps: compiling {'pays' if worth else 'would take longer'}",
-    )
+    verdict = "pays" if worth else "would take longer"
+    return worth, f"about {expected_seconds:,.0f} s of steps: compiling {verdict}"
 
 
 def git_commit() -> str | None:

@@ -86,6 +86,8 @@ def derive_horizon(
     Raises UserError where none is positive.
     """
     T = config.max_seq_len
+    if num_iterations == 0 or num_iterations < -1:
+        raise UserError(f"num_iterations is {num_iterations}; give a number of steps, or -1 for off")
     if total_batch_size != -1 and total_batch_size < 1:
         raise UserError(
             f"total_batch_size is {total_batch_size}; give a number of tokens, or -1 for automatic"
@@ -208,25 +210,31 @@ def weight_decay_multiplier(step: int, num_iterations: int) -> float:
 
 
 def training_bytes(
-    config: GPTConfig, micro_batch_tokens: int, dtype: torch.dtype, loss_chunk_rows: int = 0
+    config: GPTConfig,
+    micro_batch_tokens: int,
+    dtype: torch.dtype,
+    world_size: int = 1,
+    saves_here: bool = False,
 ) -> int:
-    """Estimate of the memory a training process needs.
+    """Estimate of the device memory that one of `world_size` training processes needs.
 
-    16 bytes a parameter (weight, gradient and two states in float32); 18 C values a token and layer kept for
-    the backward pass in float32, 30 C in 16 bit, where some are kept in both (counted in
-    tests/test_scaling.py); and the logits three times over: in the compute dtype, softcapped, and as
-    probabilities.
+    All in float32: weight and gradient of each parameter; its share of the optimizer's state (one value for
+    Muon's matrices, two for the rest); and where a save copies to the same memory (`saves_here`: a CPU's)
+    weights and state once more. 18 C values a token and layer kept for the backward pass in float32, 30 C in
+    16 bit, where some are kept in both (counted in tests/test_scaling.py). The logits three times over: in
+    the compute dtype, softcapped, and as probabilities.
     """
-    size = torch.finfo(dtype).bits // 8
-    parameters = 16 * on_meta(config).parameter_counts()["total"]
+    size, counts = torch.finfo(dtype).bits // 8, on_meta(config).parameter_counts()
+    weights = 4 * counts["total"]
+    state = (8 * counts["total"] - 4 * counts["matrices"]) // world_size
+    lasting = 2 * weights + state + (weights + state) * saves_here
     activations = micro_batch_tokens * config.depth * config.width * (18 if size == 4 else 30) * size
-    rows = min(micro_batch_tokens, loss_chunk_rows or micro_batch_tokens)
-    return parameters + activations + rows * config.vocab_size * (8 + size)
+    return lasting + activations + micro_batch_tokens * config.vocab_size * (8 + size)
 
 
-def check_memory(config: GPTConfig, micro_batch_tokens: int, dtype: torch.dtype, memory: int) -> int:
+def check_memory(config: GPTConfig, micro_batch_tokens: int, dtype: torch.dtype, memory: int, **where) -> int:
     """The bytes that `training_bytes` estimates; UserError where a process has less `memory` than that."""
-    needed = training_bytes(config, micro_batch_tokens, dtype)
+    needed = training_bytes(config, micro_batch_tokens, dtype, **where)
     if needed > memory:
         raise UserError(
             f"this run needs about {needed / 2**30:.1f} GiB a process and {memory / 2**30:.1f} are free; "
@@ -236,14 +244,14 @@ def check_memory(config: GPTConfig, micro_batch_tokens: int, dtype: torch.dtype,
 
 
 def pick_device_batch_size(
-    rows: int, config: GPTConfig, dtype: torch.dtype, memory: int, most_tokens: int
+    rows: int, config: GPTConfig, dtype: torch.dtype, memory: int, most_tokens: int, **where
 ) -> int:
     """Rows of a micro-batch: the largest divisor of `rows` within `most_tokens` tokens and 80 % of `memory`
-    bytes."""
+    bytes, by `training_bytes`."""
     sizes = [n for n in range(rows, 0, -1) if rows % n == 0]
     for size in sizes:
         tokens = size * config.max_seq_len
-        if tokens <= most_tokens and training_bytes(config, tokens, dtype) <= 0.8 * memory:
+        if tokens <= most_tokens and training_bytes(config, tokens, dtype, **where) <= 0.8 * memory:
             return size
     return 1
 

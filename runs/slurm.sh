@@ -20,14 +20,17 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT OMP_NUM_THREADS=1
 
+again=() # after a requeue the run goes on, whatever --resume said the first time
+[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && again=(--resume=auto)
+
 warned=no
 trap 'warned=yes; kill -USR1 "$srun_pid"' USR1 # srun passes it on to every task
 
 # shellcheck disable=SC2016 # the variables are those of the task
-srun --kill-on-bad-exit=1 bash -c '
+srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" bash -c '
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
     export LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES))
-    exec python -m scripts.base_train "$@"' base_train "$@" &
+    exec python -m scripts.base_train "$@"' base_train "$@" "${again[@]}" &
 srun_pid=$!
 wait "$srun_pid"
 status=$?

@@ -27,7 +27,7 @@ import configurator
 from nanochat import UserError, checkpoint, metrics, optim, precision, processes, runtime, scaling
 from nanochat.dataloader import TrainLoader, merge_states, validation_batches
 from nanochat.dataset import open_dataset
-from nanochat.engine import generate
+from nanochat.engine import continuations
 from nanochat.evaluate import bits_per_byte
 from nanochat.gpt import GPT
 from nanochat.report import write_report
@@ -61,7 +61,7 @@ matrix_lr = 0.02  # Muon's rate
 scalar_lr = 0.1  # AdamW's rate for the scalars
 weight_decay = 0.28  # cautious weight decay of Muon's matrices (0 = off)
 grad_clip = 1.0  # the most the gradient's norm may be (-1 = off)
-warmup_steps = 40  # steps of linear warm-up (0 = off)
+warmup_steps = 40  # steps of linear warm-up, at most a tenth of the run (0 = off)
 warmdown_ratio = 0.65  # share of the run in which the rate falls linearly
 final_lr_frac = 0.05  # the rate at the end, as a share of the full one
 
@@ -95,6 +95,8 @@ run = "dummy"  # wandb run name (dummy = no wandb)
 plan = False  # print the plan and exit
 
 settings = configurator.configure(globals())
+if eval_tokens == 0 or eval_tokens < -1:
+    raise UserError(f"eval_tokens {eval_tokens} scores nothing; use -1 (all) or a positive number")
 
 # ------------------------------------------------------------------------------------------------------
 # Set up: device and processes, text, tokenizer, the run's folder
@@ -142,9 +144,10 @@ rows = scaling.rows_per_process(total_batch_size, max_seq_len, device_batch_size
 if device_batch_size == -1:
     device_batch_size = resolved.get("device_batch_size", -1)
 memory = min(machine.gather(machine.free_memory()))  # bytes: what is decided here is the same everywhere
+where = {"world_size": world_size, "saves_here": device.type == "cpu"}
 if device_batch_size == -1 or rows % device_batch_size:
     most = 2**16 if device.type == "cuda" else 2**12  # tokens: more is not faster (docs/benchmarks.md)
-    device_batch_size = scaling.pick_device_batch_size(rows, config, compute_dtype, memory, most)
+    device_batch_size = scaling.pick_device_batch_size(rows, config, compute_dtype, memory, most, **where)
 grad_accum_steps = rows // device_batch_size
 
 rate_scale = scaling.rate_scale(total_batch_size, total_tokens, horizon.d12_tokens)
@@ -163,11 +166,10 @@ warmup_steps = min(warmup_steps, num_iterations // 10)
 peak_per_process, peak_source = runtime.peak_flops(device, compute_dtype)
 peak = sum(machine.gather(peak_per_process))  # FLOP/s of all processes
 expected_seconds = flops_per_token * total_tokens / (0.3 * peak)
-expected_bytes = scaling.check_memory(config, device_batch_size * max_seq_len, compute_dtype, memory)
-decisions = machine.gather(runtime.decide_compile(compile, device, expected_seconds))
-compiled, compile_reason = min(decisions)  # only if every process can
-if resolved and compile == "auto":
-    compiled, compile_reason = resolved["compiled"], "as at the run's first start"
+tokens = device_batch_size * max_seq_len
+expected_bytes = scaling.check_memory(config, tokens, compute_dtype, memory, **where)
+decision = runtime.decide_compile(compile, device, expected_seconds, before=resolved.get("compiled"))
+compiled, compile_reason = min(machine.gather(decision))  # only if every process can
 
 plan_lines = [
     f"device: {device.type} x {world_size}, {peak / 1e12:.3g} TFLOP/s in all ({peak_source})",
@@ -209,9 +211,14 @@ identity = {  # what must be the same for a run to be the same run
     "total_batch_size": total_batch_size,
 }
 machine.same(identity | {"compute dtype": str(compute_dtype), "num_iterations": num_iterations})
+evaluated = -1  # the step of the last evaluation
 if found:
     changed = checkpoint.changes(found, identity, accept)
-    if found.step >= num_iterations:
+    elsewhere = found.path.resolve().parent != run_path.resolve()  # --resume=FOLDER: this folder begins anew
+    if machine.is_main and not elsewhere:
+        evaluated = metrics.last_evaluation(run_path / "metrics.jsonl", found.step)
+    evaluated = machine.gather(evaluated)[0]
+    if found.step > num_iterations or found.step == num_iterations == evaluated:
         say(f"finished already: {found.path}; for more give --num_iterations, to start anew --resume=never")
         machine.close()
         sys.exit(0)
@@ -226,7 +233,7 @@ with torch.device("meta"):
 model.to_empty(device=device)
 model.init_weights(torch.Generator(device).manual_seed(seed))
 if found or init_from:
-    start_from = found or checkpoint.find(run_path, init_from, say)
+    start_from = found or checkpoint.find_weights(init_from, identity, say)
     model.load_state_dict(start_from.load_model())
 optimizer = optim.MuonAdamW(
     optim.parameter_groups(model, rates, scaled_decay),
@@ -249,11 +256,12 @@ loader = TrainLoader(
     state=found.state["loader"] if found and not changed else None,
 )
 # What a resumed loop must know
-step, loop = 0, {"evaluated": -1, "skipped": 0, "train_seconds": 0.0, "recent": [], "wandb_id": None}
+step = found.step if found else 0
+loop = {"tokens": step * total_batch_size, "train_seconds": 0.0, "skipped": 0, "recent": [], "samples": []}
+loop |= {"wandb_id": None} | (found.state["loop"] if found else {})
 if found:
-    step, loop = found.step, found.state["loop"]
     optimizer.load_named_state(found.load_optimizer(optimizer.needs))
-    runtime.set_random_state(found.load_optimizer(runtime.is_random_state))
+    runtime.set_random_state(found.load_optimizer(runtime.is_random_state), device)
     if found.state["scaler"]:  # empty where the run was not in float16
         scaler.load_state_dict(found.state["scaler"])
 
@@ -273,8 +281,9 @@ record = {
 }
 wandb_run = None
 if machine.is_main:
+    # Checkpoints past this one are of a run that is given up; they go first, lest they outlive their metrics
+    checkpoint.set_aside(run_path, after=None if found and elsewhere else step)
     metrics.rewind_metrics(run_path / "metrics.jsonl", step)
-    checkpoint.set_aside(run_path, after=step)  # checkpoints past this one are of a run that is given up
     (run_path / "config.json").write_text(json.dumps(record, indent=2) + "\n")
     wandb_run = metrics.start_wandb(run, "nanochat", record, run_path, loop["wandb_id"], say)
     loop["wandb_id"] = wandb_run.id if wandb_run else None
@@ -302,7 +311,7 @@ def save():
         saver.submit(
             step,
             model=model.state_dict(),
-            optimizer=optimizer.named_state() | (runtime.random_state() if machine.is_main else {}),
+            optimizer=optimizer.named_state() | (runtime.random_state(device) if machine.is_main else {}),
             state=state,
             files={"tokenizer.json": encoding.to_bytes(), "config.json": run_path / "config.json"},
             before_publish=log.sync,
@@ -314,46 +323,36 @@ def save():
         console.print(f"warning: {error}")
 
 
-def samples() -> list[str]:
-    """A continuation of each prompt by the model as it is."""
-    texts, options = [], {"temperature": 0.8, "top_k": 50, "seed": seed, "stop_ids": {encoding.bos_id}}
-    for prompt in sample_prompts.split("|"):
-        ids = [encoding.bos_id, *encoding.encode(prompt).tolist()]
-        try:
-            texts.append(prompt + encoding.decode(list(generate(model, ids, 96, compute_dtype, **options))))
-        except UserError as error:  # not a reason to lose a run
-            texts.append(f"{prompt} ({error})")
-    return texts
-
-
 # ------------------------------------------------------------------------------------------------------
-# The loop: evaluate, sample, save, then one optimizer step over its micro-steps, then log
+# The loop: save, sample, evaluate, then one optimizer step over its micro-steps, then log
 
 validation = None  # made at the first evaluation
-texts, bad_steps, first_step = [], 0, step
+bad_steps, first_step = 0, step
 stopping, saved_at, save_now = False, time.monotonic(), False
 while True:
     last_step = step == num_iterations
 
-    if not stopping and loop["evaluated"] != step and is_due(eval_every):
+    # First, for nobody knows how long a signal to stop leaves
+    if step != first_step and (stopping or save_now or is_due(save_every) or is_due(permanent_every)):
+        save()
+        saved_at = time.monotonic()
+
+    if machine.is_main and not stopping and is_due(sample_every):
+        prompts = sample_prompts.split("|")
+        loop["samples"] = continuations(model, encoding, prompts, compute_dtype, seed)
+        console.print(*(f"--- {text}" for text in loop["samples"]))
+
+    if not stopping and evaluated != step and is_due(eval_every):
         if validation is None:
             shape = max_seq_len, device_batch_size, eval_tokens, machine.rank, world_size, device
             validation = validation_batches(dataset.val_shards, encoding, *shape)
         val_bpb = bits_per_byte(model, validation, token_bytes, compute_dtype, machine)
         console.print(f"step {step}: validation {val_bpb:.4f} bits per byte")
-        log.write({"step": step, "val_bpb": val_bpb, "tokens": step * total_batch_size})
-        loop["evaluated"] = step
+        log.write({"step": step, "val_bpb": val_bpb, "tokens": loop["tokens"]})
+        evaluated = step
 
-    if machine.is_main and not stopping and is_due(sample_every):
-        texts = samples()
-        console.print(*(f"--- {text}" for text in texts))
-
-    if step != first_step and (stopping or save_now or is_due(save_every) or is_due(permanent_every)):
-        save()
-        saved_at = time.monotonic()
-
-    if machine.is_main and loop["evaluated"] == step:
-        write_report(run_path, run_path.name, plan_lines, texts, last_step, console.print)
+    if machine.is_main and evaluated == step:
+        write_report(run_path, run_path.name, plan_lines, loop["samples"], last_step, console.print)
 
     if last_step or stopping:
         break
@@ -391,7 +390,10 @@ while True:
     bad_steps = 0 if finite or overflow else bad_steps + 1
     loop["skipped"] += not finite
     loop["train_seconds"] += seconds
-    late = machine.is_main and 0 < 60 * save_minutes < time.monotonic() - saved_at  # one clock for all
+    loop["tokens"] += total_batch_size
+    late = (
+        machine.is_main and saver.done() and 0 < 60 * save_minutes < time.monotonic() - saved_at
+    )  # one clock
     sums = machine.sum([micro_losses.sum().item(), float(stop.name != ""), float(late)])
     loss_value, stopping, save_now = sums[0] / world_size, sums[1] > 0, sums[2] > 0
     spike = metrics.is_spike(loss_value, loop["recent"])
@@ -405,8 +407,8 @@ while True:
         "data_wait_s": loader.wait_s - waited,
         "tok_per_sec": total_batch_size / seconds,
         "mfu": flops_per_token * total_batch_size / seconds / peak,
-        "tokens": (step + 1) * total_batch_size,
-        "flops": (step + 1) * total_batch_size * flops_per_token,
+        "tokens": loop["tokens"],
+        "flops": loop["tokens"] * flops_per_token,
         "train_time_s": loop["train_seconds"],
         "epoch": loader.epoch,
         "skipped": loop["skipped"],
@@ -437,8 +439,9 @@ loader.close()
 saver.close()
 console.close()
 log.close()
-if stopping and not last_step:
-    say(f"stopped by {stop.name or 'a signal'} after {step} steps and saved; the same command goes on")
+if stopping:
+    again = "" if resume == "auto" else " with --resume=auto"
+    say(f"stopped by {stop.name or 'a signal'} after {step} steps and saved; the same command{again} goes on")
 else:
     say(f"done: {loop['train_seconds']:.0f} s in steps, {machine.peak_memory() / 2**30:.2f} GiB at most")
     say(f"report: {run_path / 'report.md'}")

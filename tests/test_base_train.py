@@ -150,10 +150,25 @@ def test_a_finished_run_says_so_and_resume_never_sets_it_aside(corpus, tmp_path)
     before = (out / "metrics.jsonl").read_bytes()
     assert "finished already" in run(command(corpus, out, *short))
     assert (out / "metrics.jsonl").read_bytes() == before
+    # A run that was stopped after its last save and before its evaluation has that still to do
+    (out / "metrics.jsonl").write_bytes(b"".join(before.splitlines(keepends=True)[:-1]))
+    (out / "report.md").unlink()
+    assert "step 2: validation" in run(command(corpus, out, *short))
+    assert (out / "metrics.jsonl").read_bytes() == before
+    assert "still going on" not in (out / "report.md").read_text()
     run(command(corpus, out, *short, "--resume=never"))
     aside = [folder for folder in tmp_path.iterdir() if folder != out]
     assert len(aside) == 1 and (aside[0] / "metrics.jsonl").read_bytes() == before
     assert losses(out) == losses(aside[0])
+
+
+def test_a_run_starts_from_weights_of_another_or_goes_on_in_another_folder(corpus, undisturbed, tmp_path):
+    out = tmp_path / "run"
+    run(command(corpus, out, "--num_iterations=2", f"--init_from={undisturbed}"))
+    assert losses(out)[0] < losses(undisturbed)[0] - 0.05
+    printed = run(command(corpus, out, f"--resume={undisturbed / 'step_000006'}"))
+    assert "going on from" in printed and losses(out) == {k: losses(undisturbed)[k] for k in (6, 7)}
+    assert sorted(losses(tmp_path / "run.old-1")) == [0, 1]  # what was there is not mixed with it
 
 
 def test_plan_prints_the_derivation_and_leaves_nothing(corpus, tmp_path):
@@ -171,6 +186,9 @@ def test_plan_prints_the_derivation_and_leaves_nothing(corpus, tmp_path):
         (["--dept=3"], "did you mean --depth?"),
         (["--device_type=cuda"], "this machine has: cpu"),
         (["--num_iterations=-1", "--target_param_data_ratio=-1"], "the run has no end"),
+        (["--num_iterations=0"], "num_iterations is 0"),
+        (["--eval_tokens=0"], "eval_tokens 0 scores nothing"),
+        (["--init_from=auto"], "no checkpoint in auto"),
         (["--depth=400", "--aspect_ratio=400"], "lower --device_batch_size"),
         (["--data=/no/such/place"], "/no/such/place"),
         (["--core_metric_every=x"], "core_metric_every"),

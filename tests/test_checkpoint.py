@@ -27,6 +27,7 @@ from nanochat.checkpoint import (
     Damaged,
     SaveError,
     find,
+    find_weights,
     lock_folder,
     open_checkpoint,
     prune,
@@ -843,3 +844,19 @@ def test_a_file_size_limit_in_the_middle_of_the_model_is_named_with_the_file(tmp
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert names_in(tmp_path) == ["step_000001"]
     check(find(tmp_path), 1)
+
+
+# Weights to start from
+
+
+def test_weights_to_start_from_are_of_the_same_model_and_tokenizer(tmp_path):
+    identity = {"model": {"depth": 2}, "tokenizer": "abc"}
+    save_step(tmp_path, 3, state={"step": 3, "identity": identity | {"seed": 1}})
+    for path in (tmp_path, tmp_path / "step_000003"):
+        assert find_weights(path, identity | {"seed": 2}).step == 3
+    with pytest.raises(UserError, match=r"is {'depth': 2}, this one {'depth': 4}"):
+        find_weights(tmp_path, identity | {"model": {"depth": 4}})
+    with pytest.raises(UserError, match=r"--tokenizer=.*step_000003/tokenizer.json"):
+        find_weights(tmp_path, identity | {"tokenizer": "abd"})
+    with pytest.raises(UserError, match=r"no checkpoint in .*/nothing"):
+        find_weights(tmp_path / "nothing", identity)

@@ -30,6 +30,10 @@ if os.environ["RANK"] == "1":
         if calls == 4 * step + 1:  # four micro-steps a step and process... the first of this one
             while fault in ("kill", "stop") and not os.path.exists(os.environ["RUN_FOLDER"] + "/step_000003"):
                 time.sleep(0.02)  # the save of step 3 is to be over: nobody can finish it for a dead process
+            if fault == "refuse":
+                from nanochat import UserError
+
+                raise UserError("the tokens of process 1 are gone; give others")
             if fault == "raise":
                 raise LookupError("the tokens of process 1 are gone")
             if fault == "kill":
@@ -84,6 +88,14 @@ def test_an_exception_in_one_process_ends_all_and_is_named_as_the_first_cause(tm
     assert "LookupError: the tokens of process 1 are gone" in cause and "rank      : 1" in cause
     assert sorted(losses(tmp_path / "run")) == list(range(5))
     assert checkpoint.find(tmp_path / "run", "auto").step == 3
+
+
+@pytest.mark.slow
+def test_a_sentence_of_one_process_alone_is_said_and_one_of_all_is_said_once(tmp_path, corpus):
+    status, printed, _ = run_two(tmp_path, corpus, "refuse", 5)
+    assert status == 1 and printed.count("error: process 1: the tokens of process 1 are gone") == 1
+    status, printed, _ = run_two(tmp_path, corpus, "nothing", 0, "--num_iterations=9", "--seed=7")
+    assert status == 1 and printed.count("is from another run: seed was 42, is 7") == 1 + 1  # torchrun's too
 
 
 @pytest.mark.slow

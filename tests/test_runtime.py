@@ -293,8 +293,11 @@ def test_compiling_is_decided_by_setting_then_tools_then_by_what_it_saves(monkey
     monkeypatch.delenv("CXX", raising=False)
     assert runtime.decide_compile("auto", CPU, 1e6)[0] is True
     assert runtime.decide_compile("auto", CPU, 1)[0] is False
+    assert runtime.decide_compile("auto", CPU, 1, before=True) == (True, "as at the run's first start")
+    assert runtime.decide_compile("auto", CPU, 1e6, before=False)[0] is False
     monkeypatch.setattr(runtime.shutil, "which", lambda name: None)
     assert runtime.decide_compile("auto", CPU, 1e6) == (False, "no C++ compiler here")
+    assert runtime.decide_compile("auto", CPU, 1e6, before=True) == (False, "no C++ compiler here")
     assert runtime.decide_compile("auto", torch.device("mps"), 1e6)[0] is False
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 0))  # a P100
     assert runtime.decide_compile("auto", torch.device("cuda", 0), 1e6) == (

@@ -15,7 +15,7 @@ SRUN = """#!{python}
 # Two tasks on this machine, as srun starts them; SIGUSR1 is passed on to them
 import os, signal, subprocess, sys
 tasks = [
-    subprocess.Popen(sys.argv[2:], env={{**os.environ, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)}})
+    subprocess.Popen(sys.argv[3:], env={{**os.environ, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)}})
     for i in range(2)
 ]
 signal.signal(signal.SIGUSR1, lambda number, frame: [task.send_signal(number) for task in tasks])
@@ -41,11 +41,12 @@ def test_a_job_that_is_warned_saves_and_requeues_and_the_next_one_finishes(corpu
     }  # fmt: skip
     arguments = command(corpus, out, "--num_iterations=400", "--save_every=-1", "--eval_every=-1")[1:]
 
-    def submit():
-        job = ["bash", "runs/slurm.sh", *arguments]
-        return subprocess.Popen(job, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    def submit(restarts):
+        job = ["bash", "runs/slurm.sh", *arguments, "--resume=never"]
+        own = environment | {"SLURM_RESTART_COUNT": str(restarts)}
+        return subprocess.Popen(job, cwd=ROOT, env=own, stdout=subprocess.PIPE, text=True)
 
-    job = submit()
+    job = submit(restarts=0)
     wait_for_step(job, out, 3)
     job.send_signal(signal.SIGUSR1)
     printed, _ = job.communicate(timeout=120)
@@ -53,7 +54,7 @@ def test_a_job_that_is_warned_saves_and_requeues_and_the_next_one_finishes(corpu
     assert log.read_text() == "requeue 4711\n"
     stopped_at = checkpoint.find(out, "auto").step
     assert 3 < stopped_at < 400
-    job = submit()
+    job = submit(restarts=1)  # which --resume=never is not to begin anew
     printed, _ = job.communicate(timeout=300)
     assert job.returncode == 0 and "going on from" in printed and "done:" in printed
     assert sorted(losses(out)) == list(range(400))

@@ -151,6 +151,10 @@ def test_a_changed_seed_is_refused_by_name_and_accepted_by_name(corpus, tmp_path
     printed = run(command(corpus, out, *longer, "--accept=seed"))
     assert "the data begins anew" in printed and "the learning rate rises again" in printed
     assert sorted(losses(out)) == list(range(5))
+    longer = ["--num_iterations=6", "--eval_every=-1", "--seed=7", "--total_batch_size=512"]
+    run(command(corpus, out, *longer, "--accept=total_batch_size"))
+    steps = [record for record in records(out) if "loss" in record]
+    assert [record["tokens"] for record in steps] == [256, 512, 768, 1024, 1280, 1792]
 
 
 def test_permanent_checkpoints_stay_beside_the_newest_ones(corpus, tmp_path):
