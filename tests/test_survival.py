@@ -192,11 +192,12 @@ def test_with_any_file_of_the_newest_checkpoint_damaged_the_one_before_is_used(c
         shutil.rmtree(out)
 
 
-def test_minutes_alone_make_checkpoints(corpus, tmp_path):
+def test_minutes_alone_make_checkpoints_each_when_the_one_before_is_written(corpus, tmp_path):
     out = tmp_path / "run"
-    often = ["--save_every=-1", "--save_minutes=0.0001", "--keep_checkpoints=-1", "--num_iterations=4"]
+    often = ["--save_every=-1", "--save_minutes=0.0001", "--keep_checkpoints=-1", "--num_iterations=40"]
     run(command(corpus, out, *often, "--eval_every=-1"))
-    assert sorted(p.name for p in out.glob("step_*")) == [f"step_{n:06d}" for n in (1, 2, 3, 4)]
+    steps = sorted(int(p.name.removeprefix("step_")) for p in out.glob("step_*"))
+    assert len(steps) > 2 and steps[-1] == 40 and steps[0] < 20
 
 
 @pytest.mark.slow
