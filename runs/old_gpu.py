@@ -7,4 +7,4 @@ model_tag = "old_gpu"
 dtype = "float16"  # with a GradScaler; what auto chooses there too
 depth = 8
 max_seq_len = 1024
-device_batch_size = 16  # 10.6 GiB by scaling.training_bytes with a vocabulary of 32768; 32 rows would be 19.4
+device_batch_size = 16  # 10.5 GiB by scaling.training_bytes with a vocabulary of 32768; 32 rows would be 19.3
