@@ -41,7 +41,7 @@ DATA_SHEET_TFLOPS = [
     ("MI300X", 1307),
 ]
 
-# All processes have the same rotary tables, so DDP need not send them; torch 2.13 gave the option a new name
+# All processes have the same rotary tables, so DDP need not send them; newer torch renamed the option
 _renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 _no_buffers = {"forward_sync_buffers" if _renamed else "broadcast_buffers": False}
 DDP_OPTIONS = {"gradient_as_bucket_view": True, **_no_buffers}
@@ -128,13 +128,11 @@ class Runtime:
             return 4 * 2**30 // processes
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
         with contextlib.suppress(OSError, StopIteration):  # Linux: what is free or could be freed
-            lines = Path("/proc/meminfo").read_text().splitlines()
-            free = 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
+            free = 1024 * _entry("/proc/meminfo", "MemAvailable:")
         with contextlib.suppress(OSError, ValueError, StopIteration):  # a container's limit ("max" = none)
             limit, used = (int(Path(f"/sys/fs/cgroup/memory.{n}").read_text()) for n in ("max", "current"))
-            lines = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
-            cached = int(next(line for line in lines if line.startswith("inactive_file ")).split()[1])
-            free = min(free, limit - used + cached)  # files read or written, which give way
+            cached = _entry("/sys/fs/cgroup/memory.stat", "inactive_file")  # of files, which gives way
+            free = min(free, limit - used + cached)
         return free // processes
 
     def peak_memory(self) -> int:
@@ -144,8 +142,7 @@ class Runtime:
         if self.device.type == "mps":  # what the driver gave torch; it hardly ever takes any back
             return torch.mps.driver_allocated_memory()
         with contextlib.suppress(OSError, StopIteration):  # Linux; getrusage begins with what the parent held
-            lines = Path("/proc/self/status").read_text().splitlines()
-            return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+            return 1024 * _entry("/proc/self/status", "VmHWM:")
         try:
             import resource
         except ImportError:  # Windows
@@ -160,6 +157,12 @@ class Runtime:
             # that ends later waits for that thread and holds the GIL (pytorch/pytorch#56297): let it go on.
             time.sleep(0.1)
             dist.destroy_process_group()
+
+
+def _entry(path: str, name: str) -> int:
+    """The number behind a name in a table of the kernel's; OSError or StopIteration where there is none."""
+    lines = (line.split() for line in Path(path).read_text().splitlines())
+    return int(next(words[1] for words in lines if words[:1] == [name]))
 
 
 def start(device_type: str, seed: int, timeout_s: float = 600.0) -> Runtime:

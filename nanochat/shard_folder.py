@@ -36,7 +36,7 @@ class Dataset:
         """The training documents in stored order."""
         return iterate_documents(self.train_shards)
 
-    def tokenizers(self, base_dir: Path) -> Path:
+    def tokenizer_folder(self, base_dir: Path) -> Path:
         """The folder of the tokenizers that were trained on it."""
         return Path(base_dir) / "tokenizers" / f"{self.name}-{self.fingerprint[:12]}"
 

@@ -101,7 +101,7 @@ device = machine.device
 compute_dtype, _ = precision.resolve_dtype(dtype, device)
 base_path = Path(base_dir).expanduser()
 dataset = open_dataset(data, val_data, base_dir=base_path)
-encoding = open_tokenizer("auto", vocab_size, dataset.tokenizers(base_path), dataset.train_texts)
+encoding = open_tokenizer("auto", vocab_size, dataset.tokenizer_folder(base_path), dataset.train_texts)
 if total_batch_size % max_seq_len:
     raise UserError(f"total_batch_size {total_batch_size} is not a multiple of max_seq_len {max_seq_len}")
 row_count = total_batch_size // max_seq_len

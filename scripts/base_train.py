@@ -95,8 +95,6 @@ run = "dummy"  # wandb run name (dummy = no wandb)
 plan = False  # print the plan and exit
 
 settings = configurator.configure(globals())
-if eval_tokens == 0 or eval_tokens < -1:
-    raise UserError(f"eval_tokens {eval_tokens} scores nothing; use -1 (all) or a positive number")
 
 # ------------------------------------------------------------------------------------------------------
 # Set up: device and processes, text, tokenizer, the run's folder
@@ -113,7 +111,7 @@ run_path = Path(out_dir or base_path / "base_checkpoints" / (model_tag or f"d{de
 with machine.main_first("data", stop):  # the first process builds what is missing, the others find it
     dataset = open_dataset(data, val_data, base_dir=base_path, text_field=text_field)
     wanted = vocab_size if vocab_size != -1 else 4096 if data == "embedded" else 32768
-    place = dataset.tokenizers(base_path)
+    place = dataset.tokenizer_folder(base_path)
     encoding = open_tokenizer(tokenizer, wanted, place, dataset.train_texts, exact=vocab_size != -1)
 
 found = None  # the checkpoint this run goes on from
@@ -144,10 +142,10 @@ rows = scaling.rows_per_process(total_batch_size, max_seq_len, device_batch_size
 if device_batch_size == -1:
     device_batch_size = resolved.get("device_batch_size", -1)
 memory = min(machine.gather(machine.free_memory()))  # bytes: what is decided here is the same everywhere
-where = {"world_size": world_size, "saves_here": device.type == "cpu"}
+sharing = {"world_size": world_size, "saves_here": device.type == "cpu"}  # who else needs memory for what
 if device_batch_size == -1 or rows % device_batch_size:
     most = 2**16 if device.type == "cuda" else 2**12  # tokens: more is not faster (docs/benchmarks.md)
-    device_batch_size = scaling.pick_device_batch_size(rows, config, compute_dtype, memory, most, **where)
+    device_batch_size = scaling.pick_device_batch_size(rows, config, compute_dtype, memory, most, **sharing)
 grad_accum_steps = rows // device_batch_size
 
 rate_scale = scaling.rate_scale(total_batch_size, total_tokens, horizon.d12_tokens)
@@ -166,8 +164,8 @@ warmup_steps = min(warmup_steps, num_iterations // 10)
 peak_per_process, peak_source = runtime.peak_flops(device, compute_dtype)
 peak = sum(machine.gather(peak_per_process))  # FLOP/s of all processes
 expected_seconds = flops_per_token * total_tokens / (0.3 * peak)
-tokens = device_batch_size * max_seq_len
-expected_bytes = scaling.check_memory(config, tokens, compute_dtype, memory, **where)
+micro_batch_tokens = device_batch_size * max_seq_len
+expected_bytes = scaling.check_memory(config, micro_batch_tokens, compute_dtype, memory, **sharing)
 decision = runtime.decide_compile(compile, device, expected_seconds, before=resolved.get("compiled"))
 compiled, compile_reason = min(machine.gather(decision))  # only if every process can
 
@@ -214,10 +212,8 @@ machine.same(identity | {"compute dtype": str(compute_dtype), "num_iterations": 
 evaluated = -1  # the step of the last evaluation
 if found:
     changed = checkpoint.changes(found, identity, accept)
-    elsewhere = found.path.resolve().parent != run_path.resolve()  # --resume=FOLDER: this folder begins anew
-    if machine.is_main and not elsewhere:
-        evaluated = metrics.last_evaluation(run_path / "metrics.jsonl", found.step)
-    evaluated = machine.gather(evaluated)[0]
+    evaluated = metrics.last_evaluation(found.path.parent / "metrics.jsonl", found.step)
+    evaluated = machine.gather(evaluated)[0]  # the first process wrote the file
     if found.step > num_iterations or found.step == num_iterations == evaluated:
         say(f"finished already: {found.path}; for more give --num_iterations, to start anew --resume=never")
         machine.close()
@@ -255,11 +251,14 @@ loader = TrainLoader(
     device=device,
     state=found.state["loader"] if found and not changed else None,
 )
+shape = max_seq_len, device_batch_size, eval_tokens, machine.rank, world_size, device
+validation = validation_batches(dataset.val_shards, encoding, *shape)
 # What a resumed loop must know
 step = found.step if found else 0
 loop = {"tokens": step * total_batch_size, "train_seconds": 0.0, "skipped": 0, "recent": [], "samples": []}
-loop |= {"wandb_id": None} | (found.state["loop"] if found else {})
+loop["wandb_id"] = None
 if found:
+    loop |= found.state["loop"]
     optimizer.load_named_state(found.load_optimizer(optimizer.needs))
     runtime.set_random_state(found.load_optimizer(runtime.is_random_state), device)
     if found.state["scaler"]:  # empty where the run was not in float16
@@ -281,8 +280,11 @@ record = {
 }
 wandb_run = None
 if machine.is_main:
-    # Checkpoints past this one are of a run that is given up; they go first, lest they outlive their metrics
-    checkpoint.set_aside(run_path, after=None if found and elsewhere else step)
+    # Checkpoints past this one are of a run that is given up; they go first, lest they outlive their metrics.
+    # With --resume=FOLDER all goes that another run left here.
+    elsewhere = found and found.path.resolve().parent != run_path.resolve()
+    if aside := checkpoint.set_aside(run_path, after=None if elsewhere else step):
+        say(f"what was in {run_path} and is not this run's past is now in {aside}")
     metrics.rewind_metrics(run_path / "metrics.jsonl", step)
     (run_path / "config.json").write_text(json.dumps(record, indent=2) + "\n")
     wandb_run = metrics.start_wandb(run, "nanochat", record, run_path, loop["wandb_id"], say)
@@ -326,7 +328,6 @@ def save():
 # ------------------------------------------------------------------------------------------------------
 # The loop: save, sample, evaluate, then one optimizer step over its micro-steps, then log
 
-validation = None  # made at the first evaluation
 bad_steps, first_step = 0, step
 stopping, saved_at, save_now = False, time.monotonic(), False
 while True:
@@ -343,9 +344,6 @@ while True:
         console.print(*(f"--- {text}" for text in loop["samples"]))
 
     if not stopping and evaluated != step and is_due(eval_every):
-        if validation is None:
-            shape = max_seq_len, device_batch_size, eval_tokens, machine.rank, world_size, device
-            validation = validation_batches(dataset.val_shards, encoding, *shape)
         val_bpb = bits_per_byte(model, validation, token_bytes, compute_dtype, machine)
         console.print(f"step {step}: validation {val_bpb:.4f} bits per byte")
         log.write({"step": step, "val_bpb": val_bpb, "tokens": loop["tokens"]})
@@ -391,9 +389,8 @@ while True:
     loop["skipped"] += not finite
     loop["train_seconds"] += seconds
     loop["tokens"] += total_batch_size
-    late = (
-        machine.is_main and saver.done() and 0 < 60 * save_minutes < time.monotonic() - saved_at
-    )  # one clock
+    # By one clock, and not while a save is still being written
+    late = 0 < 60 * save_minutes < time.monotonic() - saved_at and saver.done() and machine.is_main
     sums = machine.sum([micro_losses.sum().item(), float(stop.name != ""), float(late)])
     loss_value, stopping, save_now = sums[0] / world_size, sums[1] > 0, sums[2] > 0
     spike = metrics.is_spike(loss_value, loop["recent"])

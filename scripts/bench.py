@@ -177,7 +177,7 @@ def bench_loader() -> dict:
     """
     base = Path(base_dir).expanduser()
     dataset = open_dataset(data, base_dir=base)
-    encoding = open_tokenizer("auto", vocab_size, dataset.tokenizers(base), dataset.train_texts)
+    encoding = open_tokenizer("auto", vocab_size, dataset.tokenizer_folder(base), dataset.train_texts)
     results = {"corpus": {"name": dataset.name, "fingerprint": dataset.fingerprint[:12]}}
     for shape in shapes.split(","):
         lane_count, length = map(int, shape.split("x"))
@@ -243,9 +243,10 @@ def optimizer_model(machine):
 
 
 def make_optimizer(model, dtype: str, machine, compile: bool = True):
+    compute_dtype, _ = precision.resolve_dtype(dtype, machine.device)
     rates = {"embedding_lr": 0.01, "unembedding_lr": 0.001, "scalar_lr": 0.01, "matrix_lr": 0.001}
     groups = optim.parameter_groups(model, rates, 0.1)
-    return optim.MuonAdamW(groups, precision.DTYPES[dtype], compile, machine.rank, machine.world_size)
+    return optim.MuonAdamW(groups, compute_dtype, compile, machine.rank, machine.world_size)
 
 
 # The peer's optimizer in a process of its own, on the same shapes, embeddings in the dtype its model has
@@ -301,7 +302,7 @@ def bench_optimizer() -> dict:
     if peer and not (Path(peer) / "nanochat" / "optim.py").exists():
         raise UserError(f"{peer} has no nanochat/optim.py; --peer is a folder of karpathy/nanochat")
     results = {}
-    for dtype in dtypes.split(","):
+    for dtype in map(str.strip, dtypes.split(",")):
         model = optimizer_model(machine)
         ours = make_optimizer(model, dtype, machine)
         theirs = start_peer(model, dtype) if peer else None

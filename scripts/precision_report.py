@@ -112,7 +112,7 @@ def recorded_step():
 def costs() -> str:
     """The two tables of --measure, as Markdown."""
     dataset = open_dataset(data, base_dir=base_path)
-    encoding = open_tokenizer("auto", vocab_size, dataset.tokenizers(base_path), dataset.train_texts)
+    encoding = open_tokenizer("auto", vocab_size, dataset.tokenizer_folder(base_path), dataset.train_texts)
     loader = TrainLoader(
         dataset.train_shards, encoding, device_batch_size, max_seq_len, device_batch_size, seed=seed
     )

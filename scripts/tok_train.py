@@ -68,7 +68,7 @@ def samples() -> dict[str, str]:
 base_path = Path(base_dir).expanduser()
 dataset = open_dataset(data, val_data, base_dir=base_path, text_field=text_field)
 size, exact = (vocab_size, True) if vocab_size != -1 else (4096 if data == "embedded" else 32768, False)
-path = Path(out).expanduser() if out else tokenizer_path(dataset.tokenizers(base_path), size)
+path = Path(out).expanduser() if out else tokenizer_path(dataset.tokenizer_folder(base_path), size)
 print(f"data: {dataset.name}, {dataset.note}")
 began = time.perf_counter()
 tokenizer = train(dataset.train_texts(), size, max_chars=max_chars, exact=exact, progress=True)

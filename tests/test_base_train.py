@@ -169,6 +169,8 @@ def test_a_run_starts_from_weights_of_another_or_goes_on_in_another_folder(corpu
     printed = run(command(corpus, out, f"--resume={undisturbed / 'step_000006'}"))
     assert "going on from" in printed and losses(out) == {k: losses(undisturbed)[k] for k in (6, 7)}
     assert sorted(losses(tmp_path / "run.old-1")) == [0, 1]  # what was there is not mixed with it
+    printed = run(command(corpus, out, f"--resume={undisturbed}"))  # which has all its steps
+    assert "finished already" in printed and sorted(losses(out)) == [6, 7]
 
 
 def test_plan_prints_the_derivation_and_leaves_nothing(corpus, tmp_path):

@@ -94,6 +94,11 @@ def test_a_folder_that_is_not_the_peers_is_refused(tmp_path):
     assert "has no nanochat/optim.py" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_an_unknown_dtype_of_the_optimizer_is_refused_with_those_there_are():
+    done = bench("--what=optimizer", *SMALL, "--dtypes=int8", status=2)
+    assert "int8" in done.stderr and "--dtype=bfloat16" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_checkpoint_compares_the_stall_with_a_blocking_save_and_leaves_nothing(tmp_path):
     done = bench("--what=checkpoint", *SMALL, f"--folder={tmp_path}", "--json")
     (row,) = results_of(done).values()

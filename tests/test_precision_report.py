@@ -573,7 +573,7 @@ def test_a_weight_is_cast_once_in_a_context_unless_the_cache_is_off():
     assert counted["one call"] == counted["three calls in one context"] == 1
     assert counted["three contexts of one call"] == 3
     assert counted["three calls in one context, `cache_enabled=False`"] == 3
-    for name, count in counted.items():  # the last two differ between versions of torch
+    for name, count in counted.items():
         assert f"| {name} | {count} |" in PAGE
 
 

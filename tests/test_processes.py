@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from test_base_train import ROOT, command, losses, records, wait_for_step
 
-from nanochat import UserError, checkpoint
+from nanochat import UserError, checkpoint, processes
 
 # Runs the real script; in process 1, when it asks for the batch of a step, what the test wants to happen does
 FAULT = """
@@ -167,3 +167,16 @@ def test_processes_whose_torchrun_was_killed_save_and_end(tmp_path, corpus):
         except UserError:
             time.sleep(0.1)
     raise AssertionError("the processes still hold the folder")
+
+
+class Empty:
+    """A store in which nobody has left anything."""
+
+    def check(self, keys):
+        return False
+
+
+def test_a_signal_while_another_process_prepares_the_data_ends_with_0(capsys):
+    with pytest.raises(SystemExit) as end:
+        processes.wait_for(Empty(), "data/0", given_up=lambda: "SIGTERM")
+    assert end.value.code == 0 and "stopped by SIGTERM while another" in capsys.readouterr().err

@@ -58,6 +58,10 @@ def test_auto_takes_cuda_before_mps_before_cpu(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(UserError, match="3 processes on this machine but it has 2 GPUs; lower"):
         runtime.start("auto", seed=0)
+    monkeypatch.setenv("LOCAL_RANK", "0")  # every process knows, so that the first one says it
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(UserError, match="4 processes on this machine but it has 2 GPUs; lower"):
+        runtime.start("auto", seed=0)
 
 
 def test_the_seed_decides_what_is_drawn():
@@ -87,6 +91,21 @@ def test_memory_is_counted_in_bytes_and_shared_among_processes():
     assert four.free_memory() == pytest.approx(alone.free_memory() / 4, rel=0.2)
     block = torch.ones(2**26)  # 256 MiB, touched
     assert block.nbytes < alone.peak_memory() < physical
+
+
+def test_a_containers_limit_counts_and_its_cache_of_files_as_free(tmp_path, monkeypatch):
+    monkeypatch.setattr(runtime, "Path", lambda path: Path(f"{tmp_path}/{path}"))
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 64 kB\nMemAvailable:  8000 kB\n")
+    assert runtime.Runtime(CPU).free_memory() == 8000 * 1024
+    cgroup = tmp_path / "sys" / "fs" / "cgroup"
+    cgroup.mkdir(parents=True)
+    (cgroup / "memory.max").write_text("4000000\n")
+    (cgroup / "memory.current").write_text("3000000\n")
+    (cgroup / "memory.stat").write_text("anon 1\nactive_file 5\ninactive_file 500000\nslab 3\n")
+    assert runtime.Runtime(CPU).free_memory() == 1_500_000
+    (cgroup / "memory.max").write_text("max\n")
+    assert runtime.Runtime(CPU).free_memory() == 8000 * 1024
 
 
 # ------------------------------------------------------------------------------------------------------
