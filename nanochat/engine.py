@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 
 from nanochat import UserError
-from nanochat.checkpoint import MANIFEST, Checkpoint, find, open_checkpoint
-from nanochat.checkpoint_folder import STEP, checkpoints_in
+from nanochat.checkpoint import Checkpoint, checkpoints_in, find, is_checkpoint, open_checkpoint
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.precision import autocast
 
@@ -33,7 +32,7 @@ def find_source(source: str | None, base_dir: Path, say=print) -> Checkpoint:
     else:
         folders = [*(place / source for place in places), Path(source).expanduser()]
     for folder in folders:
-        if (folder / MANIFEST).exists() or (folder.is_dir() and STEP.fullmatch(folder.name)):
+        if is_checkpoint(folder):
             return open_checkpoint(folder)
         if checkpoints_in(folder):
             return find(folder, "auto", say)
@@ -171,25 +170,25 @@ def generate(
         yield token
 
 
-def continuations(model, encoding, prompts, dtype, seed, max_tokens=96) -> list[str]:
+def continuations(model, tokenizer, prompts, dtype, seed, max_tokens=96) -> list[str]:
     """The prompts, each with the text that the model goes on with, or the reason why it cannot."""
-    texts, options = [], {"temperature": 0.8, "top_k": 50, "seed": seed, "stop_ids": {encoding.bos_id}}
+    texts, options = [], {"temperature": 0.8, "top_k": 50, "seed": seed, "stop_ids": {tokenizer.bos_id}}
     for prompt in prompts:
-        ids = [encoding.bos_id, *encoding.encode(prompt).tolist()]
+        ids = [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()]
         try:
-            texts.append(prompt + encoding.decode(list(generate(model, ids, max_tokens, dtype, **options))))
+            texts.append(prompt + tokenizer.decode(list(generate(model, ids, max_tokens, dtype, **options))))
         except UserError as error:  # not a reason to lose a run
             texts.append(f"{prompt} ({error})")
     return texts
 
 
-def text_pieces(tokens, encoding):
+def text_pieces(tokens, tokenizer):
     """The text of a stream of token ids, as it comes. The bytes of a character that is not whole yet are held
-    back; what never becomes one is U+FFFD. Joined it is encoding.decode of all of them."""
-    specials = {token: text.encode() for text, token in encoding.special_tokens.items()}
+    back; what never becomes one is U+FFFD. Joined it is tokenizer.decode of all of them."""
+    specials = {token: text.encode() for text, token in tokenizer.special_tokens.items()}
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token in tokens:
-        if piece := decoder.decode(specials.get(token) or encoding.tokens[token]):
+        if piece := decoder.decode(specials.get(token) or tokenizer.tokens[token]):
             yield piece
     if rest := decoder.decode(b"", final=True):
         yield rest

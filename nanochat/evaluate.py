@@ -8,7 +8,7 @@ from nanochat.precision import autocast
 
 
 @torch.no_grad()
-def bits_per_byte(model, batches, token_bytes, dtype: torch.dtype, runtime) -> float:
+def bits_per_byte(model, batches, token_bytes, dtype: torch.dtype, machine) -> float:
     """Mean -log2 p of the text's bytes under the model, over all processes.
 
     `batches` yields (inputs, targets) of (B, T) int64, targets of -1 not scored; token_bytes (V,) int64 on
@@ -20,5 +20,5 @@ def bits_per_byte(model, batches, token_bytes, dtype: torch.dtype, runtime) -> f
         with autocast(inputs.device, dtype):
             nats += model(inputs, targets, reduction="sum").item()  # float32 over one batch, float64 over all
         scored_bytes += token_bytes[targets.clamp_min(0)].mul(targets >= 0).sum().item()
-    nats, scored_bytes = runtime.sum([nats, scored_bytes])
+    nats, scored_bytes = machine.all_sum([nats, scored_bytes])
     return nats / math.log(2) / scored_bytes if scored_bytes else math.nan

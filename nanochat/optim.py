@@ -1,7 +1,7 @@
 """Muon for the matrices inside the blocks, AdamW for embeddings, head and scalars, on one process or many.
 
 Matrices of one shape are stacked and updated together (muon.py). Many processes share out the work and the
-state (sharding.py).
+state (zero.py).
 """
 
 import re
@@ -14,7 +14,7 @@ from torch.optim.adamw import adamw
 
 from nanochat import UserError
 from nanochat.muon import muon_update
-from nanochat.sharding import is_shared_out, share_out
+from nanochat.zero import is_shared_out, share_out
 
 # One row a kind of parameter: the first whose word is in the parameter's name decides. The rate is a setting
 # of the script, times the factor. Muon's betas are its momentum and that of NorMuon's second moment. The
@@ -36,7 +36,7 @@ STATE_LABEL = re.compile(r"(?P<name>.+?)(?:\[(?P<first>\d+):(?P<last>\d+)\])?/(?
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon and AdamW behind one `step()`, its work and state shared out over processes (sharding.py).
+    """Muon and AdamW behind one `step()`, its work and state shared out over processes (zero.py).
 
     Every process has all gradients, averaged; each updates its share of the weights and sends it to the
     others while it goes on with the next group. Muon's matrices of one shape lie in one stacked tensor,

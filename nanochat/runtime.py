@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from nanochat import UserError, processes
+from nanochat import UserError, distributed
 
 # Dense 16-bit matrix multiplication with float32 accumulation, in TFLOP/s, from the makers' data sheets.
 # The first name that stands as a word in torch.cuda.get_device_name() decides; others are measured.
@@ -48,7 +48,7 @@ DDP_OPTIONS = {"gradient_as_bucket_view": True, **_no_buffers}
 
 
 @dataclass(frozen=True)
-class Runtime:
+class Machine:
     """Where this process runs: its device and its place among the processes that torchrun started (or
     alone)."""
 
@@ -70,7 +70,7 @@ class Runtime:
             except BrokenPipeError:  # Ctrl-C ends the `tee` behind a run too; the run is still to save
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    def sum(self, values: list[float]) -> list[float]:
+    def all_sum(self, values: list[float]) -> list[float]:
         """Element-wise sums over all processes."""
         if self.world_size == 1:
             return values
@@ -79,7 +79,7 @@ class Runtime:
         dist.all_reduce(total)
         return total.tolist()
 
-    def gather(self, value):
+    def all_gather(self, value):
         """The JSON-able values of all processes in order of rank, on every process."""
         if self.world_size == 1:
             return [value]
@@ -87,9 +87,9 @@ class Runtime:
         dist.all_gather_object(values, value)
         return values
 
-    def same(self, what: dict):
+    def check_same(self, what: dict):
         """UserError on every process, naming the first difference, unless all gave equal JSON-able values."""
-        first, *others = self.gather(what)
+        first, *others = self.all_gather(what)
         for rank, other in enumerate(others, start=1):
             for name, value in first.items():
                 if other[name] != value:
@@ -107,7 +107,7 @@ class Runtime:
         if self.world_size > 1 and turn:
             before = [self.rank - self.local_rank] * (turn == 2) + [0]
             for rank in before:
-                processes.wait_for(self.store, f"{key}/{rank}", lambda: stop.name if stop else "")
+                distributed.wait_for(self.store, f"{key}/{rank}", lambda: stop.name if stop else "")
         yield
         if self.world_size > 1:
             self.store.set(f"{key}/{self.rank}", "")
@@ -165,7 +165,7 @@ def _entry(path: str, name: str) -> int:
     return int(next(words[1] for words in lines if words[:1] == [name]))
 
 
-def start(device_type: str, seed: int, timeout_s: float = 600.0) -> Runtime:
+def start(device_type: str, seed: int, timeout_s: float = 600.0) -> Machine:
     """Choose the device (`auto`: cuda, else mps, else cpu), join torchrun's process group if there is one,
     and seed.
 
@@ -199,9 +199,9 @@ def start(device_type: str, seed: int, timeout_s: float = 600.0) -> Runtime:
                 "MPS runs one process; start it with python, or use --device_type=cpu with torchrun"
             )
         options = {"device_id": device} if device_type == "cuda" else {}
-        store = processes.join("nccl" if device_type == "cuda" else "gloo", timeout_s, **options)
+        store = distributed.join("nccl" if device_type == "cuda" else "gloo", timeout_s, **options)
     torch.manual_seed(seed)
-    return Runtime(device, rank, local_rank, world_size, store)
+    return Machine(device, rank, local_rank, world_size, store)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
@@ -217,7 +217,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
                 return tflops * 1e12, f"data sheet of {part}"
     side = 8192 if device.type == "cuda" else 2048 if dtype != torch.float16 or device.type != "cpu" else 512
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    machine, best, began, runs = Runtime(device), float("inf"), time.perf_counter(), 0
+    machine, best, began, runs = Machine(device), float("inf"), time.perf_counter(), 0
     while runs < 3 or time.perf_counter() - began < 0.25:
         machine.synchronize()
         t = time.perf_counter()

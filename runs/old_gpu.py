@@ -1,5 +1,5 @@
 # GPUs of 16 GB without bfloat16 (T4, V100):
-#     python -m nanochat.dataset --name=climbmix --num_shards=8
+#     python -m scripts.download --name=climbmix --num_shards=8
 #     python -m scripts.base_train runs/old_gpu.py --data=climbmix
 # A V100 needs PyTorch's build for CUDA 12.6; the usual ones have no kernels for it (pytorch/pytorch#172352).
 # We had no such card: sizes are by formula, and --plan is all of it that was run.

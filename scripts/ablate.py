@@ -20,13 +20,13 @@ import torch
 
 import configurator
 from nanochat import UserError, optim, precision, runtime, scaling
-from nanochat.dataloader import validation_batches
-from nanochat.dataset import open_dataset
+from nanochat.data.dataset import open_dataset
+from nanochat.data.loader import validation_batches
+from nanochat.data.packing import Lane, open_lanes
+from nanochat.data.parquet import RowGroups, iterate_documents
+from nanochat.data.tokenizer import open_tokenizer
 from nanochat.evaluate import bits_per_byte
 from nanochat.gpt import GPT
-from nanochat.lanes import Lane, open_lanes
-from nanochat.shards import RowGroups, iterate_documents
-from nanochat.tokenizer import open_tokenizer
 
 what: Literal["packing", "precision"] = "packing"  # what to compare
 seeds = 3  # trainings of every variant, with the seeds 0, 1, ...
@@ -54,7 +54,7 @@ dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # compute dty
 settings = configurator.configure(globals())
 
 # ------------------------------------------------------------------------------------------------------
-# The variants, as arguments of train(): for packing kinds of nanochat.lanes.Lane, for precision dtypes
+# The variants, as arguments of train(): for packing kinds of nanochat.data.packing.Lane, for precision dtypes
 
 
 class Concatenated(Lane):
@@ -101,11 +101,11 @@ device = machine.device
 compute_dtype, _ = precision.resolve_dtype(dtype, device)
 base_path = Path(base_dir).expanduser()
 dataset = open_dataset(data, val_data, base_dir=base_path)
-encoding = open_tokenizer("auto", vocab_size, dataset.tokenizer_folder(base_path), dataset.train_texts)
+tokenizer = open_tokenizer("auto", vocab_size, dataset.tokenizer_folder(base_path), dataset.train_texts)
 if total_batch_size % max_seq_len:
     raise UserError(f"total_batch_size {total_batch_size} is not a multiple of max_seq_len {max_seq_len}")
 row_count = total_batch_size // max_seq_len
-config = scaling.model_config(depth, aspect_ratio, head_dim, max_seq_len, encoding.vocab_size, "L")
+config = scaling.model_config(depth, aspect_ratio, head_dim, max_seq_len, tokenizer.vocab_size, "L")
 horizon = scaling.derive_horizon(
     config, num_iterations, -1, -1, total_batch_size, scaling.on_meta(config).flops_per_token()
 )
@@ -121,19 +121,19 @@ rates = {name: rate * (adam_scale if "embed" in name else rate_scale) for name, 
 decay = scaling.scaled_weight_decay(0.28, rate_scale, total_batch_size, horizon.tokens, horizon.d12_tokens)
 warmup_steps = min(40, num_iterations // 10)
 validation = validation_batches(
-    dataset.val_shards, encoding, max_seq_len, row_count, eval_tokens, device=device
+    dataset.val_shards, tokenizer, max_seq_len, row_count, eval_tokens, device=device
 )
-token_bytes = torch.from_numpy(encoding.token_bytes()).to(device)
+token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(device)
 
 
 def first_windows():
     """Batches as `validation`, of the first window of each document alone: it has no context to lack."""
     inputs, targets = [], []
     for text in iterate_documents(dataset.val_shards):
-        ids = encoding.encode(text)[:max_seq_len].astype(np.int64)
+        ids = tokenizer.encode(text)[:max_seq_len].astype(np.int64)
         padding = max_seq_len - len(ids)
         inputs.append(
-            np.concatenate([[encoding.bos_id], ids[: max_seq_len - 1], [0] * (padding - 1)])[:max_seq_len]
+            np.concatenate([[tokenizer.bos_id], ids[: max_seq_len - 1], [0] * (padding - 1)])[:max_seq_len]
         )
         targets.append(np.concatenate([ids, [-1] * padding]))
     for first in range(0, len(inputs), row_count):
@@ -145,7 +145,7 @@ def batches(kind: type[Lane], seed: int):
     """Endless (inputs, targets) of one step, (rows, max_seq_len) int64, packed by lanes of that kind."""
     start = [{"epoch": 0, "taken": 0, "pieces": []}] * row_count
     groups = RowGroups(dataset.train_shards)
-    lanes = open_lanes(groups, encoding, row_count, seed, range(row_count), start, max_seq_len + 1, kind)
+    lanes = open_lanes(groups, tokenizer, row_count, seed, range(row_count), start, max_seq_len + 1, kind)
     while True:
         rows = np.empty((row_count, max_seq_len + 1), dtype=np.int64)
         for lane, row in zip(lanes, rows, strict=True):
@@ -202,7 +202,7 @@ same = {  # a result counts where all of this is as now
     "num_iterations": num_iterations,
     "eval_tokens": eval_tokens,
     "data": dataset.fingerprint,
-    "tokenizer": encoding.fingerprint,
+    "tokenizer": tokenizer.fingerprint,
     "dtype": str(compute_dtype),
     "device": device.type,
 }

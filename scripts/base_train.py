@@ -24,14 +24,14 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import configurator
-from nanochat import UserError, checkpoint, metrics, optim, precision, processes, runtime, scaling
-from nanochat.dataloader import TrainLoader, merge_states, validation_batches
-from nanochat.dataset import open_dataset
+from nanochat import UserError, checkpoint, distributed, metrics, optim, precision, runtime, scaling
+from nanochat.data.dataset import open_dataset
+from nanochat.data.loader import TrainLoader, merge_states, validation_batches
+from nanochat.data.tokenizer import open_tokenizer
 from nanochat.engine import continuations
 from nanochat.evaluate import bits_per_byte
 from nanochat.gpt import GPT
 from nanochat.report import write_report
-from nanochat.tokenizer import open_tokenizer
 
 # Model
 depth = 20  # Transformer layers; every other size follows from it
@@ -104,7 +104,7 @@ say, device, world_size = machine.print, machine.device, machine.world_size
 compute_dtype, dtype_reason = precision.resolve_dtype(dtype, device)
 stop = runtime.StopSignal()
 places = {"data", "val_data", "tokenizer", "init_from", "base_dir", "out_dir"}  # another machine has its own
-machine.same({name: value for name, value in settings.values.items() if name not in places})
+machine.check_same({name: value for name, value in settings.values.items() if name not in places})
 
 base_path = Path(base_dir).expanduser()
 run_path = Path(out_dir or base_path / "base_checkpoints" / (model_tag or f"d{depth}")).expanduser()
@@ -119,7 +119,7 @@ if not plan:
     if machine.is_main:
         lock = checkpoint.lock_folder(run_path, say)  # held until this process ends
         found = checkpoint.find(run_path, resume, say)
-    path = machine.gather(str(found.path) if found else None)[0]  # all processes take the same one
+    path = machine.all_gather(str(found.path) if found else None)[0]  # all processes take the same one
     token = checkpoint.check_shared(run_path, machine)
     if path and not machine.is_main:
         found = checkpoint.open_checkpoint(path, verify=False)
@@ -141,7 +141,7 @@ total_tokens = horizon.tokens
 rows = scaling.rows_per_process(total_batch_size, max_seq_len, device_batch_size, world_size)
 if device_batch_size == -1:
     device_batch_size = resolved.get("device_batch_size", -1)
-memory = min(machine.gather(machine.free_memory()))  # bytes: what is decided here is the same everywhere
+memory = min(machine.all_gather(machine.free_memory()))  # bytes: what is decided here is the same everywhere
 sharing = {"world_size": world_size, "saves_here": device.type == "cpu"}  # who else needs memory for what
 if device_batch_size == -1 or rows % device_batch_size:
     most = 2**16 if device.type == "cuda" else 2**12  # tokens: more is not faster (docs/benchmarks.md)
@@ -162,12 +162,12 @@ scaled_decay = scaling.scaled_weight_decay(
 warmup_steps = min(warmup_steps, num_iterations // 10)
 
 peak_per_process, peak_source = runtime.peak_flops(device, compute_dtype)
-peak = sum(machine.gather(peak_per_process))  # FLOP/s of all processes
+peak = sum(machine.all_gather(peak_per_process))  # FLOP/s of all processes
 expected_seconds = flops_per_token * total_tokens / (0.3 * peak)
 micro_batch_tokens = device_batch_size * max_seq_len
 expected_bytes = scaling.check_memory(config, micro_batch_tokens, compute_dtype, memory, **sharing)
 decision = runtime.decide_compile(compile, device, expected_seconds, before=resolved.get("compiled"))
-compiled, compile_reason = min(machine.gather(decision))  # only if every process can
+compiled, compile_reason = min(machine.all_gather(decision))  # only if every process can
 
 plan_lines = [
     f"device: {device.type} x {world_size}, {peak / 1e12:.3g} TFLOP/s in all ({peak_source})",
@@ -208,12 +208,12 @@ identity = {  # what must be the same for a run to be the same run
     "seed": seed,
     "total_batch_size": total_batch_size,
 }
-machine.same(identity | {"compute dtype": str(compute_dtype), "num_iterations": num_iterations})
+machine.check_same(identity | {"compute dtype": str(compute_dtype), "num_iterations": num_iterations})
 evaluated = -1  # the step of the last evaluation
 if found:
     changed = checkpoint.changes(found, identity, accept)
     evaluated = metrics.last_evaluation(found.path.parent / "metrics.jsonl", found.step)
-    evaluated = machine.gather(evaluated)[0]  # the first process wrote the file
+    evaluated = machine.all_gather(evaluated)[0]  # the first process wrote the file
     if found.step > num_iterations or found.step == num_iterations == evaluated:
         say(f"finished already: {found.path}; for more give --num_iterations, to start anew --resume=never")
         machine.close()
@@ -292,7 +292,7 @@ if machine.is_main:
 log = metrics.Metrics(run_path, wandb_run, enabled=machine.is_main)
 console = metrics.Console(step, num_iterations, machine.is_main)
 saver = checkpoint.AsyncSaver(run_path, machine.rank, world_size, token)  # each process writes its share
-processes.before_end(saver.finish)
+distributed.before_end(saver.finish)
 
 
 def is_due(every: int) -> bool:
@@ -305,7 +305,7 @@ def save():
         "identity": identity,
         "resolved": {"compiled": compiled, "device_batch_size": device_batch_size},
         "num_iterations": num_iterations,
-        "loader": merge_states(machine.gather(loader.state())),
+        "loader": merge_states(machine.all_gather(loader.state())),
         "scaler": scaler.state_dict(),
         "loop": loop,
     }
@@ -391,7 +391,7 @@ while True:
     loop["tokens"] += total_batch_size
     # By one clock, and not while a save is still being written
     late = 0 < 60 * save_minutes < time.monotonic() - saved_at and saver.done() and machine.is_main
-    sums = machine.sum([micro_losses.sum().item(), float(stop.name != ""), float(late)])
+    sums = machine.all_sum([micro_losses.sum().item(), float(stop.name != ""), float(late)])
     loss_value, stopping, save_now = sums[0] / world_size, sums[1] > 0, sums[2] > 0
     spike = metrics.is_spike(loss_value, loop["recent"])
     loop["recent"] = [*loop["recent"], *[loss_value] * finite][-metrics.RECENT_STEPS :]

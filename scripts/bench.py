@@ -2,7 +2,7 @@
 
     python -m scripts.bench --what=train     # tokens/s, MFU, the optimizer's share, by dtype, compiled or not
     python -m scripts.bench --what=start     # seconds from the command to the first optimizer step done
-    python -m scripts.bench --what=loader    # packed tokens/s on one thread beside raw tiktoken encoding
+    python -m scripts.bench --what=loader    # packed tokens/s on one thread beside raw tiktoken tokenizer
     python -m scripts.bench --what=optimizer --depth=12 --peer=FOLDER    # a step of it, beside the peer's
     python -m scripts.bench --what=checkpoint --depth=12    # how long a save stalls a step
     torchrun --standalone --nproc_per_node=4 -m scripts.bench --what=communication    # bytes a step
@@ -29,12 +29,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import configurator
 from nanochat import UserError, checkpoint, optim, precision, runtime, scaling
-from nanochat.dataloader import TrainLoader
-from nanochat.dataset import open_dataset
+from nanochat.data.dataset import open_dataset
+from nanochat.data.loader import TrainLoader
+from nanochat.data.packing import open_lanes
+from nanochat.data.parquet import RowGroups, iterate_documents
+from nanochat.data.tokenizer import open_tokenizer
 from nanochat.gpt import GPT
-from nanochat.lanes import open_lanes
-from nanochat.shards import RowGroups, iterate_documents
-from nanochat.tokenizer import open_tokenizer
 
 # What to measure
 what: Literal["train", "start", "loader", "optimizer", "checkpoint", "communication"] = "train"
@@ -76,7 +76,7 @@ settings = configurator.configure(globals())
 class Training:
     """One variant of the training step on random tokens: model, optimizer, and the times of its steps."""
 
-    def __init__(self, variant: str, machine: runtime.Runtime, config):
+    def __init__(self, variant: str, machine: runtime.Machine, config):
         self.name, self.machine, compiled = variant, machine, variant.endswith("+compile")
         name = variant.removesuffix("+compile")
         if name not in precision.DTYPES:
@@ -177,16 +177,16 @@ def bench_loader() -> dict:
     """
     base = Path(base_dir).expanduser()
     dataset = open_dataset(data, base_dir=base)
-    encoding = open_tokenizer("auto", vocab_size, dataset.tokenizer_folder(base), dataset.train_texts)
+    tokenizer = open_tokenizer("auto", vocab_size, dataset.tokenizer_folder(base), dataset.train_texts)
     results = {"corpus": {"name": dataset.name, "fingerprint": dataset.fingerprint[:12]}}
     for shape in shapes.split(","):
         lane_count, length = map(int, shape.split("x"))
         start = [{"epoch": 0, "taken": 0, "pieces": []}] * lane_count
         groups = RowGroups(dataset.train_shards)
         buffer = np.empty((lane_count, length + 1), dtype=np.int32)
-        epoch = sum(len(encoding.encode(text)) for text in iterate_documents(dataset.train_shards))
+        epoch = sum(len(tokenizer.encode(text)) for text in iterate_documents(dataset.train_shards))
         steps_of_epoch = max(1, epoch // (lane_count * length))
-        taken = Listener(encoding)
+        taken = Listener(tokenizer)
         lanes = open_lanes(groups, taken, lane_count, 0, range(lane_count), start, length + 1)
         packed_s = raw_s = encoded = waiting_before = 0
         for epoch_number in range(-1, rounds):  # -1 is the warm-up
@@ -196,7 +196,7 @@ def bench_loader() -> dict:
                 for lane, row in zip(lanes, buffer, strict=True):
                     lane.fill(row)
             done = time.perf_counter()
-            tokens = sum(len(encoding.encode_ordinary(text)) for text in taken.texts)
+            tokens = sum(len(tokenizer.encode_ordinary(text)) for text in taken.texts)
             waiting = sum(len(piece[4]) for lane in lanes for piece in lane.pieces)
             if epoch_number < 0:
                 waiting_before = waiting
@@ -205,7 +205,7 @@ def bench_loader() -> dict:
                 encoded += tokens
         placed = encoded - (waiting - waiting_before)
         threaded = []
-        with TrainLoader(dataset.train_shards, encoding, lane_count, length, lane_count) as loader:
+        with TrainLoader(dataset.train_shards, tokenizer, lane_count, length, lane_count) as loader:
             for _ in range(rounds + 1):
                 began = time.perf_counter()
                 for _ in range(steps_of_epoch):
@@ -391,11 +391,11 @@ def bench_communication() -> dict:
         train_model(tokens[:, :-1], tokens[:, 1:]).backward()
 
     def sent(action) -> float:
-        machine.gather(None)
+        machine.all_gather(None)
         before = loopback_bytes()
         for _ in range(steps):
             action()
-        machine.gather(None)
+        machine.all_gather(None)
         return (loopback_bytes() - before) / steps / machine.world_size
 
     for action in (backward, optimizer.step):

@@ -16,8 +16,8 @@ from typing import Literal
 
 import configurator
 from nanochat import UserError, precision, runtime
+from nanochat.data.tokenizer import Tokenizer
 from nanochat.engine import find_source, generate, load_for_inference, text_pieces
-from nanochat.tokenizer import Tokenizer
 
 # What writes
 source: str | None = None  # a run's tag, its folder or a checkpoint's (none = the newest, mid before base)
@@ -65,7 +65,7 @@ def note(text: str):
 machine = runtime.start(device_type, seed)
 compute_dtype, dtype_reason = precision.resolve_dtype(dtype, machine.device)
 checkpoint = find_source(source, Path(base_dir).expanduser(), note)
-encoding = Tokenizer.load(checkpoint.path / "tokenizer.json")
+tokenizer = Tokenizer.load(checkpoint.path / "tokenizer.json")
 model = load_for_inference(checkpoint, machine.device, compute_dtype)
 room = model.config.max_seq_len
 for stream in (sys.stdin, sys.stdout):  # what a terminal cannot show, or bytes that are no text, end nothing
@@ -78,19 +78,19 @@ note(
 
 def beginning(text: str) -> list[int]:
     """Ids that the model continues. The end of a text that is too long, so that half of the row is free."""
-    ids = encoding.encode(text).tolist()
+    ids = tokenizer.encode(text).tolist()
     wanted = room if max_tokens == -1 else max_tokens
     keep = max(room - 1 - wanted, room // 2 - 1)  # <|bos|> takes a place too
     if len(ids) > keep:
         note(f"(the prompt has {len(ids)} tokens; of its end the model sees {keep}, its row has {room})")
-    return [encoding.bos_id, *ids[max(0, len(ids) - keep) :]]
+    return [tokenizer.bos_id, *ids[max(0, len(ids) - keep) :]]
 
 
 def write(text: str, draw_seed: int):
     """Print the text and what the model adds, as it comes."""
     ids, written = beginning(text), []
     many = room if max_tokens == -1 else max_tokens
-    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "stop_ids": {encoding.bos_id}}
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "stop_ids": {tokenizer.bos_id}}
 
     def tokens():
         for token in generate(model, ids, many, seed=draw_seed, **options):
@@ -98,7 +98,7 @@ def write(text: str, draw_seed: int):
             yield token
 
     print(text, end="", flush=True)
-    for piece in text_pieces(tokens(), encoding):
+    for piece in text_pieces(tokens(), tokenizer):
         print(piece, end="", flush=True)
     print(flush=True)
     if len(written) < many and len(written) == room - len(ids):

@@ -16,13 +16,14 @@ from typing import Literal
 import torch
 
 import configurator
-from nanochat import UserError, optim, precision, precision_cost, runtime, scaling
-from nanochat.dataloader import TrainLoader
-from nanochat.dataset import open_dataset
+from nanochat import UserError, optim, precision, runtime, scaling
+from nanochat.data.dataset import open_dataset
+from nanochat.data.loader import TrainLoader
+from nanochat.data.tokenizer import open_tokenizer
+from nanochat.diagnostics import precision_cost
+from nanochat.diagnostics.precision_page import name_of, page
+from nanochat.diagnostics.recorder import record_step
 from nanochat.gpt import GPT
-from nanochat.precision_page import name_of, page
-from nanochat.recorder import record_step
-from nanochat.tokenizer import open_tokenizer
 
 # Model
 depth = 4  # Transformer layers
@@ -112,15 +113,15 @@ def recorded_step():
 def costs() -> str:
     """The two tables of --measure, as Markdown."""
     dataset = open_dataset(data, base_dir=base_path)
-    encoding = open_tokenizer("auto", vocab_size, dataset.tokenizer_folder(base_path), dataset.train_texts)
+    tokenizer = open_tokenizer("auto", vocab_size, dataset.tokenizer_folder(base_path), dataset.train_texts)
     loader = TrainLoader(
-        dataset.train_shards, encoding, device_batch_size, max_seq_len, device_batch_size, seed=seed
+        dataset.train_shards, tokenizer, device_batch_size, max_seq_len, device_batch_size, seed=seed
     )
     with loader:
         pairs = [next(loader) for _ in range(measure_steps)]
     batches = torch.stack([torch.cat((x, y[:, -1:]), 1) for x, y in pairs]).cpu()  # (steps, B, T + 1)
     seconds = measure_seconds / measure_rounds
-    own_config = replace(config, vocab_size=encoding.vocab_size)
+    own_config = replace(config, vocab_size=tokenizer.vocab_size)
     common = {"config": own_config, "device": device, "rounds": measure_rounds}
     common["say"] = lambda text: print(text, file=sys.stderr)
     with tempfile.TemporaryDirectory() as name:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import configurator
 from nanochat import UserError
-from nanochat.dataset import open_dataset
-from nanochat.shards import iterate_documents
-from nanochat.tokenizer import TIKTOKEN_FILES, from_tiktoken, is_cached, tokenizer_path, train
+from nanochat.data.dataset import open_dataset
+from nanochat.data.parquet import iterate_documents
+from nanochat.data.tokenizer import TIKTOKEN_FILES, from_tiktoken, is_cached, tokenizer_path, train
 
 # Text
 data = "embedded"  # as in base_train: embedded, a public data set, or a file or folder of text

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nanochat import UserError, checkpoint
+from nanochat.data.tokenizer import train
 from nanochat.engine import (
     KVCache,
     cast_weights,
@@ -20,7 +21,6 @@ from nanochat.engine import (
 )
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.precision import autocast
-from nanochat.tokenizer import train
 
 T = 32
 CPU = torch.device("cpu")

@@ -7,9 +7,9 @@ import torch
 
 from nanochat.evaluate import bits_per_byte
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.runtime import Runtime
+from nanochat.runtime import Machine
 
-ALONE = Runtime(torch.device("cpu"))
+ALONE = Machine(torch.device("cpu"))
 V, T = 50, 16
 
 

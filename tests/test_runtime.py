@@ -75,8 +75,8 @@ def test_the_seed_decides_what_is_drawn():
 def test_a_process_alone_is_the_main_one_and_its_sums_are_its_own(capsys):
     machine = runtime.start("cpu", seed=0)
     assert machine.is_main and machine.world_size == 1
-    assert machine.sum([1.5, 2]) == [1.5, 2]
-    assert machine.gather({"a": 1}) == [{"a": 1}]
+    assert machine.all_sum([1.5, 2]) == [1.5, 2]
+    assert machine.all_gather({"a": 1}) == [{"a": 1}]
     with machine.main_first("here"):
         machine.print("hello")
     machine.synchronize()
@@ -85,7 +85,7 @@ def test_a_process_alone_is_the_main_one_and_its_sums_are_its_own(capsys):
 
 
 def test_memory_is_counted_in_bytes_and_shared_among_processes():
-    alone, four = runtime.Runtime(CPU), runtime.Runtime(CPU, world_size=4)
+    alone, four = runtime.Machine(CPU), runtime.Machine(CPU, world_size=4)
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 2**24 < alone.free_memory() <= physical
     assert four.free_memory() == pytest.approx(alone.free_memory() / 4, rel=0.2)
@@ -97,15 +97,15 @@ def test_a_containers_limit_counts_and_its_cache_of_files_as_free(tmp_path, monk
     monkeypatch.setattr(runtime, "Path", lambda path: Path(f"{tmp_path}/{path}"))
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc" / "meminfo").write_text("MemTotal: 64 kB\nMemAvailable:  8000 kB\n")
-    assert runtime.Runtime(CPU).free_memory() == 8000 * 1024
+    assert runtime.Machine(CPU).free_memory() == 8000 * 1024
     cgroup = tmp_path / "sys" / "fs" / "cgroup"
     cgroup.mkdir(parents=True)
     (cgroup / "memory.max").write_text("4000000\n")
     (cgroup / "memory.current").write_text("3000000\n")
     (cgroup / "memory.stat").write_text("anon 1\nactive_file 5\ninactive_file 500000\nslab 3\n")
-    assert runtime.Runtime(CPU).free_memory() == 1_500_000
+    assert runtime.Machine(CPU).free_memory() == 1_500_000
     (cgroup / "memory.max").write_text("max\n")
-    assert runtime.Runtime(CPU).free_memory() == 8000 * 1024
+    assert runtime.Machine(CPU).free_memory() == 8000 * 1024
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -122,8 +122,8 @@ from nanochat.gpt import GPT, GPTConfig
 folder = Path(sys.argv[1])
 machine = runtime.start("cpu", seed=0)
 out = {"world_size": machine.world_size}
-out["sum"] = machine.sum([machine.rank + 0.5, 2.0**40 + machine.rank])
-out["gather"] = machine.gather({"rank": machine.rank, "text": "x" * (10 + machine.rank)})
+out["sum"] = machine.all_sum([machine.rank + 0.5, 2.0**40 + machine.rank])
+out["gather"] = machine.all_gather({"rank": machine.rank, "text": "x" * (10 + machine.rank)})
 machine.print("only once")
 for turn in range(2):
     with machine.main_first(f"turn{turn}"):
@@ -138,7 +138,7 @@ model.head.weight.data.normal_(generator=torch.Generator().manual_seed(1))
 rows = torch.randint(50, (6, 8), generator=torch.Generator().manual_seed(2))
 targets = torch.randint(50, (6, 8), generator=torch.Generator().manual_seed(3))
 targets[0, 3:] = -1
-token_bytes, alone = torch.arange(50), runtime.Runtime(machine.device)
+token_bytes, alone = torch.arange(50), runtime.Machine(machine.device)
 shares = rows[: 2] if machine.is_main else rows[2:], targets[: 2] if machine.is_main else targets[2:]
 out["shared"] = bits_per_byte(model, [shares], token_bytes, torch.float32, machine)
 out["alone"] = bits_per_byte(model, [(rows, targets)], token_bytes, torch.float32, alone)

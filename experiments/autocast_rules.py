@@ -1,0 +1,152 @@
+"""What autocast does with which operator, on each device, asked by running it; part of
+`python -m experiments.precision_experiments`.
+"""
+
+import contextlib
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from nanochat.diagnostics.precision_page import name_of
+from nanochat.diagnostics.recorder import Recorder
+
+
+def markdown(head: list, rows: list[list]) -> str:
+    lines = [head, [":--", *["--:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+# ------------------------------------------------------------------------------------------------------
+# Autocast's lists
+
+# Each maps x and y (8, 8) to a result
+PROBES = {
+    "linear, matmul, bmm": [F.linear, torch.matmul, lambda x, y: torch.bmm(x.unsqueeze(0), y.unsqueeze(0))],
+    "conv1d": [lambda x, y: F.conv1d(x.unsqueeze(0), y.unsqueeze(-1))],
+    "scaled_dot_product_attention": [
+        lambda x, y: F.scaled_dot_product_attention(*(t.unsqueeze(0).unsqueeze(0) for t in (x, y, y)))
+    ],
+    "softmax, log_softmax": [lambda x, y: x.softmax(-1), lambda x, y: x.log_softmax(-1)],
+    "layer_norm": [lambda x, y: F.layer_norm(x, (8,))],
+    "rms_norm": [lambda x, y: F.rms_norm(x, (8,))],
+    "exp, log, pow, rsqrt": [
+        lambda x, y: x.exp(),
+        lambda x, y: x.log(),
+        lambda x, y: x.pow(2),
+        lambda x, y: x.rsqrt(),
+    ],
+    "sum, cumsum, vector_norm": [
+        lambda x, y: x.sum(),
+        lambda x, y: x.cumsum(-1),
+        lambda x, y: torch.linalg.vector_norm(x),
+    ],
+    "prod": [lambda x, y: x.prod(-1)],
+    "mean": [lambda x, y: x.mean()],
+    "nll_loss": [lambda x, y: F.nll_loss(x, torch.zeros(8, dtype=torch.long, device=x.device))],
+    "mse_loss, BCE with logits": [F.mse_loss, F.binary_cross_entropy_with_logits],
+    "gelu, relu, tanh, sigmoid": [
+        lambda x, y: F.gelu(x),
+        lambda x, y: F.relu(x),
+        lambda x, y: x.tanh(),
+        lambda x, y: x.sigmoid(),
+    ],
+    "add, mul": [torch.add, torch.mul],
+    "add, cat of one float32 and one low": [
+        lambda x, y: x.float() + y,
+        lambda x, y: torch.cat((x.float(), y)),
+    ],
+}
+
+
+@contextlib.contextmanager
+def autocast_on(device_type: str, dtype, fake=True):
+    """Autocast of a device that need not be here, for the fake tensors made inside.
+
+    Fake tensors have a device, a dtype and no memory. They pass through the real autocast of their device,
+    whose context manager refuses a device that is absent: so it is switched on by hand.
+    """
+    before = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
+    with FakeTensorMode() if fake else contextlib.nullcontext():
+        torch.set_autocast_dtype(device_type, dtype)
+        torch.set_autocast_enabled(device_type, True)
+        try:
+            yield
+        finally:
+            torch.set_autocast_dtype(device_type, before[0])
+            torch.set_autocast_enabled(device_type, before[1])
+            torch.clear_autocast_cache()
+
+
+def policy(probe, device_type: str, low=torch.bfloat16, fake=True) -> str:
+    """What autocast does with an operator: asked by running it on float32 and on `low` tensors."""
+    results = []
+    for dtype in (torch.float32, low):
+        with autocast_on(device_type, low, fake):
+            x, y = (torch.ones(8, 8, device=device_type, dtype=dtype) for _ in range(2))
+            try:
+                results.append(probe(x, y).dtype)
+            except RuntimeError:  # a few look for the device itself
+                return "-"
+    words = {(low, low): "low", (torch.float32,) * 2: "float32", (torch.float32, low): "as its input"}
+    return words.get(tuple(results), str(results))
+
+
+def autocast_lists() -> str:
+    """One row a group of operators: what autocast makes of it on each device."""
+    rows = []
+    for name, probes in PROBES.items():
+        cells = [" / ".join(dict.fromkeys(policy(p, d) for p in probes)) for d in ("cuda", "cpu", "mps")]
+        rows.append([name, *cells])
+    return markdown(["operator", "CUDA", "CPU", "MPS"], rows)
+
+
+def stages(device_type: str, fake=True) -> dict[str, str]:
+    """The dtype of each result of LayerNorm(Linear(x)), then of attention by hand and fused, x in float32."""
+    with autocast_on(device_type, torch.bfloat16, fake):
+        x, weight = (torch.ones(8, 8, device=device_type) for _ in range(2))
+        results = {"`x`": x, "`h = linear(x)`": (h := F.linear(x, weight))}
+        results["`n = layer_norm(h)`"] = n = F.layer_norm(h, (8,))
+        results["`q = linear(n)`; `k`, `v` alike"] = q = F.linear(n, weight)
+        results["`scores = q @ k.T`"] = scores = q @ q.T
+        results["`p = softmax(scores)`"] = p = scores.softmax(-1)
+        results["`y = p @ v`"] = y = p @ q
+        results["`x + linear(y)`"] = x + F.linear(y, weight)
+        return {name: name_of(t.dtype) for name, t in results.items()}
+
+
+def walk() -> str:
+    columns = [stages(device_type) for device_type in ("cuda", "cpu", "mps")]
+    return markdown(["stage", "CUDA", "CPU", "MPS"], [[s, *(c[s] for c in columns)] for s in columns[0]])
+
+
+# ------------------------------------------------------------------------------------------------------
+# Who casts the weights, and how often
+
+
+def casts() -> dict[str, int]:
+    """How often the weight of one layer is cast, by the record."""
+    layer, x = nn.Linear(8, 8, bias=False), torch.ones(1, 8)
+
+    def count(contexts=1, calls=1, grad=torch.enable_grad, **options):
+        recorder = Recorder(layer)
+        with recorder.recording(), grad():
+            for _ in range(contexts):
+                with torch.autocast("cpu", torch.bfloat16, **options):
+                    for _ in range(calls):
+                        layer(x)
+        return sum(op.parameter == "weight" for op in recorder.ops)
+
+    return {
+        "one call": count(),
+        "three calls in one context": count(calls=3),
+        "three contexts of one call": count(contexts=3),
+        "three calls in one context, `cache_enabled=False`": count(calls=3, cache_enabled=False),
+        "three calls in one context under `no_grad`": count(calls=3, grad=torch.no_grad),
+        "three calls in one context under `inference_mode`": count(calls=3, grad=torch.inference_mode),
+    }
+
+
+def weight_casts() -> str:
+    return markdown(["a layer under autocast", "casts of its weight"], list(casts().items()))

@@ -1,0 +1,283 @@
+"""What docs/precision.md shows besides the report: `python -m experiments.precision_experiments`, a minute.
+
+Each experiment prints a table; `--what=underflow` runs one of them.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+import configurator
+from experiments.autocast_rules import autocast_lists, markdown, walk, weight_casts
+from experiments.measurements import byte_rows, compare, flat, flat_grad, our_model
+from nanochat import UserError, precision
+from nanochat.diagnostics.precision_page import name_of
+
+FORMATS = (torch.float32, torch.bfloat16, torch.float16)
+CPU = torch.device("cpu")
+
+
+# ------------------------------------------------------------------------------------------------------
+# The formats
+
+
+def formats() -> str:
+    """Bits and limits of each format, and what three numbers become in it."""
+    rows = []
+    for dtype in FORMATS:
+        info = torch.finfo(dtype)
+        mantissa = round(-math.log2(info.eps))
+        values = [torch.tensor(x, dtype=torch.float64).to(dtype).item() for x in (1.23456789, 70000.0, 1e-7)]
+        limits = info.max, info.smallest_normal, info.smallest_normal * info.eps, info.eps
+        bits = f"1 + {info.bits - 1 - mantissa} + {mantissa}"
+        rows.append([name_of(dtype), bits, *(f"{x:.3g}" for x in limits), *(f"{x:.9g}" for x in values)])
+    head = ["format", "sign + exponent + mantissa", "largest", "smallest normal", "smallest", "eps"]
+    return markdown([*head, "1.23456789", "70000", "1e-7"], rows)
+
+
+# ------------------------------------------------------------------------------------------------------
+# Accumulation, and what fusing attention changes
+
+
+def running_sum(products):
+    """Of products (..., K): each partial sum rounded to their dtype."""
+    total = torch.zeros_like(products[..., 0])
+    for k in range(products.size(-1)):
+        total = total + products[..., k]
+    return total
+
+
+def error(result, exact) -> float:
+    """Distance |a - b| / |b|."""
+    return ((result.double() - exact).norm() / exact.norm()).item()
+
+
+def accumulation(dtypes=(torch.bfloat16, torch.float16)) -> str:
+    """Products of two (32, 2048) matrices of random numbers: how many are the exact result, rounded once."""
+    rows = []
+    for dtype in dtypes:
+        generator = torch.Generator().manual_seed(0)
+        a, b = (torch.randn(32, 2048, generator=generator).to(dtype) for _ in range(2))
+        exact = a.double() @ b.double().mT
+        for what, result in (
+            ("`a @ b`", a @ b.mT),
+            ("every partial sum rounded", running_sum(a.unsqueeze(1) * b.unsqueeze(0))),
+        ):
+            right = (result == exact.to(dtype)).double().mean().item()
+            rows.append([name_of(dtype), what, f"{100 * right:.1f} %", f"{error(result, exact):.2g}"])
+    return markdown(["dtype", "sum of 2,048 products", "equal to the exact one, rounded", "distance"], rows)
+
+
+def attention_errors(dtype=torch.bfloat16) -> dict[str, float]:
+    """Distance from float64 of causal attention over 256 positions, 4 heads of 64."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 4, 256, 64, generator=generator).to(dtype) for _ in range(3))
+    exact = F.scaled_dot_product_attention(*(t.double() for t in (q, k, v)), is_causal=True)
+    mask = torch.full((256, 256), -math.inf).triu(1)
+
+    def by_hand(softmax_dtype):
+        scores = (q @ k.mT) / 8 + mask.to(dtype)
+        return scores.to(softmax_dtype).softmax(-1).to(dtype) @ v
+
+    return {
+        "exact, rounded once": error(exact.to(dtype), exact),
+        "fused (SDPA)": error(F.scaled_dot_product_attention(q, k, v, is_causal=True), exact),
+        "by hand, softmax in float32": error(by_hand(torch.float32), exact),
+        f"by hand, softmax in {name_of(dtype)}": error(by_hand(dtype), exact),
+    }
+
+
+def attention() -> str:
+    return markdown(["attention", "distance"], [[k, f"{v:.2g}"] for k, v in attention_errors().items()])
+
+
+def inside() -> dict[str, tuple[float, float]]:
+    """On 64 rows of 2,048 bfloat16 numbers: the share of an operator's results that are float32's, rounded
+    once, and the same of the operator made of bfloat16 steps."""
+    generator = torch.Generator().manual_seed(0)
+    x = (3 * torch.randn(64, 2048, generator=generator)).bfloat16()
+
+    def softmax(x):
+        e = (x - x.amax(-1, keepdim=True)).exp()
+        return e / running_sum(e).unsqueeze(-1)
+
+    def layer_norm(x):
+        x = x - (running_sum(x) / x.size(-1)).unsqueeze(-1)
+        return x * (running_sum(x.square()) / x.size(-1) + 1e-5).rsqrt().unsqueeze(-1)
+
+    shares = {}
+    for name, whole, steps in (
+        ("softmax", lambda x: x.softmax(-1), softmax),
+        ("layer_norm", lambda x: F.layer_norm(x, x.shape[-1:]), layer_norm),
+        ("sum", lambda x: x.sum(-1), running_sum),
+    ):
+        right = whole(x.float()).bfloat16()
+        shares[name] = tuple((f(x) == right).double().mean().item() for f in (whole, steps))
+    return shares
+
+
+def insides() -> str:
+    rows = [[name, *(f"{100 * share:.1f} %" for share in pair)] for name, pair in inside().items()]
+    return markdown(["of bfloat16 numbers", "the operator", "in bfloat16 steps"], rows)
+
+
+# ------------------------------------------------------------------------------------------------------
+# Underflow, and the scaler
+
+
+def gradient(dtype, scale=1.0, rows=64):
+    """Of our small model in training (measurements.py) on rows of 32 bytes, divided by the scale."""
+    model = our_model()
+    with precision.autocast(CPU, dtype):
+        loss = model(*byte_rows(rows, 99))
+    (loss * scale).backward()
+    return flat_grad(model) / scale
+
+
+def underflow_figures(rows=64) -> dict[str, tuple[float, float]]:
+    """(share of gradients that are 0 and are not in float32, distance from float32's)."""
+    exact, figures = gradient(torch.float32, rows=rows), {}
+    for name, dtype, scale in (
+        ("bfloat16", torch.bfloat16, 1),
+        ("float16", torch.float16, 1),
+        ("float16, loss x 1,024", torch.float16, 1024),
+        ("float16, loss x 65,536", torch.float16, 65536),
+    ):
+        grad = gradient(dtype, scale, rows)
+        lost = ((grad == 0) & (exact != 0)).sum() / (exact != 0).sum()
+        figures[name] = lost.item(), compare(grad, exact)[1]
+    return figures
+
+
+def underflow() -> str:
+    few, many = underflow_figures(64), underflow_figures(512)
+    cells = {name: [f for pair in (few[name], many[name]) for f in pair] for name in few}
+    rows = [
+        [k, *(f"{100 * f:.2f} %" if i % 2 == 0 else f"{f:.2g}" for i, f in enumerate(v))]
+        for k, v in cells.items()
+    ]
+    head = ["2,048 tokens: lost", "distance", "16,384 tokens: lost", "distance"]
+    return markdown(["forward pass in", *head], rows)
+
+
+def scaler_steps(init_scale=2.0**23, steps=16, growth_interval=4) -> list[dict]:
+    """A float16 run from too large a scale: what GradScaler does with it, step by step.
+
+    torch's default is a growth after 2,000 good steps; here after 4.
+    """
+    model = our_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=growth_interval)
+    records = []
+    for step in range(steps):
+        before, scale = flat(model.parameters()), scaler.get_scale()
+        with precision.autocast(CPU, torch.float16):
+            loss = model(*byte_rows(8, step))
+        scaler.scale(loss).backward()
+        scaled = flat_grad(model).norm().item()
+        scaler.unscale_(optimizer)
+        norm = flat_grad(model).norm().item()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        moved = not torch.equal(before, flat(model.parameters()))
+        records.append(
+            {
+                "step": step,
+                "scale": scale,
+                "loss": loss.item(),
+                "scaled": scaled,
+                "norm": norm,
+                "moved": moved,
+            }
+        )
+    return records
+
+
+def scaler() -> str:
+    rows = []
+    for record in scaler_steps():
+        norms = (f"{record[key]:.3g}" for key in ("scaled", "norm"))
+        exponent, changed = math.log2(record["scale"]), "yes" if record["moved"] else "no"
+        rows.append([record["step"], f"2^{exponent:.0f}", f"{record['loss']:.3f}", *norms, changed])
+    head = ["step", "scale", "loss", "norm before `unscale_`", "norm after", "weights changed"]
+    defaults = torch.amp.GradScaler("cpu")
+    words = (
+        f"The defaults of torch {torch.__version__}: scale {defaults.get_scale():,.0f}, "
+        f"x {defaults.get_growth_factor():g} after {defaults.get_growth_interval():,} good steps, "
+        f"x {defaults.get_backoff_factor():g} after an overflow."
+    )
+    return f"{words}\n\n{markdown(head, rows)}"
+
+
+# ------------------------------------------------------------------------------------------------------
+# Why weights stay float32
+
+
+def stored(weights, as_what):
+    """Matrices (rows, columns) as they come back from a format; integers have one scale a row."""
+    if isinstance(as_what, torch.dtype):
+        return weights.to(as_what).float()
+    largest = 2 ** (as_what - 1) - 1  # of a signed integer of so many bits
+    scale = weights.abs().amax(-1, keepdim=True).clamp_min(1e-12) / largest
+    return (weights / scale).round() * scale
+
+
+def lost_updates() -> dict[str, float]:
+    """Share of the matrices' weights that a small update does not change, by the format they are kept in.
+
+    The update is AdamW's first, a rate of 3e-4 in the direction of the gradient's sign.
+    """
+    model = our_model()
+    model(*byte_rows(64, 99)).backward()
+    pairs = [(p.data, -3e-4 * p.grad.sign()) for p in model.blocks.parameters() if p.ndim == 2]
+    shares = {}
+    for what in (*FORMATS, 8, 4):
+        same = total = 0
+        for weights, update in pairs:
+            kept = stored(weights, what)
+            if isinstance(what, int):  # the scale stays, as in a quantised matrix
+                scale = kept.abs().amax(-1, keepdim=True).clamp_min(1e-12) / (2 ** (what - 1) - 1)
+                after = ((kept + update) / scale).round() * scale
+                same += ((after - kept).abs() < scale / 2)[update != 0].sum().item()
+            else:
+                same += (stored(kept + update, what) == kept)[update != 0].sum().item()
+            total += (update != 0).sum().item()
+        shares[name_of(what) if isinstance(what, torch.dtype) else f"int{what}"] = same / total
+    return shares
+
+
+def vanished_squares() -> dict[str, float]:
+    """Share of the squared gradients, of which AdamW keeps a mean, that become 0 in each format."""
+    grad = gradient(torch.float32)
+    grad = grad[grad != 0]
+    return {name_of(d): (stored(grad.square(), d) == 0).double().mean().item() for d in FORMATS}
+
+
+def updates() -> str:
+    squares = {name: f"{100 * share:.1f} %" for name, share in vanished_squares().items()}
+    rows = [[name, f"{100 * share:.1f} %", squares.get(name, "")] for name, share in lost_updates().items()]
+    return markdown(["kept in", "weights that do not change", "squared gradients that become 0"], rows)
+
+
+if __name__ == "__main__":
+    what = "all"  # formats autocast walk inside accumulation attention casts underflow scaler updates
+
+    configurator.configure(globals())
+    experiments = {
+        "formats": formats,
+        "autocast": autocast_lists,
+        "walk": walk,
+        "inside": insides,
+        "accumulation": accumulation,
+        "attention": attention,
+        "casts": weight_casts,
+        "underflow": underflow,
+        "scaler": scaler,
+        "updates": updates,
+    }
+    if what not in {*experiments, "all"}:
+        raise UserError(f"no experiment {what}; there are {', '.join(experiments)}, and all")
+    for name in experiments if what == "all" else [what]:
+        print(f"\n{name}\n\n{experiments[name]()}")

@@ -1,0 +1,269 @@
+"""What a precision costs on this machine: tokens per second, memory, loss, and how far logits are off.
+
+Every variant (a precision, in training or in inference) lives in a process of its own, because the most
+memory that a process ever held can only grow. The processes are asked in turns, one at a time, so that a busy
+moment of the machine falls on all of them; medians over turns are compared.
+`scripts/precision_report.py --measure` prints the result.
+"""
+
+import contextlib
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from nanochat import UserError, optim, precision, runtime
+from nanochat.engine import cast_weights, generate
+from nanochat.gpt import GPT, GPTConfig
+
+RATES = {"embedding_lr": 0.03, "unembedding_lr": 0.0008, "scalar_lr": 0.05, "matrix_lr": 0.002}
+PROMPT = 16  # tokens before those that are generated
+
+
+# ------------------------------------------------------------------------------------------------------
+# In the worker's process
+
+
+def build(config, device, seed, dtype=torch.float32):
+    with torch.device("meta"):
+        model = cast_weights(GPT(config), dtype)
+    model.to_empty(device=device)
+    model.init_weights(torch.Generator(device).manual_seed(seed))
+    return model
+
+
+class Training:
+    """Steps of base_train.py's kind over the batches of a file, in one precision."""
+
+    def __init__(self, machine, config, job):
+        self.machine, self.dtype = machine, precision.DTYPES[job["dtype"]]
+        self.model = build(config, machine.device, job["seed"])
+        self.optimizer = optim.MuonAdamW(optim.parameter_groups(self.model, RATES, 0.0), self.dtype)
+        self.scaler = precision.make_scaler(machine.device, self.dtype)
+        self.batches = iter(load_file(job["tokens"])["tokens"])
+
+    def step(self) -> float:
+        rows = next(self.batches).to(self.machine.device)  # (B, T + 1)
+        with precision.autocast(rows.device, self.dtype):
+            loss = self.model(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    def turn(self, steps: int, seconds: float) -> dict:
+        """Up to so many steps; none is begun after so many seconds, but for the first two."""
+        began, times, losses = time.perf_counter(), [], []
+        while len(losses) < steps and (len(losses) < 2 or time.perf_counter() - began < seconds):
+            started = time.perf_counter()
+            losses.append(self.step())
+            self.machine.synchronize()
+            times.append(time.perf_counter() - started)
+        return {"seconds": times[1:], "losses": losses}  # the first step of a turn warms up
+
+    def save(self, path: str) -> dict:
+        save_file(self.model.state_dict(), path)
+        return {}
+
+
+class Inference:
+    """Reading a batch and generating tokens, under autocast or with weights cast once."""
+
+    def __init__(self, machine, config, job):
+        self.machine, dtype = machine, precision.DTYPES[job["dtype"]]
+        self.dtype = torch.float32 if job["cast"] else dtype  # of autocast
+        self.model = build(config, machine.device, 0, dtype if job["cast"] else torch.float32)
+        for name, tensor in self.model.state_dict().items():  # one at a time: no second copy of all of them
+            with safe_open(job["weights"], framework="pt") as file:
+                tensor.copy_(file.get_tensor(name))
+        self.rows = load_file(job["tokens"])["tokens"][-1, :, :-1].contiguous().to(machine.device)
+
+    def timed(self, function) -> float:
+        function()  # warms up
+        self.machine.synchronize()
+        began = time.perf_counter()
+        function()
+        self.machine.synchronize()
+        return time.perf_counter() - began
+
+    @torch.inference_mode()
+    def read(self, rows):
+        with precision.autocast(rows.device, self.dtype):
+            return self.model(rows)
+
+    def turn(self, tokens: int) -> dict:
+        prompt = self.rows[0, :PROMPT].tolist()
+        return {
+            "read": self.timed(lambda: self.read(self.rows)),
+            "generate": self.timed(lambda: list(generate(self.model, prompt, tokens, self.dtype))),
+        }
+
+    def logits(self, path: str) -> dict:
+        save_file({"logits": self.read(self.rows[:1]).float().cpu()}, path)
+        return {}
+
+
+def work():
+    """The worker: one JSON object a line, the job and then its commands, each answered with one."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    job = json.loads(sys.stdin.readline())
+    machine = runtime.start(job["device_type"], job["seed"])
+    before = 0 if machine.device.type == "cuda" else machine.peak_memory()
+    kind = {"training": Training, "inference": Inference}[job["kind"]]
+    worker = kind(machine, GPTConfig(**job["config"]), job)
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        name, arguments = json.loads(line)
+        if name == "memory":
+            answer = {"peak": machine.peak_memory(), "before": before}
+        else:
+            answer = getattr(worker, name)(**arguments)
+        print(json.dumps(answer), flush=True)
+
+
+# ------------------------------------------------------------------------------------------------------
+# In the script's process
+
+
+class Worker:
+    """A process that does a job: `wait()` until it is ready, then `ask(name, ...)` for an answer."""
+
+    def __init__(self, name: str, **job):
+        self.name, self.job, self.answers = name, job, []
+        command = [sys.executable, "-c", "from nanochat.diagnostics.precision_cost import work; work()"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._send(job)
+
+    def _send(self, message):
+        try:
+            self.process.stdin.write(json.dumps(message) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            self._receive()
+
+    def _receive(self):
+        line = self.process.stdout.readline()
+        if not line:
+            raise UserError(
+                f"the process that measures {self.name} ended with status {self.process.wait()} (its own "
+                "message is above); if memory ran out, lower --depth or --device_batch_size"
+            )
+        return json.loads(line)
+
+    def wait(self):
+        self._receive()
+
+    def ask(self, name, **arguments):
+        self._send([name, arguments])
+        return self._receive()
+
+    def turn(self, **arguments):
+        self.answers.append(self.ask("turn", **arguments))
+
+    def close(self):
+        with contextlib.suppress(BrokenPipeError):  # it has ended already
+            self.process.stdin.close()
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def working(jobs):
+    """Workers for (name, job) pairs, all of them ready; they end with the block."""
+    with contextlib.ExitStack() as stack:
+        workers = []
+        for name, job in jobs:
+            workers.append(Worker(name, **job))
+            stack.callback(workers[-1].close)
+        for worker in workers:
+            worker.wait()
+        yield workers
+
+
+def possible(device) -> list[str]:
+    """The precisions this device can compute in; float32 comes first, the others are compared with it."""
+    names = []
+    for name in ("float32", "bfloat16", "float16"):
+        with contextlib.suppress(UserError):
+            precision.resolve_dtype(name, device)
+            names.append(name)
+    return names
+
+
+def measure_training(names, tokens, folder, config, device, seed, rounds, seconds, say=print) -> list[dict]:
+    """Train in every precision on the same batches; the weights of the first are left in `folder`.
+
+    tokens (steps, B, T + 1) int64. Another precision that takes longer than `seconds` a round makes fewer
+    steps, and its loss is not compared. The last row is the first precision from other initial weights: how
+    far losses are apart by chance.
+    """
+    steps = len(tokens) // rounds
+    common = {"kind": "training", "config": asdict(config), "device_type": device.type}
+    common["tokens"] = str(folder / "tokens.safetensors")
+    save_file({"tokens": tokens}, common["tokens"])
+    jobs = [(name, common | {"dtype": name, "seed": seed}) for name in names]
+    again = common | {"dtype": names[0], "seed": seed + 1}
+    with working([*jobs, (f"{names[0]}, other initial weights", again)]) as workers:
+        for round_number in range(rounds):
+            say(f"training, round {round_number + 1} of {rounds}")
+            for worker in workers:  # the first precision always goes all the way
+                slow = worker.job["dtype"] != names[0]
+                worker.turn(steps=steps, seconds=seconds if slow else math.inf)
+        workers[0].ask("save", path=str(folder / "weights.safetensors"))
+        return [_training_row(worker, steps * rounds, tokens[0, :, 1:].numel()) for worker in workers]
+
+
+def _training_row(worker, steps, tokens_a_step):
+    times = [s for answer in worker.answers for s in answer["seconds"]]
+    losses = [loss for answer in worker.answers for loss in answer["losses"]]
+    last = worker.answers[-1]["losses"]
+    return {
+        "name": worker.name,
+        "tok_per_sec": tokens_a_step / statistics.median(times),
+        "steps": len(losses),
+        "loss": statistics.mean(last) if len(losses) == steps else None,
+        **worker.ask("memory"),
+    }
+
+
+def measure_inference(names, folder, config, device, rounds, new_tokens, say=print) -> list[dict]:
+    """Read a batch and generate, in every precision, by autocast and with the weights in `folder` cast."""
+    common = {"kind": "inference", "config": asdict(config), "device_type": device.type, "seed": 0}
+    common |= {key: str(folder / f"{key}.safetensors") for key in ("tokens", "weights")}
+    jobs = []
+    for name in names:
+        ways = {"": False} if name == "float32" else {", autocast": False, ", weights cast once": True}
+        jobs += [(name + way, common | {"dtype": name, "cast": cast}) for way, cast in ways.items()]
+    with working(jobs) as workers:
+        for round_number in range(rounds):
+            say(f"inference, round {round_number + 1} of {rounds}")
+            for worker in workers:
+                worker.turn(tokens=new_tokens)
+        rows, base = [], None
+        for worker in workers:
+            read, made = (statistics.median(a[key] for a in worker.answers) for key in ("read", "generate"))
+            shape = load_file(common["tokens"])["tokens"].shape
+            row = {
+                "name": worker.name,
+                "read": shape[1] * (shape[2] - 1) / read,
+                "generate": new_tokens / made,
+            }
+            row |= worker.ask("memory")
+            worker.ask("logits", path=str(folder / "logits.safetensors"))
+            logits = load_file(str(folder / "logits.safetensors"))["logits"]
+            base = logits if base is None else base
+            row["deviation"] = (logits - base).abs().max().item()
+            row["size"] = base.abs().max().item()
+            row["same_choice"] = (logits.argmax(-1) == base.argmax(-1)).double().mean().item()
+            rows.append(row)
+        return rows

@@ -1,0 +1,313 @@
+"""A recorded step as a page: statements and tables, each computed from the record and from nothing else."""
+
+import re
+from collections import Counter, defaultdict
+
+from nanochat.diagnostics.recorder import PHASES, Op, Record
+
+NORMS = {"mean", "rsqrt", "_fused_rms_norm", "native_layer_norm", "native_group_norm", "native_batch_norm"}
+CROSS_ENTROPY = {"_log_softmax", "nll_loss_forward", "nll_loss2d_forward"}
+FUSED_ATTENTION = ("scaled_dot_product", "_flash_attention", "_efficient_attention")
+_FLASH = (
+    "fused attention, which never holds the whole matrix of scores. Inside, {source}: products of the inputs "
+    "summed in float32; scores and softmax in float32; probabilities rounded to the inputs' dtype for the "
+    "second product, whose sums are float32 again"
+)
+GLOSSARY = {
+    "_foreach_copy_": "copies a list of tensors",
+    "_foreach_mul_": "multiplies a list of tensors in place",
+    "_foreach_norm": "the norm of each tensor of a list",
+    "_fused_adamw_": "AdamW's whole update of a list of parameters in one kernel",
+    "_log_softmax": "with nll_loss_forward: the cross-entropy",
+    "_scaled_dot_product_cudnn_attention": "fused attention of cuDNN; its inside is not documented",
+    "_scaled_dot_product_efficient_attention": "fused attention; its inside was not looked into",
+    "_scaled_dot_product_flash_attention": _FLASH.format(
+        source="by FlashAttention-2's source (flash_fwd_kernel.h)"
+    ),
+    "_scaled_dot_product_flash_attention_for_cpu": _FLASH.format(
+        source="by PyTorch's source (FlashAttentionKernel.cpp)"
+    ),
+    "_softmax": "softmax",
+    "_to_copy": "a cast: a copy in another dtype (between equal dtypes: to another device or layout)",
+    "addmm": "matrix product plus bias",
+    "baddbmm": "batched matrix product, added to another matrix",
+    "bmm": "batched matrix product",
+    "copy_": "writes into existing memory, with a cast where the dtypes differ",
+    "embedding": "looks up rows of a table",
+    "linalg_vector_norm": "the root of a sum of squares",
+    "linear": "matrix product, plus bias if there is one",
+    "linear_backward": "its gradients: two matrix products",
+    "mm": "matrix product: every `nn.Linear` without bias",
+    "pow": "x^n: the squares of RMSNorm and of ReLU²",
+}
+
+
+def name_of(dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def names_of(dtypes) -> str:
+    """Each dtype once: "bfloat16 and float32"."""
+    return " and ".join(dict.fromkeys(name_of(d) for d in dtypes))
+
+
+def without_layer(name: str) -> str:
+    """blocks.3.mlp -> blocks.*.mlp"""
+    return re.sub(r"(?<=\.)\d+\b", "*", name)
+
+
+def percent(part, whole) -> str:
+    """100 % and 0 % are said only of exactly all and none."""
+    if part in (0, whole):
+        return "100 %" if part else "0 %"
+    return f"{min(max(100 * part / whole, 0.1), 99.9):.1f} %"
+
+
+def compute_dtypes(ops) -> list:
+    return [op.dtype for op in ops if op.dtype is not None]
+
+
+def is_attention(op: Op) -> bool:
+    return any(word in op.name for word in FUSED_ATTENTION)
+
+
+# ------------------------------------------------------------------------------------------------------
+# Statements. Each function gives the sentences that the record allows, and none where it says nothing.
+
+
+def _autocast(record):
+    said = []
+    for phase, seen in record.autocast.items():
+        on = [name_of(d) for d in seen if d is not None]
+        said.append(f"{'on and off' if len(seen) > len(on) > 0 else 'on' if on else 'off'} in {phase}")
+        said[-1] += f" ({' and '.join(on)})" if on else ""
+    return [f"Autocast was {', '.join(said)}."] if said else []
+
+
+def _flops(record):
+    for phase in PHASES:
+        flops = Counter()
+        for op in record.ops:
+            if op.phase == phase:
+                flops[op.dtype] += op.flops
+        total = sum(flops.values())
+        shares = [f"{percent(n, total)} in {name_of(d)}" for d, n in flops.most_common() if n]
+        if shares:
+            shares[0] = shares[0].replace(" in ", f" of {phase} FLOPs ran in ", 1)
+            yield ", ".join(shares) + "."
+
+
+def _attention(record):
+    by_name = defaultdict(list)
+    for op in record.ops:
+        if op.phase != "backward" and is_attention(op):
+            by_name[op.name].append(op)
+    for name, ops in by_name.items():
+        inputs, outputs, kept = ([d for op in ops for d in part(op)] for part in _ATTENTION_PARTS)
+        kept = [d for d in kept if d.is_floating_point]
+        extra = (
+            f"; what it keeps for the backward pass (the logarithm of the softmax's sums): {names_of(kept)}"
+        )
+        yield (
+            f"Attention ran as one fused operator ({', '.join(dict.fromkeys(op.phase for op in ops))}), "
+            f"`{name}`: q, k, v in {names_of(inputs)}, "
+            f"result in {names_of(outputs)}{extra if kept else ''}. "
+            "Its softmax and its two products are inside and were not seen (what is known stands below)."
+        )
+    softmaxes = [
+        op for op in record.ops if op.phase == "forward" and op.name in ("_softmax", "_safe_softmax")
+    ]
+    if softmaxes:
+        yield f"Softmax outside of fused operators took and gave {names_of(compute_dtypes(softmaxes))}."
+
+
+_ATTENTION_PARTS = (lambda op: op.inputs[:3], lambda op: op.outputs[:1], lambda op: op.outputs[1:2])
+
+
+def _forward_parts(record):
+    forward = [op for op in record.ops if op.phase in ("forward", "loss")]
+    norms = [op for op in forward if op.name in NORMS]
+    residual = [op for op in forward if op.name == "add" and re.fullmatch(r"blocks\.\d+", op.module)]
+    cross_entropy = [op for op in forward if op.name in CROSS_ENTROPY]
+    for subject, ops in (
+        ("norms (the mean of squares and its root)", norms),
+        ("the residual stream (sums in `blocks.*`)", residual),
+        ("cross-entropy", cross_entropy),
+    ):
+        if ops:
+            yield f"{subject[0].upper()}{subject[1:]} ran in {names_of(compute_dtypes(ops))}."
+    if record.loss_dtype:
+        yield f"The loss came out in {name_of(record.loss_dtype)}."
+
+
+def _backward(record):
+    products = [op for op in record.ops if op.phase == "backward" and op.flops]
+    matched = [(op, record.ops[op.differentiates]) for op in products if op.differentiates is not None]
+    matched = [(op, forward) for op, forward in matched if forward.flops]
+    other = [(op, forward) for op, forward in matched if op.dtype != forward.dtype]
+    if matched and not other:
+        yield (
+            f"Each backward matmul ran in the dtype of its forward matmul ({len(matched)} of "
+            f"{len(matched)}, attention included)."
+        )
+    elif other:
+        example, forward = other[0]
+        yield (
+            f"{len(other)} of {len(matched)} backward matmuls ran in another dtype than their forward "
+            f"matmul, such as `{example.module or example.name}`: {name_of(forward.dtype)} forward, "
+            f"{name_of(example.dtype)} backward."
+        )
+    if len(matched) < len(products):
+        yield f"{len(products) - len(matched)} backward matmuls belong to no recorded forward matmul."
+    rest = [op for op in record.ops if op.differentiates is not None and not (op.cast or op.is_view)]
+    same = sum(op.dtype == record.ops[op.differentiates].dtype for op in rest)
+    if rest:
+        yield (
+            f"{percent(same, len(rest))} of all backward operators, casts apart ({same:,} of {len(rest):,}), "
+            "ran in the dtype of the forward operator that they differentiate."
+        )
+
+
+def _patterns(names) -> list[str]:
+    """Names with `*` for the number of the layer, each once."""
+    return list(dict.fromkeys(f"`{without_layer(name)}`" for name in names))
+
+
+def _weight_casts(record):
+    for phase in ("forward", "generation", "chat"):
+        casts = Counter(op.parameter for op in record.ops if op.phase == phase and op.parameter)
+        if not any(op.phase == phase for op in record.ops) or not record.parameters:
+            continue
+        to = [op.cast[1] for op in record.ops if op.phase == phase and op.parameter]
+        named = _patterns(casts)
+        named = f" ({', '.join(named)})" if len(named) <= 3 else ""
+        never = _patterns(name for name in record.parameters if name not in casts)
+        never = f"; never: {', '.join(never)}" if 0 < len(never) <= 3 else ""
+        when = "the forward pass" if phase == "forward" else f"{phase}, for {record.generated} tokens"
+        if not casts:
+            yield f"No parameter was cast in {when}."
+            continue
+        low, high = min(casts.values()), max(casts.values())
+        times = {1: "once", 2: "twice"}.get(low, f"{low} times") if low == high else f"{low} to {high} times"
+        yield (
+            f"{len(casts)} of {len(record.parameters)} parameters{named} were cast to {names_of(to)} "
+            f"in {when}, each {times}{never}."
+        )
+    back = [op for op in record.ops if op.cast and op.differentiates is not None]
+    back = [op.cast for op in back if record.ops[op.differentiates].parameter]
+    if back:
+        yield (
+            f"{len(back)} gradients of cast parameters were computed in {names_of(a for a, _ in back)} and "
+            f"cast to {names_of(b for _, b in back)} on their way to `.grad`."
+        )
+
+
+def _lasting(record):
+    lasting = {"parameters": record.parameters, ".grad": record.gradients, "optimizer state": record.state}
+    dtypes = {what: names_of(named.values()) for what, named in lasting.items() if named}
+    if len(dtypes) == 3 and len(set(dtypes.values())) == 1:
+        yield f"Parameters, `.grad` and optimizer state: {dtypes['parameters']}."
+    elif dtypes:
+        said = "; ".join(f"{what}: {dtype}" for what, dtype in dtypes.items())
+        yield said[0].upper() + said[1:] + "."
+
+
+def _update(record):
+    norm = [op for op in record.ops if op.phase == "clip" and "norm" in op.name]
+    adamw = [op for op in record.ops if op.phase == "optimizer" and "adam" in op.name]
+    if norm:
+        yield f"The gradient's norm, for clipping, was computed in {names_of(compute_dtypes(norm))}."
+    if adamw:
+        yield f"AdamW's update (`{adamw[0].name}`) ran in {names_of(compute_dtypes(adamw))}."
+    if any(op.phase == "backward" for op in record.ops):
+        scale = record.loss_scale
+        yield (
+            "No GradScaler was at work."
+            if scale is None
+            else f"GradScaler multiplied the loss by {scale:,.0f}."
+        )
+
+
+def statements(record: Record) -> list[str]:
+    """What the record says, as sentences."""
+    parts = (_autocast, _flops, _attention, _forward_parts, _backward, _weight_casts, _lasting, _update)
+    return [sentence for part in parts for sentence in part(record)]
+
+
+# ------------------------------------------------------------------------------------------------------
+# Tables
+
+
+def rows(record: Record, phase: str) -> list[dict]:
+    """The phase's operators in the order of their first call, equal ones of all layers together; views left
+    out."""
+    table = {}
+    ops = [op for op in record.ops if op.phase == phase]
+    total = sum(op.flops for op in ops)
+    for op in ops:
+        if op.is_view:
+            continue
+        module = without_layer(op.module)
+        inputs, outputs = (", ".join(dict.fromkeys(map(name_of, d))) for d in (op.inputs, op.outputs))
+        key = op.name, module, inputs, outputs
+        row = table.setdefault(key, dict(zip(("operation", "module", "inputs", "output"), key, strict=True)))
+        row["calls"] = row.get("calls", 0) + 1
+        row["flops"] = row.get("flops", 0) + op.flops
+    for row in table.values():
+        row["share"] = percent(row["flops"], total) if row["flops"] else ""
+    return list(table.values())
+
+
+def table(record: Record, phase: str) -> str:
+    lines = ["| operation | module | inputs | output | calls | FLOPs |", "|:--|:--|:--|:--|--:|--:|"]
+    for row in rows(record, phase):
+        module = f"`{row['module']}`" if row["module"] else ""
+        lines.append(
+            f"| `{row['operation']}` | {module} | {row['inputs']} | {row['output']} | {row['calls']} | "
+            f"{row['share']} |"
+        )
+    return "\n".join(lines)
+
+
+def summary(record: Record) -> str:
+    """One row a phase: calls that compute, casts among them, FLOPs, and the dtypes of these."""
+    lines = ["| phase | calls | of these casts | GFLOPs | FLOPs run in |", "|:--|--:|--:|--:|:--|"]
+    for phase in PHASES:
+        ops = [op for op in record.ops if op.phase == phase and not op.is_view]
+        if ops:
+            flops, casts = sum(op.flops for op in ops), sum(op.cast is not None for op in ops)
+            dtypes = names_of(compute_dtypes(op for op in ops if op.flops))
+            lines.append(f"| {phase} | {len(ops)} | {casts} | {flops / 1e9:.3g} | {dtypes or '-'} |")
+    return "\n".join(lines)
+
+
+HOW_TO_READ = """\
+- **A row** is an operator of PyTorch's core (ATen), in the order of its first call. Equal calls of all layers
+  stand together, with `*` for the number of the layer.
+- **Inputs and output** are the dtypes of its tensors: what it takes and gives. Inside it may compute in a
+  wider one and round at the end. A cast is an operator of its own, `_to_copy`.
+- **FLOPs** is its share of the phase's. They are counted for matrix products and attention (the full square,
+  not halved for causality); everything else has next to none.
+- **Module**: in the backward pass that of the forward operator whose gradient is computed. None: code of the
+  model outside of its submodules, or no code of the model.
+- **Phases**: *clip* includes undoing GradScaler's scale. *Generation* makes a few tokens under autocast, as
+  base_train.py's samples are made; *chat* makes them with weights cast once, as scripts/chat.py does.
+- **Left out**: `view`, `transpose` and the like, which only give memory another shape.
+- **Not seen**: what happens inside one kernel. A fused operator (attention, AdamW) is one row whatever it
+  computes inside; a product, a sum or a softmax in bfloat16 may add up in float32 (docs/precision.md).
+- **Eager**: inside code made by `torch.compile` there are no operators to record. It may keep in float32 what
+  eager code rounds to bfloat16 between two operators."""
+
+
+def page(record: Record, title: str, facts: list[str]) -> str:
+    """The whole report as Markdown; `facts` are lines about the machine and the settings."""
+    used = {op.name for op in record.ops}
+    parts = [f"# {title}", "\n".join(f"- {fact}" for fact in facts), "## What ran in which precision"]
+    parts += ["\n".join(f"- {sentence}" for sentence in statements(record)), summary(record)]
+    parts += ["## How to read the tables", HOW_TO_READ]
+    words = [f"- `{name}`: {meaning}" for name, meaning in GLOSSARY.items() if name in used]
+    parts += ["Names that need a word:", "\n".join(words)] if words else []
+    for phase in PHASES:
+        if any(op.phase == phase for op in record.ops):
+            parts += [f"## {phase.capitalize()}", table(record, phase)]
+    return "\n\n".join(parts) + "\n"

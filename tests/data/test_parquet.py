@@ -1,0 +1,109 @@
+"""Shards that we write: sorted by hash in bounded memory, the same as sorting everything at once."""
+
+import hashlib
+import itertools
+import random
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanochat import UserError
+from nanochat.data import parquet
+from nanochat.data.parquet import RowGroups, write_sorted
+
+
+def key(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+documents = st.lists(st.tuples(st.sampled_from(["hash", "train", "val"]), st.text(max_size=6)), max_size=60)
+
+
+@given(
+    documents=documents, pending=st.sampled_from([0, 2000, 1 << 27]), buckets=st.sampled_from([1, 7, 1024])
+)
+@settings(max_examples=80, deadline=None)
+def test_what_is_written_equals_a_plain_sort_however_little_memory(
+    tmp_path_factory, documents, pending, buckets
+):
+    folder = tmp_path_factory.mktemp("sorted")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parquet, "PENDING_BYTES", pending)
+        patch.setattr(parquet, "BUCKETS", buckets)
+        patch.setattr(parquet, "ROW_GROUP_DOCUMENTS", 3)
+        patch.setattr(parquet, "SHARD_CHARS", 20)
+        index = write_sorted(iter(documents), folder)
+    expected = {"train": [], "val": []}
+    for split, text in documents:
+        if split == "hash":
+            split = "val" if _first(text) else "train"
+        if text:
+            expected[split].append(text)
+    for split, texts in expected.items():
+        paths = [folder / name for name in index[split]]
+        groups = RowGroups(paths)
+        read = [text for group in range(len(groups.sizes)) for text in groups.read(group)]
+        assert sorted(read) == sorted(texts) and [key(t) for t in read] == sorted(key(t) for t in texts)
+        assert max(groups.sizes, default=0) <= 3
+        assert all(path.stat().st_size == index[split][path.name] for path in paths)
+    assert index["documents"] == [len(expected["train"]), len(expected["val"])]
+    assert {path.name for path in folder.iterdir()} == {*index["train"], *index["val"]}
+
+
+def _first(text: str) -> bool:
+    return int.from_bytes(key(text)[:8], "big") % 40 == 0
+
+
+def test_the_fingerprint_tells_documents_and_given_splits_apart_but_not_their_order(tmp_path):
+    folders = (tmp_path / str(i) for i in itertools.count())
+
+    def fingerprint(*documents):
+        folder = next(folders)
+        folder.mkdir()
+        return write_sorted(documents, folder)["fingerprint"]
+
+    a, b = ("hash", "a"), ("hash", "b")
+    assert fingerprint(a, b) == fingerprint(b, a)
+    others = [(a, b), (a,), (a, a, b), (("train", "a"), ("val", "b")), (("val", "a"), ("train", "b")), ()]
+    assert len({fingerprint(*documents) for documents in others}) == len(others)
+    assert (
+        fingerprint(a, b)
+        == hashlib.sha256("\n".join(sorted(key(t).hex() for t in "ab")).encode()).hexdigest()
+    )
+
+
+def test_the_same_text_a_million_times_takes_no_memory(tmp_path):
+    buckets = parquet._Buckets(tmp_path)
+    for _ in range(100_000):
+        buckets.add("hash", b"again")
+    assert buckets._bytes < 1000
+    assert sum(1 for _ in buckets) == 100_000
+
+
+def test_lone_surrogates_are_replaced_and_pairs_joined(tmp_path):
+    index = write_sorted([("train", "a\ud800b"), ("val", "\ud83d\ude00")], tmp_path)
+    texts = [RowGroups([tmp_path / name]).read(0) for split in ("train", "val") for name in index[split]]
+    assert texts == [["a\ufffdb"], ["😀"]]
+
+
+def test_row_groups_are_read_again_and_again_without_reading_footers_again(tmp_path, monkeypatch):
+    index = write_sorted([("train", f"{i}" * 300_000) for i in range(10, 30)], tmp_path)
+    groups = RowGroups([tmp_path / name for name in index["train"]])
+    assert len(groups.sizes) > 8
+    monkeypatch.setattr(pq, "ParquetFile", lambda *_, **__: pytest.fail("opened again"))
+    order = random.Random(0).choices(range(len(groups.sizes)), k=50)
+    assert [len(groups.read(group)) for group in order] == [groups.sizes[group] for group in order]
+    assert groups.text_bytes == pytest.approx(20 * 600_000, rel=0.01)
+
+
+def test_a_flipped_byte_in_a_shard_is_noticed(tmp_path):
+    text = "".join(hashlib.sha256(b"%d" % i).hexdigest() for i in range(2000))
+    index = write_sorted([("train", text)], tmp_path)
+    shard = tmp_path / next(iter(index["train"]))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(UserError, match="is damaged in row group 0"):
+        RowGroups([shard]).read(0)

@@ -1,0 +1,190 @@
+"""Files that people have: what becomes a document, and errors that say where they are."""
+
+import gzip
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanochat import UserError
+from nanochat.data import textfiles
+from nanochat.data.textfiles import PIECE, find_files, read_documents
+
+
+def read(path: Path, field: str = "text") -> list[str]:
+    return list(read_documents(path, field, lambda n: None))
+
+
+def file(tmp_path: Path, name: str, content: str | bytes) -> Path:
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return tmp_path / name
+
+
+def test_a_text_file_is_one_document_without_mark_and_with_plain_line_ends(tmp_path):
+    assert read(file(tmp_path, "a.txt", b"\xef\xbb\xbfone\r\ntwo\rthree\n")) == ["one\ntwo\nthree\n"]
+    assert read(file(tmp_path, "a.txt", "x" * 65536)) == ["x" * 65536]
+    assert read(file(tmp_path, "a.txt", "")) == [""]
+
+
+@given(
+    paragraphs=st.lists(st.tuples(st.integers(1, 40_000), st.sampled_from(["\n\n", "\n", " ", "\r\n"]))),
+    letter=st.sampled_from("aé漢😀"),
+    chunk=st.sampled_from([1000, 65_537, 1 << 20]),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_long_text_file_is_cut_at_blank_lines_and_nothing_is_lost(
+    tmp_path_factory, paragraphs, letter, chunk
+):
+    text = "".join(letter * n + end for n, end in paragraphs)
+    path = file(tmp_path_factory.mktemp("cut"), "a.md", text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(textfiles, "CHUNK", chunk)
+        pieces = read(path)
+    text = text.replace("\r\n", "\n")
+    assert "".join(pieces) == text
+    if len(text) <= 65536:
+        assert pieces == [text]
+        return
+    for piece in pieces[:-1]:
+        assert PIECE <= len(piece) <= 2 * PIECE
+        ends = [i + 2 for i in range(len(piece) - 1) if piece[i : i + 2] == "\n\n" and i + 2 >= PIECE]
+        if not ends:
+            ends = [i + 1 for i, c in enumerate(piece) if c == "\n" and i + 1 >= PIECE]
+        assert len(piece) == (ends[0] if ends else 2 * PIECE)
+
+
+@pytest.mark.parametrize("at", [0, 5, (1 << 20) - 1, 1 << 20, (1 << 20) + 7])
+def test_bytes_that_are_not_utf8_are_told_with_their_place(tmp_path, at):
+    path = file(tmp_path, "a.txt", b"x" * at + b"\xe9 and more")
+    with pytest.raises(UserError, match=rf"a\.txt is not UTF-8 at byte {at} \(") as error:
+        read(path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_character_cut_off_at_the_end_is_told(tmp_path):
+    with pytest.raises(UserError, match="not UTF-8 at byte 3"):
+        read(file(tmp_path, "a.txt", b"abc\xe6\xbc"))
+
+
+json_texts = st.lists(
+    st.text(max_size=30) | st.fixed_dictionaries({"text": st.text(max_size=30)}), max_size=8
+)
+
+
+@given(values=json_texts, indent=st.sampled_from([None, 0, 3]), ascii=st.booleans(), chunk=st.integers(1, 50))
+@settings(max_examples=100, deadline=None)
+def test_a_json_list_is_read_item_by_item_whatever_the_chunks(tmp_path_factory, values, indent, ascii, chunk):
+    content = json.dumps(values, indent=indent, ensure_ascii=ascii)
+    content = content.encode("utf-8", "surrogatepass") if not ascii else content.encode()
+    path = file(tmp_path_factory.mktemp("json"), "a.json", content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(textfiles, "CHUNK", chunk)
+        assert read(path) == [value if isinstance(value, str) else value["text"] for value in values]
+
+
+def test_a_json_file_may_be_one_object_or_one_text(tmp_path):
+    assert read(file(tmp_path, "a.json", ' {"text": "one", "n": [1, {"b": 2}]}\n')) == ["one"]
+    assert read(file(tmp_path, "a.json", '"one"')) == ["one"]
+    assert read(file(tmp_path, "a.json", "[]")) == []
+    assert read(file(tmp_path, "a.json", '[{"body": "b", "text": 3}]'), "body") == ["b"]
+
+
+def test_json_lines_are_objects_or_texts_and_empty_lines_are_passed_over(tmp_path):
+    lines = '\ufeff{"text": "one"}\r\n\n  "two"  \n{"text": null}\n{"text": "\\ud83d\\ude00"}'
+    for path in (
+        file(tmp_path, "a.jsonl", lines),
+        file(tmp_path, "A.JSONL.GZ", gzip.compress(lines.encode())),
+    ):
+        assert read(path) == ["one", "two", "", "😀"]
+
+
+LINE = '{"text": "fine"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", LINE * 2 + '{"text": "broken', r"a\.jsonl:3 is no JSON \(Unterminated string"),
+        ("a.jsonl", LINE + "{} {}\n", r"a\.jsonl:2 is no JSON \(Extra data"),
+        ("a.jsonl", LINE + '{"body": 1, "id": 2}\n', r"a\.jsonl:2 has no field `text` .it has body, id.;"),
+        ("a.jsonl", LINE + '{"text": 3}\n', r"a\.jsonl:2 has int, not text, in the field `text`"),
+        ("a.jsonl", LINE + "[1]\n", r"a\.jsonl:2 holds list"),
+        ("a.jsonl", LINE.encode() + b'"\xe9"\n', r"a\.jsonl:2 is not UTF-8 at byte 1 of the line"),
+        ("a.jsonl", "[" * 100_000, r"a\.jsonl:1 is no JSON"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(LINE.encode() * 9999)[:-9],
+            r"a\.jsonl\.gz is damaged or incomplete after",
+        ),
+        ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz is damaged or incomplete after line 0"),
+        ("a.json", '["one",\n\n "two" "three"]', r"a\.json:3 is no JSON \(a comma or \]"),
+        ("a.json", '["one",\n{"text": "two"\n', r"a\.json:2 begins no whole JSON value"),
+        ("a.json", '["one",\n', r"a\.json:2 begins no whole JSON value"),
+        ("a.json", '["one"', r"a\.json:1 is no JSON \(a comma or \]"),
+        ("a.json", '["one"]\n["two"]', r"a\.json:2 is no JSON \(more follows"),
+        ("a.json", '["one",\n3]', r"a\.json:2 holds int"),
+        ("a.json", "", r"a\.json:1 begins no whole JSON value"),
+        ("a.json", b'["one",\n"\xe9"]', r"a\.json is not UTF-8 at byte 9"),
+        ("a.json", "[" * 100_000, r"a\.json:1 "),
+        ("a.parquet", "no parquet", r"a\.parquet cannot be read as a parquet file"),
+    ],
+)
+def test_an_error_is_one_sentence_with_file_and_place(tmp_path, name, content, message):
+    path = file(tmp_path, name, content)
+    with pytest.raises(UserError, match=message) as error:
+        read(path)
+    assert "\n" not in str(error.value) and ";" in str(error.value)
+
+
+def test_a_line_too_long_for_memory_is_refused_and_not_taken_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(textfiles, "LONGEST_ITEM", 100)
+    with pytest.raises(UserError, match=r"a\.jsonl:2 is longer than 100 bytes"):
+        read(file(tmp_path, "a.jsonl", LINE + json.dumps("x" * 200)))
+    monkeypatch.setattr(textfiles, "CHUNK", 10)
+    with pytest.raises(UserError, match=r"a\.json:1 begins no whole"):
+        read(file(tmp_path, "a.json", json.dumps(["x" * 5000])))
+
+
+def test_progress_adds_up_to_the_size_of_the_file(tmp_path):
+    contents = {
+        "a.txt": "x" * 3_000_000,
+        "a.jsonl": LINE * 1000,
+        "a.json": json.dumps(["x"] * 1000),
+        "e.md": "",
+    }
+    contents["a.jsonl.gz"] = gzip.compress(b"".join(b'"%d"\n' % i for i in range(99_999)))
+    for name, content in contents.items():
+        path = file(tmp_path, name, content)
+        steps = []
+        list(read_documents(path, "text", steps.append))
+        assert sum(steps) == path.stat().st_size and min(steps) >= 0
+
+
+def test_files_are_found_in_nested_folders_without_hidden_ones(tmp_path):
+    for name in ("b/c.txt", "b/.git/d.txt", "a.MD", ".x.txt", "picture.png", "e.tar.gz", "b/f.jsonl.gz"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    files, others = find_files("data", tmp_path)
+    assert [path.relative_to(tmp_path).as_posix() for path in files] == ["a.MD", "b/c.txt", "b/f.jsonl.gz"]
+    assert others == 2
+    twice = find_files("data", f"{tmp_path / 'b'},{tmp_path / 'b/c.txt'}")[0]
+    assert [path.name for path in twice] == ["c.txt", "f.jsonl.gz"]
+    for bad, message in (
+        (tmp_path / "picture.png", "none of the files that can be read"),
+        (tmp_path / "nowhere", "does not exist"),
+        (f"{tmp_path},{tmp_path / 'nowhere'}", "nowhere does not exist"),
+    ):
+        with pytest.raises(UserError, match=message):
+            find_files("data", bad)
+
+
+def test_a_compressed_stream_is_never_unpacked_as_a_whole(tmp_path):
+    line = json.dumps("x" * 1000).encode() + b"\n"
+    path = file(tmp_path, "a.jsonl.gz", gzip.compress(line * 200_000, 1))  # 200 MB of lines in 1 MB
+    reads = []
+    for text in itertools.islice(read_documents(path, "text", reads.append), 5):
+        assert len(text) == 1000
+    assert sum(reads) < path.stat().st_size

@@ -1,0 +1,52 @@
+"""What several test modules share: a tiny run of the training script, and how to wait for it."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+TINY = [
+    "--depth=2", "--aspect_ratio=16", "--head_dim=16", "--max_seq_len=32", "--vocab_size=300",
+    "--device_batch_size=2", "--total_batch_size=256", "--num_iterations=8", "--dtype=float32",
+    "--eval_every=4", "--save_every=3", "--sample_every=-1", "--compile=off",
+]  # fmt: skip
+
+
+def command(corpus: Path, out: Path, *more: str) -> list[str]:
+    data = [f"--data={corpus}", f"--val_data={corpus / 'val.parquet'}", f"--out_dir={out}"]
+    return ["scripts.base_train", *TINY, *data, f"--base_dir={corpus.parent / 'base'}", *more]
+
+
+def run(arguments: list[str], status: int = 0, processes: int = 1) -> str:
+    """Run the script to its end and return what it printed."""
+    how = [sys.executable, "-m"]
+    if processes > 1:
+        how += ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
+    done = subprocess.run(how + arguments, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert status == 0 or processes > 1 or "Traceback" not in done.stderr
+    return done.stdout + done.stderr
+
+
+def records(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(out: Path) -> dict[int, float]:
+    steps = [r for r in records(out) if "loss" in r]
+    assert len({r["step"] for r in steps}) == len(steps), "a step stands twice"
+    return {r["step"]: r["loss"] for r in steps}
+
+
+def wait_for_step(process, out: Path, step: int):
+    """Return when metrics.jsonl holds that step."""
+    began = time.monotonic()
+    while time.monotonic() - began < 120:
+        path = out / "metrics.jsonl"
+        if path.exists() and f'"step": {step}, "loss"' in path.read_text():
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    raise AssertionError("the run did not get there")

@@ -1,0 +1,176 @@
+"""The training script as people run it: real processes, a tiny model, a small corpus of parquet shards."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, command, losses, records, run, wait_for_step
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("undisturbed") / "run"
+    run(command(corpus, out))
+    return out
+
+
+def test_a_run_leaves_the_files_and_records_that_others_rely_on(undisturbed):
+    steps = [r for r in records(undisturbed) if "loss" in r]
+    assert [r["step"] for r in steps] == list(range(8))
+    for key in (
+        "lr_multiplier",
+        "grad_norm",
+        "step_time_s",
+        "data_wait_s",
+        "tok_per_sec",
+        "mfu",
+        "tokens",
+        "flops",
+    ):
+        assert all(isinstance(r[key], (int, float)) for r in steps), key
+    assert [r["tokens"] for r in steps] == [256 * (k + 1) for k in range(8)]
+    assert [r["step"] for r in records(undisturbed) if "val_bpb" in r] == [4, 8]
+    assert steps[0]["loss"] == pytest.approx(5.704, rel=0.02)  # ln(300)
+    assert sorted(p.name for p in undisturbed.glob("step_*")) == ["step_000006", "step_000008"]
+    assert {"model.safetensors", "tokenizer.json"} <= {
+        p.name for p in (undisturbed / "step_000008").iterdir()
+    }
+    config = json.loads((undisturbed / "config.json").read_text())
+    assert config["settings"]["depth"] == {"value": 2, "source": "command line"}
+    assert config["settings"]["seed"]["source"] == "default"
+    report = (undisturbed / "report.md").read_text()
+    assert (
+        "bits per byte" in report
+        and "## Samples" in report
+        and (undisturbed / "loss.png").stat().st_size > 1000
+    )
+    assert not list(undisturbed.glob(".tmp*")) and not list(undisturbed.glob("*.tmp"))
+
+
+def test_a_run_killed_and_started_again_has_the_losses_of_one_never_killed(corpus, undisturbed, tmp_path):
+    out = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command(corpus, out)], cwd=ROOT, stdout=subprocess.DEVNULL
+    )
+    wait_for_step(process, out, 4)  # past the checkpoint at 3
+    process.kill()
+    process.wait()
+    assert "going on from" in run(command(corpus, out))
+    assert losses(out) == losses(undisturbed)
+    evaluations = [(r["step"], r["val_bpb"]) for r in records(out) if "val_bpb" in r]
+    assert evaluations == [(r["step"], r["val_bpb"]) for r in records(undisturbed) if "val_bpb" in r]
+    weights = [(folder / "step_000008" / "model.safetensors").read_bytes() for folder in (out, undisturbed)]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to catch")
+def test_sigterm_saves_and_exits_with_0_and_the_same_command_goes_on(corpus, undisturbed, tmp_path):
+    out = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command(corpus, out, "--save_every=-1")],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    wait_for_step(process, out, 1)
+    process.send_signal(signal.SIGTERM)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "stopped by SIGTERM" in printed
+    assert len(list(out.glob("step_*"))) == 1
+    run(command(corpus, out, "--save_every=-1"))
+    assert losses(out) == losses(undisturbed)
+
+
+def test_two_processes_and_other_micro_batches_give_the_losses_of_one(corpus, undisturbed, tmp_path):
+    expected = losses(undisturbed)
+    run(command(corpus, tmp_path / "two"), processes=2)
+    run(command(corpus, tmp_path / "eight", "--device_batch_size=8"))
+    for out in (tmp_path / "two", tmp_path / "eight"):
+        assert losses(out) == pytest.approx(expected, abs=1e-4)
+    assert (
+        losses(tmp_path / "two") != expected or losses(tmp_path / "eight") != expected
+    )  # rounding is not a copy
+    bpb = [[r["val_bpb"] for r in records(out) if "val_bpb" in r] for out in (undisturbed, tmp_path / "two")]
+    assert bpb[0] == pytest.approx(bpb[1], abs=1e-4)
+
+
+def test_a_finished_run_says_so_and_resume_never_sets_it_aside(corpus, tmp_path):
+    out = tmp_path / "run"
+    short = ["--num_iterations=2", "--eval_every=-1"]
+    run(command(corpus, out, *short))
+    before = (out / "metrics.jsonl").read_bytes()
+    assert "finished already" in run(command(corpus, out, *short))
+    assert (out / "metrics.jsonl").read_bytes() == before
+    # A run that was stopped after its last save and before its evaluation has that still to do
+    (out / "metrics.jsonl").write_bytes(b"".join(before.splitlines(keepends=True)[:-1]))
+    (out / "report.md").unlink()
+    assert "step 2: validation" in run(command(corpus, out, *short))
+    assert (out / "metrics.jsonl").read_bytes() == before
+    assert "still going on" not in (out / "report.md").read_text()
+    run(command(corpus, out, *short, "--resume=never"))
+    aside = [folder for folder in tmp_path.iterdir() if folder != out]
+    assert len(aside) == 1 and (aside[0] / "metrics.jsonl").read_bytes() == before
+    assert losses(out) == losses(aside[0])
+
+
+def test_a_run_starts_from_weights_of_another_or_goes_on_in_another_folder(corpus, undisturbed, tmp_path):
+    out = tmp_path / "run"
+    run(command(corpus, out, "--num_iterations=2", f"--init_from={undisturbed}"))
+    assert losses(out)[0] < losses(undisturbed)[0] - 0.05
+    printed = run(command(corpus, out, f"--resume={undisturbed / 'step_000006'}"))
+    assert "going on from" in printed and losses(out) == {k: losses(undisturbed)[k] for k in (6, 7)}
+    assert sorted(losses(tmp_path / "run.old-1")) == [0, 1]  # what was there is not mixed with it
+    printed = run(command(corpus, out, f"--resume={undisturbed}"))  # which has all its steps
+    assert "finished already" in printed and sorted(losses(out)) == [6, 7]
+
+
+def test_plan_prints_the_derivation_and_leaves_nothing(corpus, tmp_path):
+    printed = run(command(corpus, tmp_path / "run", "--plan"))
+    assert "width 32" in printed and "4 micro-steps" in printed
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["--total_batch_size=100"], "use 64 or 128"),
+        (["--total_batch_size=96"], "use 64 or 128"),
+        (["--depth=0"], "depth is 0"),
+        (["--dept=3"], "did you mean --depth?"),
+        (["--device_type=cuda"], "this machine has: cpu"),
+        (["--num_iterations=-1", "--target_param_data_ratio=-1"], "the run has no end"),
+        (["--num_iterations=0"], "num_iterations is 0"),
+        (["--eval_tokens=0"], "eval_tokens 0 scores nothing"),
+        (["--init_from=auto"], "no checkpoint in auto"),
+        (["--depth=400", "--aspect_ratio=400"], "lower --device_batch_size"),
+        (["--data=/no/such/place"], "/no/such/place"),
+        (["--core_metric_every=x"], "core_metric_every"),
+    ],
+)
+def test_bad_settings_end_in_one_sentence_and_status_2(corpus, tmp_path, more, sentence):
+    printed = run(command(corpus, tmp_path / "run", *more), status=2)
+    assert sentence in printed
+
+
+def test_another_model_in_the_same_folder_is_refused_and_nothing_is_lost(corpus, undisturbed):
+    before = sorted((p, p.stat().st_mtime) for p in undisturbed.rglob("*") if p.name != ".lock")
+    printed = run(command(corpus, undisturbed, "--aspect_ratio=32", "--num_iterations=20"), status=2)
+    assert "is from another run: model was" in printed and "--resume=never" in printed
+    assert sorted((p, p.stat().st_mtime) for p in undisturbed.rglob("*") if p.name != ".lock") == before
+
+
+def test_a_gradient_that_stays_infinite_stops_the_run_and_names_the_step(corpus, tmp_path):
+    more = [
+        "--embedding_lr=1e38",
+        "--matrix_lr=1e38",
+        "--warmup_steps=0",
+        "--num_iterations=20",
+        "--grad_clip=-1",
+    ]
+    assert "three steps in a row were not finite, the last one step 3" in run(
+        command(corpus, tmp_path / "run", *more), status=2
+    )

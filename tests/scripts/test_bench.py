@@ -1,0 +1,121 @@
+"""The speed bench says what it measured, in figures that can be checked against each other."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanochat import scaling
+
+ROOT = Path(__file__).parents[2]
+
+
+SMALL = ["--depth=1", "--max_seq_len=64", "--vocab_size=512", "--rounds=2", "--steps=2"]
+
+
+def bench(*arguments: str, status: int = 0, how=("-m", "scripts.bench")) -> subprocess.CompletedProcess:
+    command = [sys.executable, *how, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
+
+
+def results_of(done: subprocess.CompletedProcess) -> dict:
+    return next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))["results"]
+
+
+def test_train_reports_each_variant_as_json_on_the_last_line():
+    done = bench("--what=train", *SMALL, "--device_batch_size=2", "--variants=float32,bfloat16", "--json")
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert last["what"] == "train" and last["settings"]["depth"] == 1
+    for variant in ("float32", "bfloat16"):
+        row = last["results"][variant]
+        assert row["tok_per_sec"] == pytest.approx(2 * 64 / (row["step_ms"] / 1000))
+        assert 0 < row["optimizer_share"] < 1
+        assert row["mfu"] > 0
+    assert last["results"]["float32"]["speed_relative_to_first"] == 1
+
+
+def test_an_unknown_variant_is_refused_with_those_there_are():
+    done = bench("--variants=int8", status=2)
+    assert "int8" in done.stderr and "bfloat16" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_loader_compares_packing_with_raw_encoding_of_the_same_documents(tmp_path):
+    for i in range(300):
+        (tmp_path / f"{i}.txt").write_text(f"words {i} about nothing in particular " * (i % 20 + 1))
+    done = bench(
+        "--what=loader", f"--data={tmp_path}", f"--base_dir={tmp_path / 'base'}", "--vocab_size=300",
+        "--shapes=2x16,4x64", "--rounds=3", "--json",
+    )  # fmt: skip
+    results = json.loads(done.stdout.splitlines()[-1])["results"]
+    assert len(results.pop("corpus")["fingerprint"]) == 12 and set(results) == {"2x16", "4x64"}
+    for row in results.values():
+        assert 0.05 < row["packed_over_raw"] < 5 and row["threaded_tok_per_sec"] > 0
+
+
+# Stands in for the peer's optimizer: says what it was given, and takes a known time for a step
+PEER = """
+import json, time, torch
+
+class MuonAdamW:
+    def __init__(self, groups):
+        shapes = [[g["kind"], str(p.dtype), list(p.shape)] for g in groups for p in g["params"]]
+        with open("groups.json", "w") as f:
+            json.dump(shapes, f)
+
+    def step(self):
+        time.sleep(0.5)
+"""
+
+
+def test_optimizer_is_timed_in_turns_with_the_peers_on_the_same_shapes(tmp_path):
+    (tmp_path / "nanochat").mkdir()
+    (tmp_path / "nanochat" / "optim.py").write_text(PEER)
+    (tmp_path / "nanochat" / "common.py").write_text("import torch\nCOMPUTE_DTYPE = torch.bfloat16\n")
+    done = bench("--what=optimizer", *SMALL, f"--peer={tmp_path}", "--dtypes=float32", "--json")
+    row = results_of(done)["float32"]
+    assert 500 <= row["peer_ms"] < 2000
+    assert row["ours_over_peer"] == pytest.approx(row["ours_ms"] / row["peer_ms"], rel=0.5)
+    config = scaling.model_config(1, 64, 64, 64, 512, "L")
+    ours = {name: list(p.shape) for name, p in scaling.on_meta(config).named_parameters() if p.ndim == 2}
+    theirs = json.loads((tmp_path / "groups.json").read_text())
+    assert sorted(shape for _, _, shape in theirs) == sorted(ours.values())
+    matrices = sorted(shape for name, shape in ours.items() if name.startswith("blocks."))
+    assert sorted(shape for kind, _, shape in theirs if kind == "muon") == matrices
+    assert ["adamw", "torch.float32", ours["head.weight"]] in theirs
+    assert ["adamw", "torch.bfloat16", ours["embedding.weight"]] in theirs
+
+
+def test_a_folder_that_is_not_the_peers_is_refused(tmp_path):
+    done = bench("--what=optimizer", *SMALL, f"--peer={tmp_path}", status=2)
+    assert "has no nanochat/optim.py" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_unknown_dtype_of_the_optimizer_is_refused_with_those_there_are():
+    done = bench("--what=optimizer", *SMALL, "--dtypes=int8", status=2)
+    assert "int8" in done.stderr and "--dtype=bfloat16" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_checkpoint_compares_the_stall_with_a_blocking_save_and_leaves_nothing(tmp_path):
+    done = bench("--what=checkpoint", *SMALL, f"--folder={tmp_path}", "--json")
+    (row,) = results_of(done).values()
+    assert 0 < row["stall_s"] <= row["background_s"]
+    assert row["stall_over_blocking"] == pytest.approx(row["stall_s"] / row["blocking_s"])
+    assert row["stall_over_bare_write"] == pytest.approx(row["stall_s"] / row["bare_write_s"])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not Path("/proc/net/dev").exists(), reason="no counter of the loopback's bytes here")
+def test_communication_counts_what_two_processes_send(tmp_path):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "scripts.bench"]
+    done = bench("--what=communication", *SMALL, "--json", how=torchrun)
+    (row,) = results_of(done).values()  # other programs may use the loopback too, so no upper bound is tight
+    assert row["expected_gradients_mb"] == pytest.approx(row["weights_mb"])
+    assert row["expected_new_weights_mb"] == pytest.approx(row["weights_mb"] / 2)
+    assert row["expected_gradients_mb"] < row["gradients_mb"]
+    assert row["expected_new_weights_mb"] * 0.9 < row["new_weights_mb"]
+    alone = bench("--what=communication", *SMALL, status=2)
+    assert "start this with torchrun" in alone.stderr

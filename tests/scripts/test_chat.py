@@ -1,0 +1,164 @@
+"""The chat script: what it writes, how it ends, and what it answers to bad settings."""
+
+import io
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanochat import UserError, checkpoint
+from nanochat.data.tokenizer import train
+from nanochat.engine import generate
+from nanochat.gpt import GPT, GPTConfig
+
+ROOT = Path(__file__).parents[2]
+ROW = 48  # positions of the model
+ENCODING = train(["naïve café 東京 🙂🙃 straße\n" * 20], 280, exact=False)
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = GPT(GPTConfig(2, 32, 2, ENCODING.vocab_size, ROW))
+    generator = torch.Generator().manual_seed(0)
+    model.init_weights(generator)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn(p.shape, generator=generator))
+        model.head.weight[ENCODING.bos_id] = 0  # hardly ever drawn, so that texts are long
+    return model
+
+
+@pytest.fixture(scope="module")
+def base(model, tmp_path_factory) -> Path:
+    """A base folder with a run `tiny`."""
+    folder = tmp_path_factory.mktemp("base")
+    save = {"state": {"identity": {"model": asdict(model.config)}}, "optimizer": {}}
+    files = {"tokenizer.json": ENCODING.to_bytes()}
+    checkpoint.save(folder / "base_checkpoints" / "tiny", 7, model=model.state_dict(), files=files, **save)
+    return folder
+
+
+def continuation(model, text, many, seed=42, **options):
+    ids = [ENCODING.bos_id, *ENCODING.encode(text).tolist()]
+    options = {"temperature": 0.8, "top_k": 50, "stop_ids": {ENCODING.bos_id}} | options
+    return ENCODING.decode(list(generate(model, ids, many, seed=seed, **options)))
+
+
+@pytest.fixture
+def chat(base, monkeypatch, capsys):
+    """Run the script in this process; returns what it wrote to stdout and stderr."""
+
+    def chat(*arguments, typed=""):
+        argv = ["chat", f"--base_dir={base}", "--dtype=float32", "--device_type=cpu", *arguments]
+        monkeypatch.setattr(sys, "argv", argv)
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))
+        runpy.run_module("scripts.chat", run_name="__main__")
+        return capsys.readouterr()
+
+    handler, hook = signal.getsignal(signal.SIGINT), sys.excepthook
+    yield chat
+    signal.signal(signal.SIGINT, handler)
+    sys.excepthook = hook
+
+
+def test_a_prompt_is_continued_as_the_model_continues_it(chat, model):
+    written, notes = chat("--prompt=café 東", "--max_tokens=20")
+    assert written == "café 東" + continuation(model, "café 東", 20) + "\n"
+    assert "tiny/step_000007" in notes and "float32 (as asked for)" in notes
+    arguments = ["--prompt=a", "--max_tokens=20", "--temperature=1.5", "--top_k=9", "--top_p=0.7", "--seed=3"]
+    options = {"temperature": 1.5, "top_k": 9, "top_p": 0.7, "seed": 3}
+    assert chat("--source=tiny", *arguments).out == "a" + continuation(model, "a", 20, **options) + "\n"
+
+
+def test_each_line_typed_is_a_text_of_its_own_up_to_an_empty_one(chat, model):
+    written, _ = chat("--max_tokens=5", typed="a\nbé\n\nnever seen\n")
+    expected = [line + continuation(model, line, 5, 42 + n) + "\n" for n, line in enumerate(["a", "bé"])]
+    assert written == "".join(expected)
+    assert chat("--max_tokens=5", typed="a\nbé").out == written, "the end of the input ends it too"
+    assert chat("--max_tokens=5").out == ""
+
+
+def test_a_full_row_ends_the_text_with_a_note(chat, model):
+    written, notes = chat("--prompt=aa", "--max_tokens=-1", "--temperature=0")
+    assert written == "aa" + continuation(model, "aa", 1000, temperature=0) + "\n"
+    assert "(the model's 48 positions are full)" in notes
+    assert "positions are full" not in chat("--prompt=aa", "--max_tokens=3").err
+
+
+def test_of_a_prompt_that_is_too_long_the_end_is_continued_with_a_note(chat, model):
+    text = "ab" * 60
+    written, notes = chat(f"--prompt={text}", "--max_tokens=10")
+    assert written == text + continuation(model, text[-37:], 10) + "\n"  # 48 - 10 - <|bos|>
+    assert f"the prompt has {len(ENCODING.encode(text))} tokens; of its end the model sees 37" in notes
+    written, notes = chat(f"--prompt={text}", "--max_tokens=1000")
+    assert written == text + continuation(model, text[-23:], 24) + "\n", "half of the row is left to write in"
+
+
+@pytest.mark.parametrize(
+    ("argument", "sentence"),
+    [
+        ("--temperature=-1", "temperature is -1.0; give a number from 0"),
+        ("--top_k=0", "top_k is 0; give a number from 1, or -1 for all tokens"),
+        ("--top_p=0", "top_p is 0.0; give a share above 0, up to 1"),
+        ("--top_p=1.01", "top_p is 1.01; give a share above 0, up to 1"),
+        ("--max_tokens=0", "max_tokens is 0; give a number from 1, or -1"),
+        ("--seed=-1", "seed is -1; give a number from 0"),
+        ("--source=gone", "no checkpoint at gone; source is a run's tag"),
+        ("--base_dir=/no/such/place", "no checkpoint under /no/such/place; train one"),
+    ],
+)
+def test_a_bad_setting_is_answered_in_a_sentence(chat, argument, sentence):
+    with pytest.raises(UserError) as error:
+        chat("--prompt=a", argument)
+    assert sentence in str(error.value)
+
+
+# ------------------------------------------------------------------------------------------------------
+# As people start it
+
+
+def start(base, *arguments, **options):
+    command = [sys.executable, "-m", "scripts.chat", f"--base_dir={base}", *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
+    )
+
+
+def test_a_bad_source_ends_with_status_2_and_no_traceback(base):
+    process = start(base, "--source=gone")
+    written, notes = process.communicate(timeout=60)
+    assert process.returncode == 2 and written == b""
+    assert notes.startswith(b"error: no checkpoint at gone") and notes.count(b"\n") == 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows sends its Ctrl-C to a whole console")
+def test_ctrl_c_ends_it_without_a_traceback(base):
+    process = start(base)
+    assert b"tiny/step_000007" in process.stderr.readline()
+    process.stdin.write(b"a \xff\n")  # bytes that are no text end nothing
+    process.stdin.flush()
+    assert process.stdout.read(2)
+    process.send_signal(signal.SIGINT)
+    _, notes = process.communicate(timeout=60)
+    assert process.returncode == 130 and b"Traceback" not in notes
+
+
+def test_a_terminal_that_cannot_show_a_character_gets_a_question_mark(base):
+    process = start(base, "--prompt=東x", "--max_tokens=30", env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    written, notes = process.communicate(timeout=60)
+    assert process.returncode == 0, notes
+    assert written.startswith(b"?x") and max(written) < 128
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a closed pipe is another error there")
+def test_a_reader_that_goes_away_is_no_error(base):
+    process = start(base, "--prompt=a", "--max_tokens=40")
+    process.stdout.close()
+    notes = process.stderr.read()
+    assert process.wait(timeout=60) == 0 and b"Traceback" not in notes and b"BrokenPipe" not in notes

@@ -1,0 +1,228 @@
+"""Training in 16 bit, as people run it: float16's scaler skips what overflows, comes back with a checkpoint,
+and agrees over processes; losses stay close to float32's; everything that lasts is float32."""
+
+import ast
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from helpers import ROOT, command, losses, records, run
+from torch.nn.parallel import DistributedDataParallel
+
+from nanochat import checkpoint, precision, scaling
+from nanochat.checkpoint.files import read_tensors
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.optim import MuonAdamW, parameter_groups
+
+STEPS = 10
+SHORT = [f"--num_iterations={STEPS}", "--save_every=1", "--keep_checkpoints=-1", "--eval_every=-1"]
+
+
+@pytest.fixture(scope="module")
+def trained(corpus, tmp_path_factory):
+    """A run in float16."""
+    out = tmp_path_factory.mktemp("float16") / "run"
+    assert "float16 (as asked for" in run(command(corpus, out, *SHORT, "--dtype=float16"))
+    return out
+
+
+def scale_after(out, step: int) -> float:
+    """The scaler's scale, as the checkpoint after so many steps has it."""
+    return json.loads((out / f"step_{step:06d}" / "state.json").read_text())["scaler"]["scale"]
+
+
+def skipped_steps(out) -> list[int]:
+    return [r["step"] for r in records(out) if "loss" in r and r["grad_norm"] is None]
+
+
+def tensors_of(out, step: int) -> dict:
+    """The bytes of weights and optimizer state after so many steps, without random numbers' states."""
+    folder = out / f"step_{step:06d}"
+    tensors = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= read_tensors(path, lambda name: not name.startswith("random_state"))
+    return tensors
+
+
+def test_losses_in_16_bit_are_those_of_float32_to_two_thousandths(corpus, trained, tmp_path):
+    for dtype in ("float32", "bfloat16"):
+        run(command(corpus, tmp_path / dtype, *SHORT, f"--dtype={dtype}"))
+    exact = losses(tmp_path / "float32")
+    assert exact[STEPS - 1] < exact[0] - 0.1, "and it learned"
+    # Not in proportion to what they round: AdamW's first steps make the smallest differences full ones
+    for out in (trained, tmp_path / "bfloat16"):
+        found = losses(out)
+        assert found == pytest.approx(exact, rel=2e-3) and found != exact
+    assert skipped_steps(trained) == [] and scale_after(trained, STEPS) == 2**16
+    longer = ["--dtype=float16", f"--num_iterations={STEPS + 2}", "--eval_every=-1"]
+    run(command(corpus, tmp_path / "float32", *longer))  # another precision may go on with a run
+    assert len(losses(tmp_path / "float32")) == STEPS + 2
+    assert records(tmp_path / "float32")[-2]["loss_scale"] == 2**16
+
+
+def test_weights_and_optimizer_state_of_a_float16_run_are_float32(trained):
+    tensors = tensors_of(trained, STEPS)
+    assert len(tensors) > 50 and {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+
+
+def test_a_float16_run_s_checkpoint_writes_text_in_float16(trained):
+    chat = [sys.executable, "-m", "scripts.chat", f"--source={trained}", "--prompt=alpha", "--max_tokens=20"]
+    done = subprocess.run([*chat, "--dtype=float16"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("alpha") and len(done.stdout) > 15 and "in float16" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def overflowed(corpus, trained, tmp_path_factory):
+    """The same run from its second step on, with a scale of 2^23 in the checkpoint, too much for float16."""
+    out = tmp_path_factory.mktemp("overflowed") / "run"
+    save_with_scale(trained, out, 2, 2.0**23)
+    assert "going on from" in run(command(corpus, out, *SHORT, "--dtype=float16"))
+    return out
+
+
+def save_with_scale(source, out, step, scale):
+    """The checkpoint of a run after `step` steps in another folder, with another scale."""
+    found = checkpoint.open_checkpoint(source / f"step_{step:06d}")
+    state = found.state | {"scaler": found.state["scaler"] | {"scale": scale}}
+    files = {name: (found.path / name).read_bytes() for name in ("tokenizer.json", "config.json")}
+    tensors = {"model": found.load_model(), "optimizer": found.load_optimizer()}
+    checkpoint.save(out, step, state=state, files=files, **tensors)
+
+
+def test_an_overflow_skips_the_step_halves_the_scale_and_the_run_recovers(overflowed):
+    skipped = skipped_steps(overflowed)
+    assert skipped and skipped == list(range(2, 2 + len(skipped))) and len(skipped) < STEPS - 4
+    for step in range(2, STEPS):
+        was_skipped = step in skipped
+        scale, before = scale_after(overflowed, step + 1), scale_after(overflowed, step)
+        assert scale == (before / 2 if was_skipped else before)
+        after, before = tensors_of(overflowed, step + 1), tensors_of(overflowed, step)
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[name], before[name]) for name in after) == was_skipped, step
+    scales = {r["step"]: r["loss_scale"] for r in records(overflowed) if "loss" in r}
+    assert scales == {step: scale_after(overflowed, step + 1) for step in range(2, STEPS)}
+    counts = {r["step"]: r["skipped"] for r in records(overflowed) if "loss" in r}
+    assert counts == {step: min(step - 1, len(skipped)) for step in range(2, STEPS)}
+    found = losses(overflowed)
+    assert all(loss is not None for loss in found.values()) and found[STEPS - 1] < found[2] - 0.05
+
+
+def test_a_resumed_float16_run_has_the_scale_and_the_losses_of_one_never_stopped(
+    corpus,
+    overflowed,
+    tmp_path,
+):
+    out, last = tmp_path / "run", skipped_steps(overflowed)[-1]
+    # Continue in the midst of the overflows: one step is still to be skipped, and to be counted
+    save_with_scale(overflowed, out, last, scale_after(overflowed, last))
+    run(command(corpus, out, *SHORT, "--dtype=float16"))
+    assert skipped_steps(out) == [last]
+    expected = losses(overflowed)
+    assert losses(out) == {step: expected[step] for step in range(last, STEPS)}
+    assert scale_after(out, STEPS) == scale_after(overflowed, STEPS)
+    assert records(out)[-2]["skipped"] == last - 1
+
+
+def test_a_float16_run_that_no_scale_can_save_ends_and_names_the_step(corpus, trained, tmp_path):
+    save_with_scale(trained, tmp_path / "run", 2, 4.0)
+    lost = ["--embedding_lr=1e38", "--matrix_lr=1e38", "--warmup_steps=0", "--grad_clip=-1"]
+    longer = ["--num_iterations=20", "--eval_every=-1", "--dtype=float16"]
+    printed = run(command(corpus, tmp_path / "run", *lost, *longer), status=2)
+    assert "three steps in a row were not finite, the last one step" in printed
+
+
+# ------------------------------------------------------------------------------------------------------
+# Two processes: an overflow of one is one of both
+
+
+def one_of_two(rank: int, folder: str):
+    """Four steps of two micro-steps; in the second, the loss of process 1's first micro-step is infinite."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    cpu, generator = torch.device("cpu"), torch.Generator().manual_seed(rank)
+    model = GPT(GPTConfig(depth=2, width=32, num_heads=2, vocab_size=61, max_seq_len=16))
+    model.init_weights(torch.Generator().manual_seed(0))
+    rates = {"embedding_lr": 0.1, "unembedding_lr": 0.01, "matrix_lr": 0.02, "scalar_lr": 0.3}
+    optimizer = MuonAdamW(parameter_groups(model, rates, 0.1), rank=rank, world_size=2)
+    ddp, scaler, seen = DistributedDataParallel(model), precision.make_scaler(cpu, torch.float16), []
+    for step in range(4):
+        for micro_step in range(2):
+            idx = torch.randint(61, (4, 16), generator=generator)  # each process has rows of its own
+            ddp.require_backward_grad_sync = micro_step == 1  # what no_sync() sets
+            with precision.autocast(cpu, torch.float16):
+                loss = ddp(idx, idx.roll(-1, 1)) / 2
+            if (step, rank, micro_step) == (1, 1, 0):
+                loss = loss * torch.inf
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+        state = {name: tensor.clone() for name, tensor in optimizer.named_state().items()}
+        seen.append((scaler.get_scale(), bool(norm.isfinite()), weights, state))
+    torch.save(seen, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_an_overflow_in_one_process_is_skipped_by_all(tmp_path):
+    multiprocessing.spawn(one_of_two, (str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    for mine, other in zip(first, second, strict=True):
+        assert mine[:2] == other[:2] and torch.equal(mine[2], other[2])
+    for seen in (first, second):
+        assert [scale for scale, *_ in seen] == [2**16, 2**15, 2**15, 2**15]
+        assert [finite for _, finite, *_ in seen] == [True, False, True, True]
+        weights, states = [w for *_, w, _ in seen], [state for *_, state in seen]
+        same = [torch.equal(weights[k], weights[k - 1]) for k in (1, 2, 3)]
+        assert same == [True, False, False]
+        assert all(torch.equal(states[1][name], states[0][name]) for name in states[0])
+        assert any(not torch.equal(states[2][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.slow
+def test_two_processes_skip_what_one_skips_and_go_on_with_its_scale(corpus, trained, overflowed, tmp_path):
+    # Each process has half of the micro-steps, so its losses are divided by half as much: half the scale
+    save_with_scale(trained, tmp_path / "run", 2, 2.0**22)
+    run(command(corpus, tmp_path / "run", *SHORT, "--dtype=float16"), processes=2)
+    skipped = skipped_steps(tmp_path / "run")
+    assert skipped == skipped_steps(overflowed)
+    assert scale_after(tmp_path / "run", STEPS) == scale_after(overflowed, STEPS) / 2
+    assert losses(tmp_path / "run") == pytest.approx(losses(overflowed), rel=0.02)
+
+
+# ------------------------------------------------------------------------------------------------------
+# bfloat16, where it is at home
+
+
+@pytest.mark.slow
+def test_200_steps_of_the_laptop_recipe_in_bfloat16_lose_as_much_as_in_float32(tmp_path):
+    last = {}
+    for dtype in ("bfloat16", "float32"):
+        out = tmp_path / dtype
+        options = ["--num_iterations=200", "--eval_every=-1", "--eval_tokens=65536", "--save_every=-1"]
+        run(["scripts.base_train", "runs/laptop.py", f"--out_dir={out}", f"--dtype={dtype}", *options])
+        found = losses(out)
+        val_bpb = next(r["val_bpb"] for r in records(out) if "val_bpb" in r)
+        last[dtype] = sum(found[step] for step in range(150, 200)) / 50, val_bpb
+    assert last["bfloat16"] == pytest.approx(last["float32"], rel=0.01)
+
+
+# ------------------------------------------------------------------------------------------------------
+# The recipe for 16 GB
+
+
+def test_the_recipe_for_old_gpus_fits_their_memory_in_float16():
+    recipe = ast.parse((ROOT / "runs" / "old_gpu.py").read_text("utf-8")).body
+    given = {line.targets[0].id: ast.literal_eval(line.value) for line in recipe}
+    assert given["dtype"] == "float16"
+    rows, length = given["device_batch_size"], given["max_seq_len"]
+    config = scaling.model_config(given["depth"], 64, 128, length, 32768, "L")
+    needed = scaling.training_bytes(config, rows * length, torch.float16)
+    assert 8 * 2**30 < needed < 0.8 * 15 * 2**30  # a T4 has 15 GiB; the context, buffers and gaps need some

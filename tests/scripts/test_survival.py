@@ -1,0 +1,213 @@
+"""Runs that are killed, moved between numbers of processes, and starved of disk. Real processes; most are
+slow."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, command, losses, records, run, wait_for_step
+
+from nanochat import checkpoint
+
+LONG = ["--num_iterations=400", "--save_every=3", "--eval_every=100", "--keep_checkpoints=2"]
+
+
+def weights(out: Path) -> dict:
+    return checkpoint.find(out, "auto").load_model()
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_40_random_moments_is_bit_for_bit_the_undisturbed_one(corpus, tmp_path):
+    run(command(corpus, tmp_path / "calm", *LONG))
+    out, draw, kills, inside_a_save = tmp_path / "killed", random.Random(1), 0, 0
+    arguments = [sys.executable, "-m", *command(corpus, out, *LONG)]
+    # A run takes some seconds to start; what follows is spread over its first steps and saves
+    while kills < 40:
+        process = subprocess.Popen(
+            arguments, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        before = len(records(out)) if (out / "metrics.jsonl").exists() else 0
+        if draw.random() < 0.5:  # in the middle of a save: as soon as its temporary folder is there
+            while process.poll() is None and not list(out.glob(".tmp-*")):
+                time.sleep(0.0005)
+            time.sleep(draw.choice([0, 0.001, 0.003, 0.01]))
+        else:
+            deadline = time.monotonic() + 60
+            while process.poll() is None and time.monotonic() < deadline:
+                if (out / "metrics.jsonl").exists() and len(records(out)) > before:
+                    break
+                time.sleep(0.002)
+            time.sleep(draw.random() * 0.1)
+        if process.poll() is not None:
+            assert process.returncode == 0, process.stderr.read()
+            break  # it got to its end before the 40 were used up
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        inside_a_save += bool(list(out.glob(".tmp-*")))
+        kills += 1
+    run(command(corpus, out, *LONG))
+    assert kills == 40 and inside_a_save >= 5
+    assert losses(out) == losses(tmp_path / "calm")
+    evaluations = [
+        [(r["step"], r["val_bpb"]) for r in records(o) if "val_bpb" in r] for o in (out, tmp_path / "calm")
+    ]
+    assert evaluations[0] == evaluations[1]
+    calm = weights(tmp_path / "calm")
+    assert all((tensor == calm[name]).all() for name, tensor in weights(out).items())
+    assert not list(out.glob(".tmp*")) and len(list(out.glob("step_*"))) == 2
+
+
+REAL = [  # the real model and data, 12 rows a batch: for 1, 2, 3 and 4 processes
+    "scripts.base_train", "--depth=4", "--aspect_ratio=32", "--head_dim=32", "--max_seq_len=128",
+    "--vocab_size=1024", "--total_batch_size=1536", "--num_iterations=50",
+    "--dtype=float32", "--compile=off", "--eval_every=-1", "--eval_tokens=20000", "--sample_every=-1",
+    "--save_every=10",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_one_to_four_processes_have_the_same_losses_also_when_a_run_moves_between_them(tmp_path):
+    def start(name, processes, *more):
+        run([*REAL, f"--out_dir={tmp_path / name}", f"--base_dir={tmp_path}", *more], processes=processes)
+        return losses(tmp_path / name)
+
+    expected = start("one", 1)
+    assert len(expected) == 50 and expected[0] > expected[49] + 1
+    for processes in (2, 3, 4):
+        assert start(f"{processes}", processes) == pytest.approx(expected, abs=1e-4)
+    out = tmp_path / "moved"
+    for processes, stop_at in ((1, 10), (2, 20), (3, 30), (4, 40)):
+        how = [sys.executable, "-m"]
+        if processes > 1:
+            how += ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
+        arguments = [*REAL, f"--out_dir={out}", f"--base_dir={tmp_path}"]
+        process = subprocess.Popen(how + arguments, cwd=ROOT, stderr=subprocess.DEVNULL)
+        wait_for_step(process, out, stop_at)
+        process.send_signal(signal.SIGTERM)  # torchrun passes it on
+        assert process.wait(timeout=120) == (processes > 1)  # torchrun itself ends with 1
+        newest = checkpoint.find(out, "auto")
+        assert stop_at < newest.step < 50
+        assert len(list(newest.path.glob("optimizer-*"))) == processes
+    run([*REAL, f"--out_dir={out}", f"--base_dir={tmp_path}"])
+    assert losses(out) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="needs the right to mount a tmpfs")
+def test_a_disk_that_fills_up_costs_no_good_checkpoint_and_the_run_goes_on(corpus, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)]).returncode:
+        pytest.skip("no right to mount a tmpfs")
+    try:
+        out = disk / "run"
+        run(command(corpus, out, "--num_iterations=4", "--save_every=2", "--keep_checkpoints=1"))
+        good = checkpoint.find(out, "auto")
+        filler = disk / "filler"
+        with open(filler, "wb") as f:
+            f.write(
+                b"\0" * (shutil.disk_usage(disk).free - 40_000)
+            )  # room for metrics, none for a checkpoint
+        printed = run(
+            command(corpus, out, "--num_iterations=8", "--save_every=2", "--eval_every=-1"), status=2
+        )
+        assert "could not save" in printed and "MB are free" in printed
+        assert checkpoint.find(out, "auto").step == good.step
+        filler.unlink()
+        run(command(corpus, out, "--num_iterations=8", "--save_every=2"))
+        assert sorted(losses(out)) == list(range(8))
+    finally:
+        subprocess.run(["umount", "-l", str(disk)])
+
+
+def test_a_second_run_in_the_same_folder_is_refused_while_the_first_goes_on(corpus, tmp_path):
+    out = tmp_path / "run"
+    more = ["--num_iterations=100000", "--eval_every=-1", "--save_every=-1"]
+    first = subprocess.Popen(
+        [sys.executable, "-m", *command(corpus, out, *more)], cwd=ROOT, stdout=subprocess.DEVNULL
+    )
+    try:
+        wait_for_step(first, out, 1)
+        assert f"is in use by process {first.pid}" in run(command(corpus, out, *more), status=2)
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.wait()
+
+
+def test_a_changed_seed_is_refused_by_name_and_accepted_by_name(corpus, tmp_path):
+    out = tmp_path / "run"
+    run(command(corpus, out, "--num_iterations=3", "--eval_every=-1"))
+    longer = ["--num_iterations=5", "--eval_every=-1", "--seed=7"]
+    printed = run(command(corpus, out, *longer), status=2)
+    assert "seed was 42, is 7" in printed and "--accept=seed" in printed
+    assert "cannot name model" in run(command(corpus, out, *longer, "--accept=model"), status=2)
+    printed = run(command(corpus, out, *longer, "--accept=seed"))
+    assert "the data begins anew" in printed and "the learning rate rises again" in printed
+    assert sorted(losses(out)) == list(range(5))
+    longer = ["--num_iterations=6", "--eval_every=-1", "--seed=7", "--total_batch_size=512"]
+    run(command(corpus, out, *longer, "--accept=total_batch_size"))
+    steps = [record for record in records(out) if "loss" in record]
+    assert [record["tokens"] for record in steps] == [256, 512, 768, 1024, 1280, 1792]
+
+
+def test_permanent_checkpoints_stay_beside_the_newest_ones(corpus, tmp_path):
+    out = tmp_path / "run"
+    run(command(corpus, out, "--permanent_every=4", "--keep_checkpoints=1", "--num_iterations=10"))
+    assert sorted(p.name for p in out.glob("step_*")) == ["step_000004", "step_000008", "step_000010"]
+
+
+def damage(path: Path, kind: str):
+    """Truncate, empty, flip a bit of, or remove a file."""
+    content = bytearray(path.read_bytes())
+    if kind == "removed":
+        path.unlink()
+        return
+    if kind == "flipped":
+        content[len(content) // 2] ^= 1
+    keep = {"truncated": len(content) - 1, "emptied": 0, "flipped": len(content)}[kind]
+    path.write_bytes(content[:keep])
+
+
+@pytest.mark.slow
+def test_with_any_file_of_the_newest_checkpoint_damaged_the_one_before_is_used(corpus, tmp_path):
+    calm, out = tmp_path / "calm", tmp_path / "run"
+    run(command(corpus, calm))
+    files = sorted(path.name for path in (calm / "step_000008").iterdir())
+    assert len(files) >= 6
+    for i, name in enumerate(files):
+        shutil.copytree(calm, out)
+        kind = ("truncated", "emptied", "flipped", "removed")[i % 4]
+        damage(out / "step_000008" / name, kind)
+        printed = run(command(corpus, out))
+        assert f"is damaged: {name}" in printed, (name, kind)
+        assert f"going on from {out / 'step_000006'}" in printed
+        assert losses(out) == losses(calm)
+        shutil.rmtree(out)
+
+
+def test_minutes_alone_make_checkpoints_each_when_the_one_before_is_written(corpus, tmp_path):
+    out = tmp_path / "run"
+    often = ["--save_every=-1", "--save_minutes=0.0001", "--keep_checkpoints=-1", "--num_iterations=40"]
+    run(command(corpus, out, *often, "--eval_every=-1"))
+    steps = sorted(int(p.name.removeprefix("step_")) for p in out.glob("step_*"))
+    assert len(steps) > 2 and steps[-1] == 40 and steps[0] < 20
+
+
+@pytest.mark.slow
+def test_the_command_of_the_original_scripts_header_works_on_an_empty_base_dir(tmp_path):
+    known = (
+        "--depth=4 --max_seq_len=512 --device_batch_size=1 --eval_tokens=512 --core_metric_every=-1 "
+        "--total_batch_size=512 --num_iterations=20"
+    )
+    printed = run(["scripts.base_train", *known.split(), f"--base_dir={tmp_path}"])
+    assert "compiled: no" in printed, "it must not compile for longer than it trains"
+    assert sorted(losses(tmp_path / "base_checkpoints" / "d4")) == list(range(20))
+    printed = run(["scripts.base_train", *known.replace("-1", "5").split(), f"--base_dir={tmp_path}"])
+    assert "CORE is not there yet" in printed and "finished already" in printed

@@ -1,0 +1,69 @@
+"""The script that trains a tokenizer: what it writes is what base_train finds, and its figures are true."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from nanochat.data.dataset import open_dataset
+from nanochat.data.parquet import iterate_documents
+from nanochat.data.tokenizer import Tokenizer, open_tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+def tok_train(tmp_path: Path, *arguments: str, status: int = 0) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "scripts.tok_train", f"--base_dir={tmp_path / 'base'}", *arguments]
+    env = {"TIKTOKEN_CACHE_DIR": str(tmp_path / "empty"), "PATH": ""}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
+
+
+def texts(tmp_path: Path, n: int = 300) -> Path:
+    path = tmp_path / "texts.jsonl"
+    lines = [" ".join(hashlib.sha256(b"%d %d" % (i, j)).hexdigest()[:5] for j in range(50)) for i in range(n)]
+    path.write_text("".join(json.dumps({"body": line}) + "\n" for line in lines))
+    return path
+
+
+def test_it_writes_the_tokenizer_that_base_train_then_finds(tmp_path):
+    path = texts(tmp_path)
+    arguments = [f"--data={path}", "--text_field=body", "--vocab_size=400", "--json"]
+    done = tok_train(tmp_path, *arguments)
+    record = json.loads(done.stdout.splitlines()[-1])
+    data = open_dataset(path, base_dir=tmp_path / "base", text_field="body")
+    folder = tmp_path / "base" / "tokenizers" / f"{data.name}-{data.fingerprint[:12]}"
+    found = open_tokenizer("auto", 400, folder, lambda: (_ for _ in ()).throw(AssertionError("trained")))
+    assert found.fingerprint == record["fingerprint"] and found.vocab_size == 400
+    text = "".join(iterate_documents(data.val_shards))
+    by_hand = len(text.encode()) / len(found.encode(text))
+    assert abs(record["bytes_per_token"]["validation split"]["this one"] - by_hand) < 0.02 * by_hand
+    assert "training the tokenizer" in done.stderr and "| digits (squares) |" in done.stdout
+    assert "not compared: gpt2, cl100k_base" in done.stdout
+
+
+def test_the_size_follows_the_text_unless_it_is_asked_for(tmp_path):
+    path = tmp_path / "small.jsonl"
+    path.write_text("".join(f'"word{i} and word{i + 1}"\n' for i in range(200)))
+    done = tok_train(tmp_path, f"--data={path}", f"--out={tmp_path / 'mine.json'}")
+    assert 265 < Tokenizer.load(tmp_path / "mine.json").vocab_size < 32768
+    assert "trained" in done.stdout
+    done = tok_train(tmp_path, f"--data={path}", "--vocab_size=32768", status=2)
+    assert "error: vocab_size 32768 is more than this text yields; use at most" in done.stderr
+
+
+def test_only_so_many_characters_are_read(tmp_path):
+    path = texts(tmp_path)
+    few = tok_train(tmp_path, f"--data={path}", "--text_field=body", "--vocab_size=280", "--max_chars=2000")
+    all_ = tok_train(tmp_path, f"--data={path}", "--text_field=body", "--vocab_size=280")
+    fingerprints = [done.stdout.split("fingerprint ")[1].split()[0] for done in (few, all_)]
+    assert fingerprints[0] != fingerprints[1]
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    arguments = [f"--data={texts(tmp_path)}", "--text_field=body", "--vocab_size=270"]
+    done = tok_train(tmp_path, *arguments, f"--out={tmp_path}/file/t.json", status=2)
+    assert "cannot be written" in done.stderr and "Traceback" not in done.stderr

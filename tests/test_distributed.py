@@ -1,0 +1,182 @@
+"""What becomes of a run of several processes when one of them differs, fails, dies or hangs."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, command, losses, records, wait_for_step
+
+from nanochat import UserError, checkpoint, distributed
+
+# Runs the real script; in process 1, when it asks for the batch of a step, what the test wants to happen does
+FAULT = """
+import os, runpy, signal, sys, time
+from nanochat.data import loader as loader_module
+import torch
+
+fault, step = sys.argv.pop(1), int(sys.argv.pop(1))
+if os.environ["RANK"] == "1":
+    calls, original = 0, loader_module.TrainLoader.__next__
+
+    def faulty(loader):
+        global calls
+        batch = original(loader)
+        calls += 1
+        if calls == 4 * step + 1:  # four micro-steps a step and process... the first of this one
+            while fault in ("kill", "stop") and not os.path.exists(os.environ["RUN_FOLDER"] + "/step_000003"):
+                time.sleep(0.02)  # the save of step 3 is to be over: nobody can finish it for a dead process
+            if fault == "refuse":
+                from nanochat import UserError
+
+                raise UserError("the tokens of process 1 are gone; give others")
+            if fault == "raise":
+                raise LookupError("the tokens of process 1 are gone")
+            if fault == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if fault == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if fault == "term":
+                os.kill(os.getpid(), signal.SIGTERM)
+            if fault == "nan":
+                from nanochat.gpt import GPT
+                forward = GPT.forward
+
+                def broken(*arguments, **options):
+                    GPT.forward = forward
+                    return forward(*arguments, **options) * torch.nan
+
+                GPT.forward = broken
+        return batch
+
+    loader_module.TrainLoader.__next__ = faulty
+    if fault.startswith("--"):
+        sys.argv.append(fault)
+runpy.run_module("scripts.base_train", run_name="__main__", alter_sys=True)
+"""
+
+
+def run_two(tmp_path: Path, corpus: Path, fault: str, step: int, *more: str):
+    """Two processes, the second with a fault at that step; (exit status, what they printed, seconds)."""
+    code = tmp_path / "fault.py"
+    code.write_text(FAULT)
+    arguments = command(corpus, tmp_path / "run", "--total_batch_size=512", "--eval_every=-1", *more)[1:]
+    how = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment["RUN_FOLDER"] = str(tmp_path / "run")
+    began = time.monotonic()
+    done = subprocess.run(
+        [*how, str(code), fault, str(step), *arguments],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr, time.monotonic() - began
+
+
+def root_cause(printed: str) -> str:
+    """torchrun's own report of the first failure."""
+    return printed.split("Root Cause (first observed failure):")[1]
+
+
+def test_an_exception_in_one_process_ends_all_and_is_named_as_the_first_cause(tmp_path, corpus):
+    status, printed, _ = run_two(tmp_path, corpus, "raise", 5)
+    assert status == 1
+    cause = root_cause(printed)
+    assert "LookupError: the tokens of process 1 are gone" in cause and "rank      : 1" in cause
+    assert sorted(losses(tmp_path / "run")) == list(range(5))
+    assert checkpoint.find(tmp_path / "run", "auto").step == 3
+
+
+@pytest.mark.slow
+def test_a_sentence_of_one_process_alone_is_said_and_one_of_all_is_said_once(tmp_path, corpus):
+    status, printed, _ = run_two(tmp_path, corpus, "refuse", 5)
+    assert status == 1 and printed.count("error: process 1: the tokens of process 1 are gone") == 1
+    status, printed, _ = run_two(tmp_path, corpus, "nothing", 0, "--num_iterations=9", "--seed=7")
+    assert status == 1 and printed.count("is from another run: seed was 42, is 7") == 1 + 1  # torchrun's too
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_all_and_the_other_says_which_one_is_gone(tmp_path, corpus):
+    status, printed, _ = run_two(tmp_path, corpus, "kill", 5)
+    assert status == 1
+    cause = root_cause(printed)
+    assert "rank      : 1" in cause and "SIGKILL" in cause
+    assert "process 0: no answer from process 1: it has ended" in printed
+    assert checkpoint.find(tmp_path / "run", "auto").step == 3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP here")
+def test_a_process_that_hangs_ends_all_after_the_time_set_and_is_named(tmp_path, corpus):
+    status, printed, seconds = run_two(tmp_path, corpus, "stop", 5, "--process_timeout=5")
+    assert status == 1
+    assert "process 0: no answer from process 1 for 5 s: it hangs" in printed
+    assert seconds < 120  # 5 of ours and 30 of torchrun, and the start; it would be for ever
+    assert checkpoint.find(tmp_path / "run", "auto").step == 3
+
+
+@pytest.mark.slow
+def test_a_step_that_is_not_finite_in_one_process_is_skipped_by_all(tmp_path, corpus):
+    status, printed, _ = run_two(tmp_path, corpus, "nan", 2)
+    assert status == 0, printed
+    steps = [record for record in records(tmp_path / "run") if "loss" in record]
+    assert [record["skipped"] for record in steps] == [0, 0, *[1] * 6]
+    assert all(math.isfinite(record["loss"]) for record in steps[3:])
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_all_at_the_same_step_and_the_run_goes_on(tmp_path, corpus):
+    status, printed, _ = run_two(tmp_path, corpus, "term", 3)
+    assert status == 0 and "stopped by" in printed
+    assert sorted(losses(tmp_path / "run")) == list(range(4))
+    assert checkpoint.find(tmp_path / "run", "auto").step == 4
+    status, printed, _ = run_two(tmp_path, corpus, "nothing", 0)
+    assert status == 0 and sorted(losses(tmp_path / "run")) == list(range(8))
+
+
+@pytest.mark.parametrize(("name", "own", "first"), [("seed", 7, 42), ("sample_every", 3, -1)])
+def test_processes_with_different_settings_are_refused_by_name(tmp_path, corpus, name, own, first):
+    status, printed, _ = run_two(tmp_path, corpus, f"--{name}={own}", 0)
+    assert status == 1
+    assert (
+        f"process 1 has {name} {own}, process 0 has {first}; give every process the same command" in printed
+    )
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_processes_whose_torchrun_was_killed_save_and_end(tmp_path, corpus):
+    out = tmp_path / "run"
+    how = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]
+    arguments = command(corpus, out, "--num_iterations=100000", "--eval_every=-1", "--save_every=-1")
+    torchrun = subprocess.Popen([*how, *arguments], cwd=ROOT, stderr=subprocess.DEVNULL)
+    wait_for_step(torchrun, out, 2)
+    torchrun.kill()
+    torchrun.wait()
+    deadline = time.monotonic() + 60
+    while not list(out.glob("step_*")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert 2 < checkpoint.find(out, "auto").step < 100000
+    while time.monotonic() < deadline:  # the folder is free again: the processes are gone
+        try:
+            checkpoint.lock_folder(out).close()
+            return
+        except UserError:
+            time.sleep(0.1)
+    raise AssertionError("the processes still hold the folder")
+
+
+class Empty:
+    """A store in which nobody has left anything."""
+
+    def check(self, keys):
+        return False
+
+
+def test_a_signal_while_another_process_prepares_the_data_ends_with_0(capsys):
+    with pytest.raises(SystemExit) as end:
+        distributed.wait_for(Empty(), "data/0", given_up=lambda: "SIGTERM")
+    assert end.value.code == 0 and "stopped by SIGTERM while another" in capsys.readouterr().err

@@ -1,0 +1,178 @@
+"""The optimizer shared out over processes: even, whole, and with the numbers of one process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from nanochat import UserError
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.optim import MuonAdamW, parameter_groups
+from nanochat.scaling import model_config
+from nanochat.zero import is_shared_out, share_out
+
+ROOT = Path(__file__).parent.parent
+RATES = {"embedding_lr": 0.1, "unembedding_lr": 0.01, "matrix_lr": 0.02, "scalar_lr": 0.3}
+SHAPES = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), max_size=12)
+
+
+@given(SHAPES, SHAPES, st.integers(1, 9))
+def test_every_row_has_one_owner_whatever_the_shapes_and_the_number_of_processes(
+    matrices, tables, world_size
+):
+    owners, cuts = share_out(matrices, tables, world_size)
+    assert len(owners) == len(matrices) and all(0 <= owner < world_size for owner in owners)
+    assert len(cuts) == len(tables)
+    for (rows, _), cut in zip(tables, cuts, strict=True):
+        assert len(cut) == world_size + 1 and cut[0] == 0 and cut[-1] == rows
+        assert cut == sorted(cut)
+
+
+def state_bytes(config: GPTConfig, world_size: int) -> list[int]:
+    """Bytes of optimizer state of each process of a run, counted tensor by tensor."""
+    held = []
+    for rank in range(world_size):
+        with torch.device("meta"):
+            model = GPT(config)
+        groups = parameter_groups(model, RATES, weight_decay=0.1)
+        optimizer = MuonAdamW(groups, rank=rank, world_size=world_size)
+        held.append(sum(t.nbytes for state in optimizer.state.values() for t in state.values()))
+    return held
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5, 7, 8])
+@pytest.mark.parametrize(
+    "config",
+    [
+        model_config(4, 48, 64, 512, 4096, "L"),  # runs/laptop.py
+        model_config(12, 64, 128, 2048, 32768, "L"),
+        model_config(20, 64, 128, 2048, 32768, "SSSL"),
+    ],
+    ids=["laptop", "d12", "d20"],
+)
+def test_state_per_process_falls_as_the_number_of_processes_grows(config, world_size):
+    (alone,) = state_bytes(config, 1)
+    held = state_bytes(config, world_size)
+    even = alone / world_size
+    assert max(held) < 1.15 * even and min(held) > 0.85 * even
+    assert sum(held) == pytest.approx(alone, rel=0.01)  # nothing is kept twice but what is tiny
+
+
+@pytest.mark.parametrize("world_size", [3, 8])
+def test_muons_work_is_shared_out_as_evenly_as_whole_matrices_allow(world_size):
+    shapes = [(768, 768)] * 48 + [(3072, 768)] * 12 + [(768, 3072)] * 12
+    owners, _ = share_out(shapes, [(32768, 768)] * 8, world_size)
+    work = [0] * world_size
+    for (rows, columns), owner in zip(shapes, owners, strict=True):
+        work[owner] += rows * columns * min(rows, columns)
+    assert max(work) <= 1.1 * sum(work) / world_size
+
+
+def test_small_tensors_are_updated_by_every_process():
+    assert not is_shared_out(()) and not is_shared_out((6, 32)) and not is_shared_out((2000,))
+    assert is_shared_out((32, 32)) and is_shared_out((61, 32))
+
+
+# ------------------------------------------------------------------------------------------------------
+# Real processes
+
+STEPS = """
+import json, os, socket, sys
+import torch
+from nanochat import runtime
+from nanochat import UserError
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.optim import MuonAdamW, parameter_groups
+from safetensors.torch import load_file, save_file
+
+def stage(folder, before, first, last):
+    machine = runtime.start("cpu", seed=0, timeout_s=60)
+    model = GPT(GPTConfig(depth=3, width=48, num_heads=3, vocab_size=61, max_seq_len=16))
+    model.init_weights(torch.Generator().manual_seed(0))
+    rates = {"embedding_lr": 0.1, "unembedding_lr": 0.01, "matrix_lr": 0.02, "scalar_lr": 0.3}
+    groups = parameter_groups(model, rates, weight_decay=0.1)
+    optimizer = MuonAdamW(groups, rank=machine.rank, world_size=machine.world_size)
+    if before:
+        model.load_state_dict(load_file(f"{folder}/model"))
+        shards = [load_file(f"{folder}/shard-{r}-of-{before}") for r in range(before)]
+        optimizer.load_named_state({k: v for s in shards for k, v in s.items() if optimizer.needs(k)})
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(step)
+        for _, p in sorted(model.named_parameters()):
+            p.grad = torch.randn(p.shape, generator=generator)
+        if step == 3:  # not finite: every process skips it
+            model.head.weight.grad[0, 0] = torch.inf
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        optimizer.found_inf = 1 - norm.isfinite().float()
+        optimizer.step()
+    sums = machine.all_gather([p.detach().double().sum().item() for p in model.parameters()])
+    assert all(other == sums[0] for other in sums), "processes have different weights"
+    mine = f"shard-{machine.rank}-of-{machine.world_size}"
+    save_file({k: v.contiguous() for k, v in optimizer.named_state().items()}, f"{folder}/{mine}")
+    if machine.is_main:
+        save_file({k: v.contiguous() for k, v in model.state_dict().items()}, f"{folder}/model")
+    machine.close()
+
+torch.set_num_threads(1)
+before = 0
+for world_size, first, last in json.loads(sys.argv[2]):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    children = []
+    for rank in range(world_size):
+        if not (child := os.fork()):  # quicker than to import torch again in each
+            names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, MASTER_PORT=port)
+            os.environ.update({k: str(v) for k, v in names.items()}, MASTER_ADDR="127.0.0.1")
+            try:
+                stage(sys.argv[1], before, first, last)
+            except BaseException as error:
+                sys.excepthook(type(error), error, error.__traceback__)
+                os._exit(1)
+            os._exit(0)
+        children.append(child)
+    assert all(os.waitpid(child, 0)[1] == 0 for child in children)
+    before = world_size
+"""
+
+
+def run_stages(folder: Path, stages: list) -> dict:
+    """Stages of (processes, first step, last step), each from the files of the one before; the weights."""
+    folder.mkdir()
+    command = [sys.executable, "-c", STEPS, str(folder), json.dumps(stages)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return load_file(folder / "model")
+
+
+def test_one_three_five_seven_and_two_processes_make_the_same_weights_and_take_over_each_others_state(
+    tmp_path,
+):
+    calm = run_stages(tmp_path / "calm", [(1, 0, 10)])
+    moved = run_stages(tmp_path / "moved", [(1, 0, 2), (3, 2, 5), (5, 5, 7), (7, 7, 8), (2, 8, 10)])
+    assert calm.keys() == moved.keys()
+    for name, weight in calm.items():
+        torch.testing.assert_close(moved[name], weight, rtol=1e-5, atol=1e-5)
+
+
+def test_state_that_is_not_whole_is_refused_by_name():
+    model = GPT(GPTConfig(depth=1, width=32, num_heads=2, vocab_size=61, max_seq_len=8))
+    model.init_weights(torch.Generator().manual_seed(0))
+    halves = [
+        MuonAdamW(parameter_groups(model, RATES, 0.1), rank=rank, world_size=2).named_state()
+        for rank in (0, 1)
+    ]
+    alone = MuonAdamW(parameter_groups(model, RATES, 0.1))
+    alone.load_named_state(halves[0] | halves[1])
+    lacking = next(name for name in halves[1] if name.startswith("head.weight") and name.endswith("exp_avg"))
+    halves[1].pop(lacking)
+    with pytest.raises(UserError, match=r"head\.weight/exp_avg is not in the checkpoint, or not whole"):
+        alone.load_named_state(halves[0] | halves[1])
