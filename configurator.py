@@ -91,6 +91,14 @@ def configure(globals_, argv=None):
     return Settings(values, sources)
 
 
+def defaults(path):
+    """{name: default} of the settings that the script at `path` declares. It is parsed, never executed.
+
+    For a program that needs another script's numbers (its rates, say) and does not want to repeat them.
+    """
+    return {name: setting.default for name, setting in _declared_settings(path).items()}
+
+
 # What the script declares.
 def _declared_settings(path):
     """{name: Setting} in the order of the script."""

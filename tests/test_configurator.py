@@ -590,6 +590,18 @@ def declared(tmp_path, text):
     return configurator._declared_settings(path)
 
 
+def test_the_defaults_of_a_script_are_read_without_running_it(script, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", "/elsewhere")  # gives a run's value, not the script's default
+    found = configurator.defaults(script)
+    assert [*found.items()] == [*DEFAULTS.items()] and configurator.defaults(str(script)) == found
+    assert all(same(found[name], default) for name, default in DEFAULTS.items())
+
+
+def test_the_defaults_of_the_training_script_are_known_to_other_scripts():
+    found = configurator.defaults(ROOT / "scripts" / "base_train.py")
+    assert found["depth"] == 20 and found["matrix_lr"] > 0 and found["model_tag"] is None
+
+
 GROUPS = '''\
 # far above
 import os
