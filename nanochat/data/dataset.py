@@ -25,6 +25,12 @@ from nanochat.data.imported import Dataset, build, open_built
 from nanochat.data.parquet import footer_digest
 from nanochat.data.textfiles import find_files, read_documents
 
+# What one public shard holds. Its author counts with 240 shards for 11.2 billion tokens (karpathy/nanochat,
+# speedrun.sh of 2025-10-13, fineweb-edu) and 150 shards for 7 billion (dev/LOG.md, 2026-03-04, climbmix). By
+# characters it is 10 % more: 250 million a shard (dev/repackage_data_reference.py) at 4.8 a token of a
+# vocabulary of this size (speedrun.sh).
+TOKENS_PER_SHARD = 46_700_000
+
 FORMAT = 1  # of what we build; a higher number makes old folders be built anew
 
 
@@ -41,6 +47,11 @@ class Public:
     @property
     def validation(self) -> str:
         return self.file(self.shards - 1)
+
+    def shards_for(self, tokens: int) -> int:
+        """How many training shards hold about `tokens` tokens of a vocabulary of 32,768 ids: at least one,
+        at most all there are."""
+        return min(max(1, -(-tokens // TOKENS_PER_SHARD)), self.shards - 1)
 
 
 PUBLIC = {

@@ -25,13 +25,13 @@ import numpy as np
 import torch
 
 from nanochat import UserError
+from nanochat.data.amount import check_amount
 from nanochat.data.packing import open_lanes
 from nanochat.data.parquet import RowGroups, iterate_documents
 from nanochat.data.tokenizer import Tokenizer
 
 PACKING = 2  # raised when lanes place the same documents otherwise: positions of before are refused
 STEPS_AHEAD = 2  # steps that the background thread prepares
-SCARCE = 16  # bytes of text for each token of a batch: with less than that the tokens are counted
 
 
 class TrainLoader:
@@ -66,7 +66,7 @@ class TrainLoader:
             "documents": sum(groups.sizes),
         }
         if state is None:
-            _check_amount(groups, tokenizer, rows_per_step, max_seq_len)
+            check_amount(groups, tokenizer, rows_per_step, max_seq_len)
         positions = _positions(self._stream, lanes, state)
         self._device = torch.device(device)
         self._device_batch_size = device_batch_size
@@ -164,29 +164,6 @@ def _check_division(rows_per_step: int, world_size: int, device_batch_size: int)
         raise UserError(
             f"device_batch_size {device_batch_size} does not divide the {rows} rows that each process has of "
             f"a batch; use one of {_divisors(rows)} or another total_batch_size"
-        )
-
-
-def _check_amount(groups: RowGroups, tokenizer: Tokenizer, rows_per_step: int, max_seq_len: int) -> None:
-    """Refuse a data set that is smaller than one batch; only where it may be are its tokens counted."""
-    documents, batch = sum(groups.sizes), rows_per_step * max_seq_len
-    if documents < rows_per_step:
-        raise UserError(
-            f"the training data has {documents} documents, fewer than the {rows_per_step} rows of a batch; "
-            f"use a total_batch_size of at most {documents * max_seq_len} tokens, or more data"
-        )
-    overhead = 4 * documents + 256 * len(groups.sizes)  # lengths, and heads of pages
-    if groups.text_bytes >= SCARCE * batch + overhead:
-        return
-    tokens = sum(
-        len(tokenizer.encode(text)) for group in range(len(groups.sizes)) for text in groups.read(group)
-    )
-    if tokens < batch:
-        most = tokens // max_seq_len * max_seq_len
-        raise UserError(
-            f"the training data has {tokens} tokens, fewer than the {batch} of a batch; use "
-            + (f"a total_batch_size of at most {most}, or " if most else "a smaller max_seq_len, or ")
-            + "more data"
         )
 
 

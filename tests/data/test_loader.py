@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from nanochat import UserError
 from nanochat.data import loader as loader_module
 from nanochat.data import packing
+from nanochat.data.amount import check_amount
 from nanochat.data.loader import TrainLoader, merge_states, validation_batches
 from nanochat.data.parquet import RowGroups, iterate_documents
 from nanochat.data.tokenizer import Tokenizer, train
@@ -290,7 +291,7 @@ def test_epochs_differ_in_their_order(tmp_path):
 
 def test_a_lane_reads_whole_row_groups_where_they_are_many_and_no_others(tmp_path, monkeypatch):
     corpus = Corpus(tmp_path, [10] * 64, 2)  # 32 row groups for 4 lanes
-    monkeypatch.setattr(loader_module, "_check_amount", lambda *_: None)
+    monkeypatch.setattr(loader_module, "check_amount", lambda *_: None)
     read = collections.Counter()
     original = RowGroups.read
     monkeypatch.setattr(RowGroups, "read", lambda self, g: (read.update([g]), original(self, g))[1])
@@ -347,7 +348,7 @@ def test_data_without_text_are_refused_at_once(tmp_path):
 def test_tokens_are_counted_only_where_they_may_be_too_few(tmp_path, monkeypatch):
     corpus = Corpus(tmp_path, [100] * 100, 20)
     monkeypatch.setattr(Numbers, "encode", lambda *_: pytest.fail("counted"))
-    loader_module._check_amount(RowGroups(corpus.shards), Numbers(), 4, 8)
+    check_amount(RowGroups(corpus.shards), Numbers(), 4, 8)
 
 
 def test_a_lane_without_any_text_ends_in_an_error_not_in_an_endless_loop(tmp_path):
@@ -570,7 +571,7 @@ while True:
 
 def test_the_order_of_row_groups_is_that_of_seed_and_epoch(tmp_path, monkeypatch):
     corpus = Corpus(tmp_path, [10] * 60, 6)
-    monkeypatch.setattr(loader_module, "_check_amount", lambda *_: None)
+    monkeypatch.setattr(loader_module, "check_amount", lambda *_: None)
     read: list[int] = []
     original = RowGroups.read
     monkeypatch.setattr(RowGroups, "read", lambda self, g: (read.append(g), original(self, g))[1])

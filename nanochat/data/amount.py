@@ -1,0 +1,71 @@
+"""How many tokens a data set has: counted if it is small, estimated from a sample if it is not."""
+
+from nanochat import UserError
+from nanochat.data.parquet import RowGroups
+from nanochat.data.tokenizer import Tokenizer
+
+SAMPLE_BYTES = 2_000_000  # tokenized in about 0.2 s
+SAMPLE_WINDOWS = 16  # places in the data set that the sample comes from
+SCARCE = 16  # bytes of text for each token of a batch; with fewer, the tokens are counted
+
+
+def text_bytes(groups: RowGroups) -> int:
+    """About the UTF-8 bytes of all texts: the size of the column without lengths and page headers."""
+    return max(0, groups.text_bytes - 4 * sum(groups.sizes) - 256 * len(groups.sizes))
+
+
+def count_tokens(groups: RowGroups, tokenizer: Tokenizer) -> int:
+    """The tokens of all documents, without `<|bos|>`. Tokenizes everything."""
+    texts = (text for group in range(len(groups.sizes)) for text in groups.read(group))
+    return sum(len(tokenizer.encode(text)) for text in texts)
+
+
+def estimate_tokens(groups: RowGroups, tokenizer: Tokenizer) -> int:
+    """About how many tokens all documents have, without `<|bos|>`; the same number on every call.
+
+    The sample is SAMPLE_WINDOWS windows of text, evenly spread over the row groups. The first window begins
+    at the start of its row group, the last one ends at the end of its row group. This is fair to long
+    documents: the document that makes a row group large enough is its last one, and so it is often long.
+    """
+    if text_bytes(groups) <= SAMPLE_BYTES:
+        return count_tokens(groups, tokenizer)
+    windows = min(SAMPLE_WINDOWS, len(groups.sizes))
+    size = SAMPLE_BYTES // windows
+    sampled_bytes = sampled_tokens = 0
+    for i in range(windows):
+        text = _text_from(groups, (2 * i + 1) * len(groups.sizes) // (2 * windows), size)
+        start = max(0, len(text) - size) * i // max(1, windows - 1)
+        window = text[start : start + size]
+        sampled_bytes += len(window.encode("utf-8", "replace"))
+        sampled_tokens += len(tokenizer.encode(window))
+    return round(text_bytes(groups) * sampled_tokens / max(1, sampled_bytes))
+
+
+def _text_from(groups: RowGroups, group: int, size: int) -> str:
+    """The documents of a row group as one text, and of the next ones until it has `size` characters."""
+    texts, chars = [], 0
+    while chars < size and group < len(groups.sizes):
+        texts += groups.read(group)
+        chars = sum(map(len, texts))
+        group += 1
+    return "".join(texts)
+
+
+def check_amount(groups: RowGroups, tokenizer: Tokenizer, rows_per_step: int, max_seq_len: int) -> None:
+    """Raise UserError if the data set is smaller than one batch. Large data sets are not tokenized here."""
+    documents, batch = sum(groups.sizes), rows_per_step * max_seq_len
+    if documents < rows_per_step:
+        raise UserError(
+            f"the training data has {documents} documents, fewer than the {rows_per_step} rows of a batch; "
+            f"use a total_batch_size of at most {documents * max_seq_len} tokens, or more data"
+        )
+    if text_bytes(groups) >= SCARCE * batch:
+        return
+    tokens = count_tokens(groups, tokenizer)
+    if tokens < batch:
+        most = tokens // max_seq_len * max_seq_len
+        raise UserError(
+            f"the training data has {tokens} tokens, fewer than the {batch} of a batch; use "
+            + (f"a total_batch_size of at most {most}, or " if most else "a smaller max_seq_len, or ")
+            + "more data"
+        )

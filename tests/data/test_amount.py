@@ -1,0 +1,96 @@
+"""How many tokens a data set has, and how many public shards a horizon needs."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from nanochat.data.dataset import PUBLIC, TOKENS_PER_SHARD, open_dataset
+from nanochat.data.imported import Dataset
+
+
+class Words:
+    """A tokenizer whose tokens are the words of a text; it counts the characters it has seen."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def encode(self, text: str) -> np.ndarray:
+        self.seen += len(text)
+        return np.zeros(len(text.split()), dtype=np.uint32)
+
+
+def documents(chars: int) -> list[str]:
+    """About `chars` characters: some documents are long, and words are 1 to 8 characters long."""
+    draw, texts = random.Random(0), []
+    while chars > 0:
+        word = "x" * draw.randint(1, 8)
+        size = draw.choice([50, 500, 5_000, 50_000])
+        texts.append(f"{len(texts)} " + f"{word} " * (size // (len(word) + 1)))
+        chars -= len(texts[-1])
+    return texts
+
+
+def imported(folder: Path, texts: list[str]) -> Dataset:
+    """As our import writes them: sorted, in row groups of about 500,000 characters."""
+    folder.mkdir()
+    pq.write_table(pa.table({"text": texts}), folder / "all.parquet")
+    return open_dataset(folder, base_dir=folder / "base")
+
+
+def in_place(folder: Path, texts: list[str], **options) -> Dataset:
+    """Two shards that are used as they are."""
+    folder.mkdir()
+    for i in range(2):
+        pq.write_table(pa.table({"text": texts[i::2]}), folder / f"{i}.parquet", **options)
+    pq.write_table(pa.table({"text": texts[:1]}), folder / "val.parquet")
+    return open_dataset(folder, folder / "val.parquet", base_dir=folder / "base")
+
+
+def true_tokens(dataset: Dataset) -> int:
+    return sum(len(text.split()) for text in dataset.train_texts())
+
+
+def test_the_tokens_of_a_small_data_set_are_counted_exactly(tmp_path):
+    dataset = in_place(tmp_path / "in", ["", *documents(500_000)], row_group_size=7)
+    assert dataset.estimated_tokens(Words()) == true_tokens(dataset)
+
+
+def test_a_data_set_without_text_has_no_tokens(tmp_path):
+    assert in_place(tmp_path / "in", ["", ""]).estimated_tokens(Words()) == 0
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        imported,
+        lambda folder, texts: in_place(folder, texts, row_group_size=100, use_dictionary=False),
+        lambda folder, texts: in_place(folder, texts),
+        lambda folder, texts: in_place(folder, texts, row_group_size=1),
+    ],
+    ids=["imported", "many row groups", "one row group a shard", "one document a row group"],
+)
+def test_the_tokens_of_a_large_data_set_are_estimated_from_two_megabytes(tmp_path, write):
+    dataset = write(tmp_path / "in", documents(16_000_000))
+    tokenizer = Words()
+    estimate = dataset.estimated_tokens(tokenizer)
+    assert estimate == pytest.approx(true_tokens(dataset), rel=0.1)
+    assert tokenizer.seen <= 2_000_000
+    assert dataset.estimated_tokens(Words()) == estimate
+
+
+def test_bytes_are_counted_not_characters(tmp_path):
+    dataset = in_place(tmp_path / "in", [f"{i} " + "漢字 " * 2_000 for i in range(400)], row_group_size=50)
+    assert dataset.estimated_tokens(Words()) == pytest.approx(true_tokens(dataset), rel=0.02)
+
+
+def test_a_horizon_needs_as_many_shards_as_hold_its_tokens():
+    climbmix = PUBLIC["climbmix"]
+    assert climbmix.shards_for(1) == climbmix.shards_for(TOKENS_PER_SHARD) == 1
+    assert climbmix.shards_for(TOKENS_PER_SHARD + 1) == 2
+    assert climbmix.shards_for(7_000_000_000) == 150  # the figures of its author
+    assert PUBLIC["fineweb-edu"].shards_for(11_200_000_000) == 240
+    assert PUBLIC["fineweb-edu"].shards_for(10**15) == 1822  # all, without validation
