@@ -325,3 +325,58 @@ def test_all_questions_have_their_place(name, first, last):
     text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     numbers = re.findall(r"^\| (\d+) \| .+ \| \[.+\]\(#.+\) \|$", text, re.MULTILINE)
     assert [int(n) for n in numbers] == list(range(first, last + 1))
+
+
+def test_the_sections_of_the_precision_page_are_numbered_and_the_table_leads_to_each_answer():
+    text = (ROOT / "docs" / "precision.md").read_text(encoding="utf-8")
+    sections = re.findall(r"^## (\d+)\. .+$", text, re.MULTILINE)
+    assert sections == [str(i + 1) for i in range(len(re.findall(r"^## ", text, re.MULTILINE)))]
+    rows = re.findall(r"^\| (\d+) \| .+ \| \[(\d+)\. .+\]\(#(\d+)-.+\) \|$", text, re.MULTILINE)
+    assert len(rows) == 15 and all(shown == linked for _, shown, linked in rows)
+    assert len({linked for _, _, linked in rows}) == 15  # each question has a section of its own
+
+
+@pytest.mark.parametrize("name", ["walkthrough", "precision", "data"])
+def test_the_three_pages_link_each_other_at_the_top(name):
+    top = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8").partition("\n## ")[0]
+    for other in {"walkthrough", "precision", "data"} - {name}:
+        assert f"({other}.md)" in top.partition("See also: ")[2].partition("\n\n")[0]
+
+
+# ------------------------------------------------------------------------------------------------------
+# Diagrams: GitHub shows an error in place of a diagram with one wrong line
+
+
+DIAGRAM_NODE = r'(\w+)(?:\["[^"]+"\]|\{"[^"]+"\})?'
+DIAGRAM_LINE = re.compile(
+    rf'{DIAGRAM_NODE} (?:-->|-- "[^"]+" -->|-\. "[^"]+" \.->) {DIAGRAM_NODE}'
+    r"|classDef \w+ [\w:#,-]+|class [\w,]+ \w+|subgraph \w+\[\"[^\"]+\"\]|end"
+)
+
+
+def wrong_lines(diagram: str) -> list[str]:
+    """Lines of a flowchart that do not have one of the few forms that we use, or name an unknown box."""
+    head, *lines = diagram.strip().splitlines()
+    boxes = set(re.findall(r'\b(\w+)(?:\["|\{")', diagram))
+    wrong = [] if head == "flowchart TD" else [head]
+    for line in map(str.strip, lines):
+        match = DIAGRAM_LINE.fullmatch(line)
+        named = {box for box in match.groups() if box} if match else set()
+        if line.startswith("class "):
+            named = set(line.split()[1].split(","))
+        if not match or named - boxes:
+            wrong.append(line)
+    return wrong
+
+
+def test_a_wrong_line_in_a_diagram_is_noticed():
+    good = 'flowchart TD\n    a["one"] --> b{"two?"}\n    b -- "yes" --> a\n    class a,b low\n'
+    assert wrong_lines(good) == []
+    for old, new in (('["one"]', "[one (1)]"), (" --> b", " -> b"), ("--> a", "--> c"), ("a,b", "a,c")):
+        assert wrong_lines(good.replace(old, new, 1)), new
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_diagram_has_only_lines_that_github_can_draw(page):
+    for diagram in re.findall(r"```mermaid\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+        assert wrong_lines(diagram) == []
