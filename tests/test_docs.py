@@ -8,15 +8,19 @@ import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from experiments import measurements as measured
 from nanochat import precision, scaling
+from nanochat.data.dataset import PUBLIC
+from nanochat.data.packing import Lane
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = (ROOT / "scripts" / "base_train.py").read_text(encoding="utf-8")
 WALKTHROUGH = (ROOT / "docs" / "walkthrough.md").read_text(encoding="utf-8")
+DATA = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -208,6 +212,70 @@ def test_the_smallest_two_loop_script_runs_and_checks_itself():
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [float(x) for x in re.findall(r"loss (\d\.\d+)", done.stdout)]
     assert len(losses) == 7 and losses[0] > 5.5 and losses[-1] < 2.7
+
+
+# ------------------------------------------------------------------------------------------------------
+# The page on data
+
+
+def test_every_function_of_the_map_is_in_the_file_that_the_map_names():
+    rows = re.findall(r"^\| .+? \| `([\w.]+)` \| `(nanochat/\S+)\.py` \| .+ \| .+ \|$", DATA, re.MULTILINE)
+    assert len(rows) == 15
+    for name, path in rows:
+        found = importlib.import_module(path.replace("/", "."))
+        for part in name.split("."):
+            found = getattr(found, part)
+        assert found.__module__ == path.replace("/", "."), name
+    map_text = DATA.partition("```mermaid")[2].partition("```")[0]
+    drawn = {
+        word for label in re.findall(r'-- "([^"]+)"', map_text) for word in re.findall(r"[\w.]{7,}", label)
+    }
+    assert drawn - {name for name, _ in rows} == {"Lane.add", "scripts.download"}
+
+
+def test_a_document_longer_than_a_row_is_cut_as_in_the_example():
+    documents = {"d": 20, "e": 3}
+    tokens = [f"{name}{i}" for name, size in documents.items() for i in range(size)]
+
+    class Feed:
+        waiting = [(i, name) for i, name in enumerate(documents)]
+
+        def next(self, lane):
+            return self.waiting.pop(0) if self.waiting else None
+
+    class Words:
+        bos_id = len(tokens)
+
+        def encode(self, name):
+            return np.array([i for i, token in enumerate(tokens) if token[0] == name], dtype=np.uint32)
+
+    example = re.findall(r"^row \d   (.+)$", DATA, re.MULTILINE)
+    lane = Lane(0, Feed(), Words(), 9, {"epoch": 0, "taken": 0})
+    row, targets = np.zeros(9, dtype=np.int32), []
+    for line in example:
+        lane.fill(row)
+        assert re.sub(r"  .*", "", line).split() == [[*tokens, "<|bos|>"][token] for token in row]
+        targets += [token for token in row[1:].tolist() if token < len(tokens)]
+    assert sorted(targets) == list(range(23)) and not lane.pieces and len(example) == 3
+
+
+def test_epochs_and_shards_of_the_table_come_out():
+    rows = re.findall(
+        r"^\| (\d+) \| ([\d.]+) billion \| ([\d.,]+) \| ([\d.]+) billion \| (\d+) \|$", DATA, re.M
+    )
+    assert [int(row[0]) for row in rows] == [4, 8, 12, 20, 26]
+    embedded = 1e6 * float(re.search(r"embedded text has ([\d.]+) million training tokens", DATA)[1])
+    for depth, small, epochs, large, shards in rows:
+        configs = (scaling.model_config(int(depth), 64, 128, 2048, V, "L") for V in (4096, 32768))
+        tokens = [12 * scaling.scaling_parameters(config) for config in configs]
+        assert (small, large) == tuple(f"{n / 1e9:.2f}" for n in tokens)
+        digits = 1 if tokens[0] / embedded < 10 else 0
+        assert epochs == f"{tokens[0] / embedded:,.{digits}f}"
+        assert int(shards) == PUBLIC["climbmix"].shards_for(tokens[1])
+    recipe = dict(re.findall(r"^(\w+) = (\d+)", (ROOT / "runs" / "laptop.py").read_text(), re.MULTILINE))
+    steps, batch = int(recipe["num_iterations"]), int(recipe["total_batch_size"])
+    said = f"{steps:,} x {batch:,} = {steps * batch / 1e6:.2f} million, so it reads {steps * batch / embedded:.0%}"
+    assert said.replace("%", " %") in re.sub(r"\s+", " ", DATA)
 
 
 # ------------------------------------------------------------------------------------------------------
