@@ -1,17 +1,22 @@
-"""Ablations: variants trained at equal tokens over several seeds, compared by bits per byte.
+"""Ablations: train variants on equally many tokens, with several seeds, and compare their bits per byte.
 
     python -m scripts.ablate --what=packing           # how documents become rows; minutes on two cores
     python -m scripts.ablate --what=precision         # compute dtypes against float32
     python -m scripts.ablate --what=packing --json    # one JSON object as the last line
 
-Every finished training is kept in <base_dir>/ablations/, so a command that was stopped goes on, and one with
-more seeds adds to what is there. docs/ablations.md holds the tables, each with its machine, date and command.
+Each training is a run of scripts/base_train.py. A variant is a set of its settings, or an edit of the
+sources, made in a temporary copy. <base_dir>/ablations/ keeps every finished run: after a stop the same
+command goes on, and a command with more seeds trains only the new ones. docs/ablations.md has the tables.
 """
 
+import hashlib
 import json as json_module
 import os
+import shutil
 import statistics
-import time
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Literal
 
@@ -19,20 +24,19 @@ import numpy as np
 import torch
 
 import configurator
-from nanochat import UserError, optim, precision, runtime, scaling
+from nanochat import UserError, engine, precision, runtime
 from nanochat.data.dataset import open_dataset
-from nanochat.data.loader import validation_batches
-from nanochat.data.packing import Lane, open_lanes
-from nanochat.data.parquet import RowGroups, iterate_documents
+from nanochat.data.loader import ValidationBatches
+from nanochat.data.parquet import iterate_documents
 from nanochat.data.tokenizer import open_tokenizer
 from nanochat.evaluate import bits_per_byte
-from nanochat.gpt import GPT
+from nanochat.metrics import read_metrics
 
 what: Literal["packing", "precision"] = "packing"  # what to compare
 seeds = 3  # trainings of every variant, with the seeds 0, 1, ...
 json = False  # print one JSON object as the last line
 
-# The model and its training
+# The training: settings of base_train, the same for all variants
 depth = 4  # Transformer layers
 aspect_ratio = 32  # width = depth * aspect_ratio
 head_dim = 32  # channels of an attention head
@@ -41,225 +45,180 @@ vocab_size = 1024  # tokens
 total_batch_size = 4096  # tokens an optimizer step
 num_iterations = 200  # optimizer steps
 eval_tokens = 65_536  # validation tokens scored (-1 = all)
-
-# Data
 data = "embedded"  # as in base_train
 val_data: str | None = None  # as in base_train
 base_dir = "~/.cache/nanochat"  # where data, tokenizers and results are (environment: NANOCHAT_BASE_DIR)
-
-# Machine
 device_type: Literal["auto", "cuda", "cpu", "mps"] = "auto"  # auto = cuda, else mps, else cpu
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # compute dtype, as in base_train
 
 settings = configurator.configure(globals())
 
 # ------------------------------------------------------------------------------------------------------
-# The variants, as arguments of train(): for packing kinds of nanochat.data.packing.Lane, for precision dtypes
+# The variants
 
-
-class Concatenated(Lane):
-    """Documents one after another, each behind its <|bos|>; rows are cut from that wherever they end."""
-
+FILL = "    def fill(self, row: np.ndarray) -> None:\n"
+CUT = "    def _cut(self, gap: np.ndarray) -> None:\n"
+CONCATENATION = '''\
     stream = np.empty(0, dtype=np.uint32)
 
     def fill(self, row: np.ndarray) -> None:
+        """Documents follow one another, each behind its <|bos|>; rows are cut from that stream."""
         while len(self.stream) < len(row):
             if (item := self._feed.next(self.number)) is not None:  # None ends an epoch
                 self.stream = np.concatenate([self.stream, [self._bos], self._encode(item[1])])
         row[:] = self.stream[: len(row)]
         self.stream = self.stream[len(row) - 1 :]  # the last target is the next row's first input
 
-
-class Cropped(Lane):
-    """Best fit where, when nothing fits, the shortest piece is cut and the rest of its document is lost."""
-
+    def best_fit(self, row: np.ndarray) -> None:
+'''
+CROPPED = '''\
     def _cut(self, gap: np.ndarray) -> None:
-        _, _, _, _, tokens = self.pieces.pop(0)
+        """Cut the shortest piece; the rest of its document is lost."""
+        tokens = self.pieces.pop(0)[-1]
         gap[:] = tokens[: len(gap)]
         self._room += len(tokens)
 
-
-VARIANTS = {
+    def _cut_and_keep(self, gap: np.ndarray) -> None:
+'''
+VARIANTS = {  # name: settings of base_train, and edits of the sources: (file, old text, new text)
     "packing": {
-        "best fit, remainders kept": {},
-        "best fit, cropped": {"kind": Cropped},
-        "concatenation": {"kind": Concatenated},
+        "best fit, remainders kept": ({}, []),
+        "best fit, cropped": ({}, [("nanochat/data/packing.py", CUT, CROPPED)]),
+        "concatenation": ({}, [("nanochat/data/packing.py", FILL, CONCATENATION)]),
     },
-    "precision": {
-        "float32": {"dtype": torch.float32},
-        "bfloat16": {"dtype": torch.bfloat16},
-    },
+    "precision": {"float32": ({"dtype": "float32"}, []), "bfloat16": ({"dtype": "bfloat16"}, [])},
 }[what]
 
 # ------------------------------------------------------------------------------------------------------
-# Set up
+# One training
 
-machine = runtime.start(device_type, seed=0)
-if machine.world_size > 1:
-    raise UserError("ablations are trained by one process; start this without torchrun")
-device = machine.device
-compute_dtype, _ = precision.resolve_dtype(dtype, device)
-base_path = Path(base_dir).expanduser()
-dataset = open_dataset(data, val_data, base_dir=base_path)
-tokenizer = open_tokenizer("auto", vocab_size, dataset.tokenizer_folder(base_path), dataset.train_texts)
-if total_batch_size % max_seq_len:
-    raise UserError(f"total_batch_size {total_batch_size} is not a multiple of max_seq_len {max_seq_len}")
-row_count = total_batch_size // max_seq_len
-config = scaling.model_config(depth, aspect_ratio, head_dim, max_seq_len, tokenizer.vocab_size, "L")
-horizon = scaling.derive_horizon(
-    config, num_iterations, -1, -1, total_batch_size, scaling.on_meta(config).flops_per_token()
-)
-rate_scale = scaling.rate_scale(total_batch_size, horizon.tokens, horizon.d12_tokens)
-adam_scale = rate_scale * scaling.adam_width_scale(config.width)
-rates = {
-    "embedding_lr": 0.3,
-    "unembedding_lr": 0.004,
-    "scalar_lr": 0.1,
-    "matrix_lr": 0.02,
-}  # as in base_train
-rates = {name: rate * (adam_scale if "embed" in name else rate_scale) for name, rate in rates.items()}
-decay = scaling.scaled_weight_decay(0.28, rate_scale, total_batch_size, horizon.tokens, horizon.d12_tokens)
-warmup_steps = min(40, num_iterations // 10)
-validation = validation_batches(
-    dataset.val_shards, tokenizer, max_seq_len, row_count, eval_tokens, device=device
-)
-token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(device)
+ROOT = Path(__file__).parent.parent
 
 
-def first_windows():
-    """Batches as `validation`, of the first window of each document alone: it has no context to lack."""
-    inputs, targets = [], []
-    for text in iterate_documents(dataset.val_shards):
-        ids = tokenizer.encode(text)[:max_seq_len].astype(np.int64)
-        padding = max_seq_len - len(ids)
-        inputs.append(
-            np.concatenate([[tokenizer.bos_id], ids[: max_seq_len - 1], [0] * (padding - 1)])[:max_seq_len]
+def edited_copy(edits, folder: Path) -> Path:
+    """Copy the sources to `folder` and edit them; UserError unless a file has the old text exactly once."""
+    for name in ("nanochat", "scripts"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "configurator.py", folder)
+    for name, old, new in edits:
+        text = (folder / name).read_text("utf-8")
+        if text.count(old) != 1:
+            raise UserError(
+                f"a variant replaces a text that {name} has {text.count(old)} times, and it must be there "
+                f"once; correct the variant in scripts/ablate.py:\n{old}"
+            )
+        (folder / name).write_text(text.replace(old, new), "utf-8")
+    return folder
+
+
+def train(variant: str, seed: int, run: Path):
+    """Run base_train from start to end; `run` becomes the run's folder."""
+    own_settings, edits = VARIANTS[variant]
+    chosen = shared | {"seed": seed, "resume": "never", "compile": "off", **own_settings}
+    chosen |= {"eval_every": -1, "sample_every": -1, "save_every": -1, "base_dir": base_path, "out_dir": run}
+    for name in ("data", "val_data"):  # absolute: the copy of the sources is another working directory
+        if name in chosen and (path := Path(chosen[name]).expanduser()).exists():
+            chosen[name] = path.resolve()
+    command = [sys.executable, "-m", "scripts.base_train", *(f"--{k}={v}" for k, v in chosen.items())]
+    with tempfile.TemporaryDirectory() as folder:
+        where = edited_copy(edits, Path(folder)) if edits else ROOT
+        done = subprocess.run(
+            command, cwd=where, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
         )
-        targets.append(np.concatenate([ids, [-1] * padding]))
-    for first in range(0, len(inputs), row_count):
-        chunk = np.stack(inputs[first : first + row_count]), np.stack(targets[first : first + row_count])
-        yield tuple(torch.from_numpy(array.astype(np.int64)).to(device) for array in chunk)
+    if done.returncode:
+        raise UserError(f"{variant}, seed {seed} failed: {' '.join(command)}\n{done.stderr.strip()[-2000:]}")
 
 
-def batches(kind: type[Lane], seed: int):
-    """Endless (inputs, targets) of one step, (rows, max_seq_len) int64, packed by lanes of that kind."""
-    start = [{"epoch": 0, "taken": 0, "pieces": []}] * row_count
-    groups = RowGroups(dataset.train_shards)
-    lanes = open_lanes(groups, tokenizer, row_count, seed, range(row_count), start, max_seq_len + 1, kind)
-    while True:
-        rows = np.empty((row_count, max_seq_len + 1), dtype=np.int64)
-        for lane, row in zip(lanes, rows, strict=True):
-            lane.fill(row)
-        rows = torch.from_numpy(rows).to(device)
-        yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+def first_windows() -> ValidationBatches:
+    """The first window of each validation document: nothing that came before it is missing."""
+    texts = iterate_documents(dataset.val_shards)
+    documents = [tokenizer.encode(text)[:max_seq_len].astype(np.int32) for text in texts]
+    lengths = np.array([len(document) for document in documents])
+    windows = np.stack([lengths.cumsum() - lengths, lengths], axis=1)  # (windows, 2): first token, length
+    rows = total_batch_size // max_seq_len
+    shape = max_seq_len, rows, machine.rank, machine.world_size, machine.device
+    return ValidationBatches(np.concatenate(documents), windows, tokenizer.bos_id, *shape)
 
 
-def train(seed: int, kind: type[Lane] = Lane, dtype: torch.dtype = compute_dtype) -> dict:
-    """One training from start to end, and what it reaches."""
-    torch.manual_seed(seed)
-    model = GPT(config).to(device)
-    model.init_weights(torch.Generator(device).manual_seed(seed))
-    optimizer = optim.MuonAdamW(optim.parameter_groups(model, rates, decay), dtype)
-    scaler = precision.make_scaler(device, dtype)
-    stream = batches(kind, seed)
-    began = time.perf_counter()
-    for step in range(num_iterations):
-        multiplier = scaling.lr_multiplier(step, num_iterations, warmup_steps, 0.65, 0.05)
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * multiplier
-            if group["method"] == "muon":
-                group["betas"] = (scaling.muon_momentum(step, num_iterations), group["betas"][1])
-                group["weight_decay"] = decay * scaling.weight_decay_multiplier(step, num_iterations)
-        inputs, targets = next(stream)
-        with precision.autocast(device, dtype):
-            loss = model(inputs, targets)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+def reached(variant: str, run: Path) -> dict:
+    """What a finished run reached."""
+    records = read_metrics(run / "metrics.jsonl")
+    last_step = next(record for record in reversed(records) if "loss" in record)
+    checkpoint = engine.find_source(str(run), base_path)
+    model = engine.load_for_inference(checkpoint, machine.device, torch.float32)
+    compute_dtype, _ = precision.resolve_dtype(VARIANTS[variant][0].get("dtype", dtype), machine.device)
+    token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(machine.device)
     return {
-        "loss": loss.item(),
-        "val_bpb": bits_per_byte(model, validation, token_bytes, dtype, machine),
-        "first_window_bpb": bits_per_byte(model, first_windows(), token_bytes, dtype, machine),
-        "seconds": time.perf_counter() - began,
+        "loss": last_step["loss"],
+        "val_bpb": next(record["val_bpb"] for record in reversed(records) if "val_bpb" in record),
+        "first_window_bpb": bits_per_byte(model, first_windows(), token_bytes, compute_dtype, machine),
+        "seconds": last_step["train_time_s"],
     }
 
 
 # ------------------------------------------------------------------------------------------------------
-# Train what is not there yet
+# Train what has no result yet
 
-folder = base_path / "ablations"
-folder.mkdir(parents=True, exist_ok=True)
-kept = folder / f"{what}.jsonl"
-same = {  # a result counts where all of this is as now
-    "depth": depth,
-    "width": config.width,
-    "head_dim": head_dim,
-    "max_seq_len": max_seq_len,
-    "total_batch_size": total_batch_size,
-    "num_iterations": num_iterations,
-    "eval_tokens": eval_tokens,
-    "data": dataset.fingerprint,
-    "tokenizer": tokenizer.fingerprint,
-    "dtype": str(compute_dtype),
-    "device": device.type,
-}
+if "RANK" in os.environ:
+    raise UserError("ablate trains with one process; start it without torchrun")
+if seeds < 1:
+    raise UserError(f"seeds is {seeds}; give a number from 1")
+for _, edits in VARIANTS.values():  # an edit that no longer fits is noticed before the first training
+    with tempfile.TemporaryDirectory() as folder:
+        edited_copy(edits, Path(folder))
+machine = runtime.start(device_type, seed=0)
+base_path = Path(base_dir).expanduser().resolve()
+dataset = open_dataset(data, val_data, base_dir=base_path)
+tokenizer = open_tokenizer("auto", vocab_size, dataset.tokenizer_folder(base_path), dataset.train_texts)
+shared = {k: v for k, v in settings.values.items() if k not in ("what", "seeds", "json", "base_dir")}
+shared = {name: value for name, value in shared.items() if value is not None}
+
 results = {}
-if kept.exists():
-    for line in kept.read_text("utf-8").splitlines():
-        try:
-            record = json_module.loads(line)
-        except ValueError:  # cut off when the machine stopped
-            continue
-        if record["settings"] == same:
-            results[record["variant"], record["seed"]] = record
-for seed in range(seeds):  # seeds outside: every variant has as many when it is stopped
-    for variant, options in VARIANTS.items():
-        if (variant, seed) not in results:
-            record = {"variant": variant, "seed": seed, **train(seed, **options), "settings": same}
-            record["git_commit"] = runtime.git_commit()
-            with open(kept, "a", encoding="utf-8") as file:
-                file.write("\n" * (kept.stat().st_size > 0 and not kept.read_bytes().endswith(b"\n")))
-                file.write(json_module.dumps(record) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            results[variant, seed] = record
-            print(
-                f"{variant}, seed {seed}: {record['val_bpb']:.4f} bits per byte, {record['seconds']:.0f} s",
-                flush=True,
-            )
+for seed in range(seeds):  # seeds outside: after a stop all variants have about equally many results
+    for variant, contents in VARIANTS.items():
+        # A result counts for the same variant, settings, data and kind of device only
+        same = [variant, contents, shared, dataset.fingerprint, tokenizer.fingerprint, machine.device.type]
+        key = hashlib.sha256(json_module.dumps(same).encode()).hexdigest()[:12]
+        run = base_path / "ablations" / what / f"{variant.replace(',', '').replace(' ', '-')}-{seed}-{key}"
+        kept = run / "ablation.json"
+        if not kept.exists():
+            train(variant, seed, run)
+            result = {"variant": variant, "seed": seed, **reached(variant, run), "settings": shared}
+            result["git_commit"] = runtime.git_commit()
+            kept.with_suffix(".tmp").write_text(json_module.dumps(result), "utf-8")
+            os.replace(kept.with_suffix(".tmp"), kept)
+            figures = f"{result['val_bpb']:.4f} bits per byte, {result['seconds']:.0f} s"
+            print(f"{variant}, seed {seed}: {figures}", flush=True)
+        results[variant, seed] = json_module.loads(kept.read_text("utf-8"))
 
 # ------------------------------------------------------------------------------------------------------
 # The table
 
 
-def mean_and_spread(variant: str, key: str) -> str:
-    values = [results[variant, seed][key] for seed in range(seeds)]
+def values_of(variant: str, key: str) -> list[float]:
+    return [results[variant, seed][key] for seed in range(seeds)]
+
+
+def mean_and_spread(values: list[float]) -> str:
     return f"{statistics.mean(values):.4f} ± {statistics.stdev(values) if seeds > 1 else 0:.4f}"
 
 
-best = next(iter(VARIANTS))
+base = statistics.mean(values_of(next(iter(VARIANTS)), "val_bpb"))
 lines = [
-    f"d{depth}, width {config.width}, T={max_seq_len}, {horizon.tokens:,} tokens in batches of "
+    f"d{depth}, T={max_seq_len}, {num_iterations * total_batch_size:,} tokens in batches of "
     f"{total_batch_size:,}, {seeds} seeds, {dataset.name}",
     "",
     "| variant | bits per byte | difference | of first windows |",
     "|---|---|---|---|",
 ]
 for variant in VARIANTS:
-    difference = statistics.mean(
-        results[variant, seed]["val_bpb"] - results[best, seed]["val_bpb"] for seed in range(seeds)
-    )
-    lines.append(
-        f"| {variant} | {mean_and_spread(variant, 'val_bpb')} | {difference:+.4f} | "
-        f"{mean_and_spread(variant, 'first_window_bpb')} |"
-    )
+    bits = values_of(variant, "val_bpb")
+    difference, first = statistics.mean(bits) - base, mean_and_spread(values_of(variant, "first_window_bpb"))
+    lines.append(f"| {variant} | {mean_and_spread(bits)} | {difference:+.4f} | {first} |")
 table = "\n".join(lines) + "\n"
-(folder / f"{what}.md").write_text(table, "utf-8")
-print(f"\n{table}\nwritten: {folder / f'{what}.md'}")
+path = base_path / "ablations" / f"{what}.md"
+path.write_text(table, "utf-8")
+print(f"\n{table}\nwritten: {path}")
 if json:
-    runs = [results[variant, seed] for variant in VARIANTS for seed in range(seeds)]
-    print(json_module.dumps({"what": what, "settings": settings.values, "results": runs}))
+    print(json_module.dumps({"what": what, "settings": settings.values, "results": [*results.values()]}))
 machine.close()

@@ -197,7 +197,6 @@ def open_lanes(
     lanes: Sequence[int],
     positions: list[dict],
     row_tokens: int,
-    kind: type[Lane] = Lane,
 ) -> list[Lane]:
     """The lanes at their positions. One feed serves them all, or each has its own where groups are many."""
 
@@ -215,7 +214,7 @@ def open_lanes(
         feed = Feed(groups, seed, order, rows_per_step, {n: n for n in lanes}, start)
         feeds = dict.fromkeys(lanes, feed)
     opened = [
-        kind(lane, feeds[lane], tokenizer, row_tokens, position)
+        Lane(lane, feeds[lane], tokenizer, row_tokens, position)
         for lane, position in zip(lanes, positions, strict=True)
     ]
     _restore_pieces(opened, groups, tokenizer, positions)
