@@ -309,30 +309,54 @@ def test_every_excerpt_stands_in_the_file_it_is_said_to_be_from(name, at_least):
             assert stands_in(piece, source), f"{path} has no longer:\n{piece}"
 
 
-def settings_of_base_train() -> set[str]:
-    names = set()
-    for node in ast.parse(SCRIPT).body:
+def settings_of(module: str) -> set[str]:
+    """The names that the command line of `python -m module` takes."""
+    names = {"help"}
+    body = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")).body
+    if isinstance(body[-1], ast.If):  # if __name__ == "__main__":
+        body = [*body[:-1], *body[-1].body]
+    for node in body:
         if "configure(" in ast.unparse(node):
-            break
+            return names
         if isinstance(node, ast.Assign | ast.AnnAssign):
             names.add(ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target))
-    return names
+    return set()  # it takes none
+
+
+def commands(text: str) -> list[tuple[str, str]]:
+    """(module, its arguments) of the commands on a page: between backticks, or a line of a block."""
+    blocks = re.findall(r"^```.*?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    spans = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    found = [re.search(r"-m ((?:scripts|experiments)\.\w+)(.*)", c, re.DOTALL) for c in lines + spans]
+    return [match.groups() for match in found if match]
+
+
+def unknown_options(text: str) -> list[str]:
+    return [
+        f"{module} --{name}"
+        for module, arguments in commands(text)
+        for name in re.findall(r"--([\w-]+)", arguments)
+        if not {name.replace("-", "_"), name.replace("-", "_").removeprefix("no_")} & settings_of(module)
+    ]
+
+
+def test_an_option_that_no_script_has_is_noticed_wherever_the_command_stands():
+    good = "`python -m scripts.base_train --depth=4\n--no-plan`\n"
+    good += "```sh\npython -m scripts.chat \\\n  --seed=1\n```\n"
+    assert len(commands(good)) == 2 and unknown_options(good) == []
+    for old in ("depth", "plan", "seed"):
+        assert len(unknown_options(good.replace(old, "dept"))) == 1
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_every_option_of_base_train_on_a_page_exists(page):
-    known = settings_of_base_train() | {"help"}
-    for command in re.findall(r"scripts\.base_train((?:[^`\n\\]|\\\n)*)", page.read_text(encoding="utf-8")):
-        for name in re.findall(r"--([\w-]+)", command):
-            assert name.replace("-", "_").removeprefix("no_") in known, f"--{name}"
+def test_every_option_of_a_command_on_a_page_exists(page):
+    assert unknown_options(page.read_text(encoding="utf-8")) == []
 
 
-def test_the_walkthrough_names_every_setting_and_no_other():
-    known = settings_of_base_train()
-    assert "depth" in known and not known - set(re.findall(r"\w+", WALKTHROUGH))
-    assert not set(re.findall(r"--([a-z]\w*)", WALKTHROUGH)) - known - {"help"}
-    table = WALKTHROUGH.partition("| group | settings |")[2].partition("\n\n")[0]
-    assert set(re.findall(r"`(\w+)`", table)) == known
+def test_every_option_that_the_walkthrough_names_exists():
+    known = set().union(*(settings_of(module) for module, _ in commands(WALKTHROUGH)))
+    assert "depth" in known and not set(re.findall(r"--([a-z]\w*)", WALKTHROUGH)) - known
 
 
 def test_every_name_in_the_walkthrough_stands_in_the_code():
