@@ -1,14 +1,19 @@
-"""A script's settings: defaults < environment < config files, in order < command line.
+"""A script's settings: variables at its top that the command line and config files may change.
 
     depth = 20              # Transformer layers; every other size follows from it
     settings = configurator.configure(globals())
 
-A setting is an assignment of one literal (number, arithmetic on numbers, text, True, False, annotated None)
-to a name without leading underscore that stands before the call: at module level or, where the call stands
-in an `if __name__ == "__main__":` block with assignments of its own, in that block. Its annotation (int,
-float, str, bool, Literal["a", "b"], X | None), else its default, gives the type; its trailing comment is its
-help. Comment lines of their own above it open a group, named by the first of them that has a word in it.
-The script's source and config files are parsed, never executed.
+A value comes from the default in the script, the environment, the config files in their order, or the
+command line; the last of these that gives one wins.
+
+A setting is a line `name = value` above the call. The value is a number, arithmetic on numbers, text, True
+or False; with an annotation it may be None. A name with a leading underscore is no setting. The lines stand
+at module level, or in the `if __name__ == "__main__":` block around the call if it has such lines.
+The type is the annotation's (int, float, str, bool, Literal["a", "b"], X | None), else the default's.
+The comment at the end of the line is the help. A comment above the line starts a group; its first line that
+has a word in it is the group's name.
+
+The script's source and the config files are parsed, never executed.
 """
 
 import ast
@@ -23,19 +28,23 @@ import sys
 import textwrap
 import tokenize
 import warnings
-from collections import namedtuple
+from collections import deque, namedtuple
 from dataclasses import dataclass
 
 from nanochat import UserError
 
-ENVIRONMENT = {"base_dir": "NANOCHAT_BASE_DIR"}  # setting -> the variable that may give its default
+ENVIRONMENT = {"base_dir": "NANOCHAT_BASE_DIR"}  # setting -> the environment variable that may set it
 WORDS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 OPERATORS |= {ast.FloorDiv: operator.floordiv, ast.UAdd: operator.pos, ast.USub: operator.neg}
-# A float overflows at once where the exact power of an integer might take minutes.
+# An exact power of integers can take minutes. A float power overflows at once.
 OPERATORS[ast.Pow] = lambda base, exponent: float(base) ** exponent if exponent > 1024 else base**exponent
-LARGEST = 1e308  # of a number: every integer that passes is a finite float too
-MAX_FILE_BYTES = 100_000  # of a config file, a page of assignments
+LARGEST = 1e308  # the largest number that is accepted, so that every integer fits into a float
+MAX_FILE_BYTES = 100_000  # of a config file; a longer one is refused before it is read whole
+MAX_COLUMN = 28  # where the help texts begin at most; a longer --name=default stands out to the right
+# How --help names a type, and how an error describes it
+TYPES = {int: ("int", "a whole number"), float: ("float", "a number"), str: ("text", "text")}
+TYPES |= {bool: ("bool", "true or false"), None: ("none", "none")}
 
 
 # kind: the types and single values that a setting takes, such as (int, None) or ("auto", "on", "off")
@@ -44,22 +53,23 @@ Setting = namedtuple("Setting", "kind default group help")
 
 @dataclass
 class Settings:
-    """Value and source of every setting. A source is default, environment NAME, FILE:LINE or command line."""
+    """Value and source of every setting: "default", "environment NAME", "FILE:LINE" or "command line"."""
 
     values: dict
     sources: dict
 
     def record(self):
-        """{name: {"value": ..., "source": ...}} for JSON: what checkpoints, wandb and the report store."""
+        """{name: {"value": ..., "source": ...}} for JSON. Checkpoints, wandb and the report store it."""
         return {name: {"value": value, "source": self.sources[name]} for name, value in self.values.items()}
 
 
 def configure(globals_, argv=None):
-    """Set a script's settings, in place, to what the command line asks for; returns the `Settings`.
+    """Give a script's variables the values that the command line asks for. Returns the `Settings`.
 
-    `globals_` is the script's globals(), `argv` its arguments (None: sys.argv[1:]). --help prints every
-    setting and exits with 0. Bad input is reported all at once on stderr and exits with 2, nothing changed.
-    From here on an uncaught UserError ends the script like that too: one sentence, status 2, no traceback.
+    `globals_` is the script's globals(). `argv` is the command line (None: sys.argv[1:]).
+    --help prints every setting and exits with status 0. If anything is wrong, all mistakes are printed on
+    stderr, no variable changes, and the script exits with status 2. From this call on, a UserError that
+    nothing catches ends the script in the same way: its sentence, status 2, no traceback.
     """
     if sys.excepthook is not _excepthook:
         _excepthook.previous, sys.excepthook = sys.excepthook, _excepthook
@@ -81,20 +91,17 @@ def configure(globals_, argv=None):
         except (UserError, RecursionError) as error:
             errors.append(f"{label}: {error}")
     if errors:
-        lines = [
-            *(f"error: {error}" for error in errors),
-            "hint: --help lists every setting with its default",
-        ]
-        _say("\n".join(lines), sys.stderr)
+        report = "".join(f"error: {error}\n" for error in errors)
+        _say(report + "hint: --help lists every setting with its default", sys.stderr)
         raise SystemExit(2)
     globals_.update(values)
     return Settings(values, sources)
 
 
 def defaults(path):
-    """{name: default} of the settings that the script at `path` declares. It is parsed, never executed.
+    """{name: default} of the settings that the script at `path` declares. The script does not run.
 
-    For a program that needs another script's numbers (its rates, say) and does not want to repeat them.
+    A program that needs the numbers of another script, such as its rates, reads them here.
     """
     return {name: setting.default for name, setting in _declared_settings(path).items()}
 
@@ -105,29 +112,39 @@ def _declared_settings(path):
     with tokenize.open(path) as file:
         source = file.read()
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comments = {
-        token.start[0]: token.string.strip("# ") for token in tokens if token.type == tokenize.COMMENT
-    }
+    comments = {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
     declared, group, end = {}, "", 0
     for statement in _statements_to_call(ast.parse(source).body):
-        above = "\n".join(source.split("\n")[end : statement.lineno - 1])
-        block = re.search(rf"(^ {{{statement.col_offset}}}#.*\n)+\s*\Z", above + "\n", re.MULTILINE)
-        words = [w for line in (block[0] if block else "").split("\n") if (w := line.strip("#-=*~ \t"))]
-        heading = words[0] if words else group
+        heading = _heading(source.split("\n")[end : statement.lineno - 1], statement.col_offset) or group
         end = statement.end_lineno
         name, node = _assignment(statement)
-        declared.pop(name, None)  # a second assignment takes the place of the first
+        declared.pop(name, None)  # a second assignment to a name replaces the first
         annotation = getattr(statement, "annotation", None)
-        with contextlib.suppress(UserError, RecursionError):  # computed: no setting
+        try:
             default = _literal(node)
+        except (UserError, RecursionError):
+            continue  # a computed value is not a setting
+        if name.startswith("_") or (default is None and annotation is None):
+            continue
+        try:
             kind = _kind(annotation) if annotation else (type(default),)
-            if not name.startswith("_") and (annotation or default is not None):
-                declared[name], group = Setting(kind, default, heading, comments.get(end, "")), heading
+            _fit(default, kind)
+        except UserError as error:
+            raise UserError(f"{path}:{statement.lineno}: {name}: {error}") from None
+        declared[name] = Setting(kind, default, heading, comments.get(end, "").strip("# "))
+        group = heading
     return declared
 
 
+def _heading(lines, indent):
+    """The first line with a word of the comment that ends `lines` at this indentation, else ""."""
+    comment = re.search(rf"(^ {{{indent}}}#.*\n)+\s*\Z", "\n".join([*lines, ""]), re.MULTILINE)
+    words = [line.strip("#-=*~ \t") for line in comment[0].split("\n")] if comment else []
+    return next(filter(None, words), "")
+
+
 def _statements_to_call(body):
-    """The statements up to the call of configure(), in the innermost `if` block that has assignments."""
+    """The statements up to the call of configure(): those of its `if` block if that has assignments."""
     for index, statement in enumerate(body):
         called = [node.func for node in ast.walk(statement) if isinstance(node, ast.Call)]
         if any(getattr(f, "attr", getattr(f, "id", "")) == "configure" for f in called):
@@ -145,7 +162,7 @@ def _assignment(statement):
 
 
 def _kind(annotation):
-    """The alternatives, types and single values, that an annotation stands for."""
+    """The types and single values that an annotation allows."""
     match annotation:
         case ast.Name("int" | "float" | "str" | "bool" as name):
             return ({"int": int, "float": float, "str": str, "bool": bool}[name],)
@@ -157,47 +174,48 @@ def _kind(annotation):
             return (*_kind(inner), None)
         case ast.Subscript(ast.Name("Literal") | ast.Attribute(attr="Literal"), inner):
             return tuple(_literal(choice) for choice in getattr(inner, "elts", [inner]))
-    raise TypeError(f"a setting is int, float, str, bool, Literal or X | None, not {ast.unparse(annotation)}")
+    raise UserError(f"use int, float, str, bool, Literal or X | None, not {ast.unparse(annotation)}")
 
 
 # What a person gives, as lists of (name, expression, source, label for an error).
 def _read_arguments(argv, declared, errors):
-    """What the command line gives, and the config files it names."""
-    given, files, rest = [], [], list(reversed(argv))
+    """What the command line gives, and the config files that it names."""
+    given, files, rest = [], [], deque(argv)
     switches = {name for name, setting in declared.items() if bool in setting.kind}
+    negated = {f"no_{name}": name for name in switches if f"no_{name}" not in declared}
     while rest:
-        argument = rest.pop()
+        argument = rest.popleft()
         key, equals, text = argument.partition("=")
         name = key[2:].replace("-", "_") if key.startswith("--") else ""
-        following = rest[-1] if rest else "--"
+        following = rest[0] if rest else "--"
         if not argument.startswith("-"):
             files.append(argument)
-        elif name not in declared and name.removeprefix("no_") in switches:
-            given.append((name.removeprefix("no_"), ast.Constant(False), "command line", key))
+        elif name in negated:
+            given.append((negated[name], ast.Constant(False), "command line", key))
             errors += [f"{key} takes no value"] if equals else []
         elif name not in declared:
-            near = _near(key.strip("-").replace("-", "_"), [*declared, *(f"no_{s}" for s in switches)], "--")
+            near = _near(key.strip("-").replace("-", "_"), [*declared, *negated], "--")
             errors.append(f"unknown setting {_show(key)}{near}")
             if not equals and not following.startswith("--") and not following.endswith(".py"):
-                rest.pop()  # its value, most likely: one slip, one error
+                rest.popleft()  # most likely its value, which is not a second mistake
         elif not equals and name not in switches and following.startswith("--"):
             errors.append(f"{key} needs a value: {_describe(declared[name].kind)}")
         else:
             if not equals:
-                text = "true" if name in switches and following.lower() not in WORDS else rest.pop()
+                text = "true" if name in switches and following.lower() not in WORDS else rest.popleft()
             label = f"{key}={_show(text)}"
             given.append((name, _expression(text, declared[name].kind), "command line", label))
     return given, files
 
 
 def _read_file(path, declared, errors):
-    """What a config file gives: a docstring, comments and assignments of literals are all it may hold."""
+    """What a config file gives. It may hold a docstring, comments and lines of name = value."""
     given, body = [], []
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
-            raise ValueError(f"over {MAX_FILE_BYTES:,} bytes, too long for a config file")
+            raise ValueError(f"over {MAX_FILE_BYTES:,} bytes, which is too long")
         body = _parse(data, "exec")
     except SyntaxError as error:
         errors.append(f"{_show(path)}:{error.lineno or 1}: {error.msg}")
@@ -217,7 +235,7 @@ def _read_file(path, declared, errors):
 
 
 def _expression(text, kind):
-    """The expression that a command-line text stands for, given the kind of its setting."""
+    """The expression that a text on the command line means to a setting of this kind."""
     words = {"none" if k is None else str(k): k for k in kind if not isinstance(k, type)}
     words |= WORDS if bool in kind else {}
     for word in (text, text.lower()):
@@ -230,17 +248,17 @@ def _expression(text, kind):
 
 
 def _parse(text, mode):
-    """The body of a source; SyntaxError for all that cannot be parsed."""
+    """The body of a source text. Whatever cannot be parsed is a SyntaxError."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return ast.parse(text, mode=mode).body
     except (ValueError, RecursionError, MemoryError):
-        raise SyntaxError("a NUL byte, or brackets or operators nested too deeply") from None
+        raise SyntaxError("it holds a NUL byte or is nested too deeply") from None
 
 
 def _literal(node):
-    """The value of a literal, or of arithmetic on numbers."""
+    """The value of a literal or of arithmetic on numbers."""
     match node:
         case ast.Constant(None | bool() | str() as value):
             return value
@@ -249,20 +267,20 @@ def _literal(node):
         case ast.UnaryOp(op=op) | ast.BinOp(op=op) if type(op) in OPERATORS:
             numbers = [_literal(side) for side in ast.iter_child_nodes(node) if side is not op]
             if any(type(number) not in (int, float) for number in numbers):
-                raise UserError("arithmetic is for numbers")
+                raise UserError("arithmetic works on numbers only")
             try:
                 value = OPERATORS[type(op)](*numbers)
             except ArithmeticError:
                 value = float("nan")
         case _:
-            raise UserError("neither a literal nor arithmetic on numbers")
+            raise UserError("a value is a number, arithmetic on numbers, text, True, False or None")
     if isinstance(value, complex) or not -LARGEST <= value <= LARGEST:
-        raise UserError("the result is too large, or no real number")
+        raise UserError("the result is too large or not a real number")
     return value
 
 
 def _fit(value, kind):
-    """`value` where the kind takes it: as it is, an integer as a float, an integral float as an integer."""
+    """`value` as a value of this kind. A whole number may become a float, and 1e3 an int."""
     if any(type(value) is k or (type(value) is type(k) and value == k) for k in kind):
         return value
     if type(value) is int and float in kind:
@@ -273,13 +291,12 @@ def _fit(value, kind):
 
 
 def _describe(kind):
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", None: "none"}
-    choices = ", ".join(_show(k) for k in kind if k not in names)
-    return " or ".join([f"one of {choices}"] * bool(choices) + [names[k] for k in kind if k in names])
+    choices = ", ".join(_show(k) for k in kind if k not in TYPES)
+    return " or ".join([f"one of {choices}"] * bool(choices) + [TYPES[k][1] for k in kind if k in TYPES])
 
 
 def _show(value):
-    """A value as one would write it on a command line, on one line and not too long."""
+    """A value as a person writes it on the command line, shortened."""
     text = str(value).lower() if value is None or isinstance(value, bool) else str(value)
     return text if re.fullmatch(r"[!-~]{1,200}", text) else repr(text)[:200]
 
@@ -290,23 +307,36 @@ def _near(name, names, dashes=""):
 
 
 def _help_page(globals_, declared, values):
+    """The docstring, the usage, and every setting with its default, help and type, in its group."""
     width = max(40, min(110, shutil.get_terminal_size().columns))
     module = getattr(globals_.get("__spec__"), "name", None)
     command = f"python -m {module}" if module else f"python {os.path.basename(globals_['__file__'])}"
-    lines = [globals_.get("__doc__") or "", f"usage: {command} [CONFIG_FILE ...] [--setting=value ...]"]
-    left = {name: f"  --{name}={_show(values[name])}" for name in declared}
-    column, group = min(width // 2, 2 + max(map(len, left.values()), default=0)), ""
+    doc = (globals_.get("__doc__") or "").strip()
+    doc = re.sub(r"^\S.*(\n\S.*)*", lambda prose: textwrap.fill(prose[0], width), doc, flags=re.MULTILINE)
+    lines = [doc, "", f"usage: {command} [CONFIG_FILE ...] [--setting=value ...]"]
+    left = {name: f"  --{name}={_show(values[name])}  " for name in declared}
+    column, group = min(MAX_COLUMN, width // 2, max(map(len, left.values()), default=0)), ""
     for name, setting in declared.items():
         lines += ["", setting.group] if setting.group != group else []
-        group, indent = setting.group, "\n" + " " * column
-        text = textwrap.wrap(f"{setting.help} ({_describe(setting.kind)})".strip(), width - column)
-        first = left[name].ljust(column) if len(left[name]) < column else left[name] + indent
-        lines.append(first + indent.join(text))
+        group = setting.group
+        lines.append(_help_lines(left[name].ljust(column), setting, column, width))
     return "\n".join(lines).strip()
 
 
+def _help_lines(left, setting, column, width):
+    """`left`, then help and type: on one line if they fit, else wrapped from `column` on."""
+    kind = "|".join(TYPES[k][0] if k in TYPES else _show(k) for k in setting.kind)
+    if len(kind) > width - column - 2:
+        kind = kind.replace("|", " | ")  # so that the line can break
+    text, indent = f"{setting.help} [{kind}]".strip(), "\n" + " " * column
+    if len(left + text) <= width:
+        return left + text
+    first = left if len(left) == column else left.rstrip() + indent
+    return first + indent.join(textwrap.wrap(text, width - column))
+
+
 def _say(text, stream):
-    """Print whatever the terminal's encoding, on the first process of a machine only."""
+    """Print on the first process of each machine. A character the terminal lacks becomes an escape."""
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) in ("", "0"):
         encoding = getattr(stream, "encoding", None) or "utf-8"
         print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)

@@ -1,0 +1,253 @@
+"""The configurator and scripts: what it reads from one, its help page, and real processes."""
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+import configurator
+from nanochat import UserError
+
+SCRIPT = '''\
+"""Train a small thing.
+Two lines are one paragraph.
+
+    python -m scripts.train --depth=20 # a command keeps its line
+"""
+
+from typing import Literal
+
+import configurator
+
+# Model
+depth = 20  # Transformer layers; every other size
+width: int | None = None  # columns (none = derived)
+dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of the products
+
+# Training
+rate = 3e-4  # step size
+decay: float = 0  # 0 = off
+plan = False  # print the plan and exit
+compiled: bool = True
+run = "dummy"
+base_dir = "~/.cache/nanochat"  # where runs live
+settings = configurator.configure(globals())
+after = 7
+'''
+HELP = """\
+Train a small thing. Two lines are one paragraph.
+
+    python -m scripts.train --depth=20 # a command keeps its line
+
+usage: python train.py [CONFIG_FILE ...] [--setting=value ...]
+
+Model
+  --depth=20                Transformer layers; every other size [int]
+  --width=none              columns (none = derived) [int|none]
+  --dtype=auto              of the products [auto|bfloat16|float32]
+
+Training
+  --rate=0.0003             step size [float]
+  --decay=0                 0 = off [float]
+  --plan=false              print the plan and exit [bool]
+  --compiled=true           [bool]
+  --run=dummy               [text]
+  --base_dir=~/.cache/nanochat  where runs live [text]
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """A folder with the script train.py, in which the test runs, as the first process of a machine."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    for name in ("NANOCHAT_BASE_DIR", "LOCAL_RANK", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+# What a script declares
+
+
+def declared(text):
+    """{name: Setting} of a script with this text."""
+    Path("declares.py").write_text(text)
+    return configurator._declared_settings("declares.py")
+
+
+GROUPS = '''\
+# far above
+import os
+a = 1
+# Group
+# goes on
+b = 2  # help of b
+        # indented deeper: no heading
+c = 3
+# dropped
+
+# ------
+# == Next: one ==
+# ------
+
+d = """
+# in text
+"""  # help of d
+# of a statement that is no setting
+os.x = 5
+e = 5
+'''
+
+
+def test_a_heading_is_the_first_line_with_a_word_of_the_comments_above_a_setting():
+    found = declared(GROUPS)
+    assert [setting.group for setting in found.values()] == ["", "Group", "Group", "Next: one", "Next: one"]
+    assert [setting.help for setting in found.values()] == ["", "help of b", "", "help of d", ""]
+
+
+def test_settings_end_at_the_call_and_stand_in_the_block_that_holds_it():
+    module = "a = 1\nif b:\n    c = 3\nd = 4\n"
+    assert [*declared(f"{module}configure(globals())\ne = 5")] == ["a", "d"]
+    assert [*declared(f"{module}x = configurator.configure(globals())\ne = 5")] == ["a", "d"]
+    main = f"{module}if __name__ == '__main__':\n"
+    assert [*declared(f"{main}    configure(globals())\n    e = 5")] == ["a", "d"]
+    found = declared(f"{main}    # G\n    e = 5  # h\n    configure(globals())\n    f = 6")
+    assert found == {"e": ((int,), 5, "G", "h")}
+
+
+def test_only_single_names_with_literal_values_are_settings():
+    text = "a = b = 1\nc, d = 1, 2\ne: int\nf = [1]\ng = f\nh = 3\nh = f\ni = 1\ni = 2.5\nj = b'x'\nk = 1j"
+    found = declared(text + "\nl = None\nm = -1\nn += 1\no.p = 1")
+    assert {name: setting.default for name, setting in found.items()} == {"i": 2.5, "m": -1}
+
+
+def test_annotations_give_the_type():
+    text = "a: float = 1\nb: str | None = None\nc: typing.Optional[int] = 3\nd: Literal['x', 1] | int = 'x'\n"
+    found = declared(text + "e: None | bool = None\nf: typing.Literal['one'] = 'one'")
+    kinds = [setting.kind for setting in found.values()]
+    assert kinds == [(float,), (str, None), (int, None), ("x", 1, int), (None, bool), ("one",)]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("a: list[int] = 3", "use int, float, str, bool, Literal or X | None, not list[int]"),
+        ("a: int = 1.5", "expected a whole number, got 1.5"),
+        ("a: Literal['on', 'off'] = 'of'", "expected one of on, off, got 'of'"),
+    ],
+)
+def test_a_setting_whose_annotation_does_not_allow_its_default_is_refused_with_its_line(line, reason):
+    with pytest.raises(UserError) as refused:
+        declared(f"b = 1\n{line}")
+    assert str(refused.value) == f"declares.py:2: a: {reason}"
+
+
+def test_the_defaults_of_a_script_are_read_without_running_it(folder, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", "/elsewhere")  # gives a run's value, not the script's default
+    (folder / "train.py").write_text(SCRIPT.replace("import configurator", "open('executed', 'w')"))
+    found = configurator.defaults("train.py")
+    assert [*found] == ["depth", "width", "dtype", "rate", "decay", "plan", "compiled", "run", "base_dir"]
+    assert [*found.values()] == [20, None, "auto", 3e-4, 0, False, True, "dummy", "~/.cache/nanochat"]
+    assert configurator.defaults(folder / "train.py") == found and not (folder / "executed").exists()
+
+
+def test_the_defaults_of_the_training_script_are_known_to_other_scripts():
+    found = configurator.defaults(ROOT / "scripts" / "base_train.py")
+    assert found["depth"] == 20 and found["matrix_lr"] > 0 and found["model_tag"] is None
+
+
+# What a person sees
+
+
+def stopped(capsys, *argv):
+    """(status, stdout, stderr) of the script in this process, with arguments that end it."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(sys, "argv", ["train.py", *argv])
+        runpy.run_path("train.py", run_name="__main__")
+    return stop.value.code, *capsys.readouterr()
+
+
+def test_help_gives_each_setting_one_line_in_its_group_where_the_terminal_has_room(capsys, monkeypatch):
+    for columns in "80", "110", "300":
+        monkeypatch.setenv("COLUMNS", columns)
+        assert stopped(capsys, "--help", "--depth=wrong") == (0, HELP, "")
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", "/elsewhere")
+    assert stopped(capsys, "-h")[1].split() == HELP.replace("~/.cache/nanochat", "/elsewhere").split()
+
+
+@pytest.mark.parametrize("columns", [10, 40, 50, 63])
+def test_help_is_wrapped_to_a_narrow_terminal_without_losing_a_word(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    _, out, _ = stopped(capsys, "--help")
+    assert "".join(out.split()) == "".join(HELP.split())
+    wrapped = [line for line in out.splitlines() if "python" not in line]
+    assert max(map(len, wrapped)) <= max(40, columns) and len(out.splitlines()) > len(HELP.splitlines())
+    assert "\n    python -m scripts.train --depth=20 # a command keeps its line\n" in out
+
+
+def test_a_script_run_by_runpy_is_configured_before_it_goes_on(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--depth=6", "--no-compiled"])
+    variables = runpy.run_path("train.py", run_name="__main__")
+    assert (variables["depth"], variables["compiled"], variables["after"]) == (6, False, 7)
+    assert variables["settings"].record()["depth"] == {"value": 6, "source": "command line"}
+
+
+@pytest.mark.parametrize("rank", [{"LOCAL_RANK": "1"}, {"RANK": "3"}, {"RANK": "0", "LOCAL_RANK": "2"}])
+def test_other_processes_of_a_machine_stop_with_the_same_status_in_silence(capsys, monkeypatch, rank):
+    for name, value in rank.items():
+        monkeypatch.setenv(name, value)
+    assert stopped(capsys, "--dept=6") == (2, "", "") and stopped(capsys, "--help") == (0, "", "")
+    monkeypatch.setenv("LOCAL_RANK", "0")  # the first process of a second machine speaks
+    assert "error: unknown setting --dept" in stopped(capsys, "--dept=6")[2]
+
+
+# Real processes
+
+
+def python(*arguments, **environment):
+    """(exit status, stdout, stderr) of `python ARGUMENTS` in the test's folder; it can import the project."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_script_started_with_python_m_takes_its_settings_and_gives_its_exit_status(folder):
+    (folder / "pack").mkdir()
+    (folder / "pack" / "train.py").write_text(SCRIPT + "print(depth, settings.sources['depth'])\n")
+    (folder / "config.py").write_text("depth = 3")
+    assert python("-m", "pack.train", "config.py") == (0, "3 config.py:1\n", "")
+    status, out, err = python("-m", "pack.train", "--dept=6")
+    assert (status, out) == (2, "")
+    assert err.startswith("error: unknown setting --dept; did you mean --depth?\nhint: --help")
+    status, out, err = python("-m", "pack.train", "--help")
+    assert (status, err) == (0, "") and "usage: python -m pack.train" in out and "--depth=20" in out
+
+
+def test_an_uncaught_user_error_is_one_sentence_with_status_2_and_others_keep_their_hook(folder):
+    script, header = folder / "train.py", "import configurator, nanochat\nconfigurator.configure(globals())\n"
+    script.write_text(header + "raise nanochat.UserError('use 4096 or 8192')\n")
+    assert python("train.py") == (2, "", "error: use 4096 or 8192\n")
+    assert python("train.py", LOCAL_RANK="1") == (2, "", "")
+    script.write_text(header + "raise ValueError('a bug')\n")
+    status, _, err = python("train.py")
+    assert status == 1 and "Traceback" in err and "a bug" in err
+    script.write_text("import sys\nsys.excepthook = lambda *_: print('mine')\n" + header * 2 + "1 / 0\n")
+    assert python("train.py")[1] == "mine\n"
+
+
+def test_help_reaches_a_terminal_that_cannot_show_every_character(folder):
+    script = "import configurator\nrate = 1.0  # \u03b7 \u2192 0\nconfigurator.configure(globals())\n"
+    (folder / "train.py").write_text(script, encoding="utf-8")
+    status, out, _ = python("train.py", "--help", PYTHONIOENCODING="ascii")
+    assert status == 0 and r"\u03b7" in out
+
+
+def test_the_configurator_imports_nothing_heavy():
+    code = "import sys, configurator; print({'torch', 'numpy', 'pyarrow', 'tiktoken'} & sys.modules.keys())"
+    assert python("-c", code)[1] == "set()\n"
