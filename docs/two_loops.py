@@ -1,8 +1,8 @@
 """The smallest complete training script with two loops: `python docs/two_loops.py`, a few seconds on a CPU.
 
-A byte-level GPT learns a page of Python. The outer loop makes updates; the inner one gathers the gradient of
-a total batch from micro-batches that fit into memory. scripts/base_train.py is this with a larger model, real
-data, several processes, evaluation and checkpoints; docs/walkthrough.md explains both.
+A byte-level GPT learns one file of Python. The outer loop makes updates. The inner loop adds up the gradient
+of the total batch from micro-batches that fit into memory. scripts/base_train.py does the same with a larger
+model, real data, several processes, evaluation and checkpoints. docs/walkthrough.md explains both.
 """
 
 import argparse
@@ -29,7 +29,7 @@ class TinyGPT(nn.Module):
         nn.init.zeros_(self.head.weight)  # every byte equally likely: the first loss is ln 256
 
     def forward(self, inputs, targets):  # (B, T) int64 each
-        mask = nn.Transformer.generate_square_subsequent_mask(inputs.size(1))  # no look at later bytes
+        mask = nn.Transformer.generate_square_subsequent_mask(inputs.size(1))  # no byte sees later bytes
         x = self.token(inputs) + self.position.weight  # (B, T, C)
         logits = self.head(self.block(x, mask, is_causal=True))  # (B, T, 256)
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())  # mean over B * T bytes
@@ -52,17 +52,17 @@ for step in range(num_iterations):  # outer loop: one update
     for _ in range(grad_accum_steps):  # inner loop: one forward and one backward pass
         inputs, targets = next_batch()
         with torch.autocast("cpu", torch.bfloat16):  # matrix products in bfloat16
-            loss = model(inputs, targets) / grad_accum_steps  # the sum of the quarters is the mean
-        loss.backward()  # adds to .grad and frees what the forward pass kept
+            loss = model(inputs, targets) / grad_accum_steps  # the sum of four quarters is the mean
+        loss.backward()  # adds to .grad, and frees what the forward pass kept
         losses[-1] += loss.item()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)  # of the whole gradient: after the loop
+    torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)  # after the loop: .grad is complete
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)  # the next total batch begins from nothing
+    optimizer.zero_grad(set_to_none=True)  # the next batch must not add to this one
     if step % 10 == 0 or step == num_iterations - 1:
         print(f"step {step:2d} | loss {losses[-1]:.4f} | lr {lr * multiplier:.5f}")
 
-share = torch.bincount(text, minlength=256) / len(text)  # of each byte: what a model without context can know
+share = torch.bincount(text, minlength=256) / len(text)  # how often each byte occurs
 without_context, final = torch.special.entr(share).sum().item(), sum(losses[-10:]) / 10
 print(f"from {losses[0]:.3f} (ln 256) to {final:.3f} nats a byte; without context {without_context:.3f}")
 if abs(losses[0] - math.log(256)) > 0.01 or final > without_context - 0.3:
-    raise SystemExit("wrong: it should begin at ln 256 and learn more than how often each byte occurs")
+    raise SystemExit("wrong: the loss should begin at ln 256 and fall well below that without context")
