@@ -1,1 +1,1 @@
-"""Text to shards to tokens to batches, with an exact position in the data (docs/data.md)."""
+"""From text to batches: shards (parquet files), tokens, rows, and an exact position (docs/data.md)."""

@@ -1,9 +1,9 @@
-"""Where text comes from: parquet shards with a `text` column, split into training and validation.
+"""Where text comes from. A data set is two lists of shards (parquet files): training and validation.
 
     dataset = open_dataset("embedded", base_dir=base_dir)     # the running Python's standard library
-    dataset = open_dataset("my_texts/", base_dir=base_dir)    # files or folders of text, imported once
-    dataset = open_dataset("climbmix", base_dir=base_dir)     # public shards, downloaded by
-    python -m scripts.download --name=climbmix --num_shards=8
+    dataset = open_dataset("my_texts/", base_dir=base_dir)    # your files or folders, imported once
+    dataset = open_dataset("climbmix", base_dir=base_dir)     # public shards, after the command
+                                                              # python -m scripts.download --name=climbmix
     for text in dataset.train_texts(): ...
 
 docs/data.md says what becomes a document, and which documents are validation.
@@ -21,36 +21,43 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat import UserError
+from nanochat.data.download import read_checksums
 from nanochat.data.imported import Dataset, build, open_built
 from nanochat.data.parquet import footer_digest
+from nanochat.data.progress import bar
 from nanochat.data.textfiles import find_files, read_documents
 
-# What one public shard holds. Its author counts with 240 shards for 11.2 billion tokens (karpathy/nanochat,
-# speedrun.sh of 2025-10-13, fineweb-edu) and 150 shards for 7 billion (dev/LOG.md, 2026-03-04, climbmix). By
-# characters it is 10 % more: 250 million a shard (dev/repackage_data_reference.py) at 4.8 a token of a
-# vocabulary of this size (speedrun.sh).
+# Tokens in one public shard. Its author takes 240 shards for 11.2 billion tokens of fineweb-edu, 10 % more
+# than computed from 250 million characters a shard and 4.8 characters a token (karpathy/nanochat:
+# speedrun.sh of 2025-10-13), and 150 shards for 7 billion tokens of climbmix (dev/LOG.md, 2026-03-04): the
+# same number twice.
 TOKENS_PER_SHARD = 46_700_000
 
-FORMAT = 1  # of what we build; a higher number makes old folders be built anew
+FORMAT = 1  # of the folders that we build; with a higher number all of them are built again
 
 
 @dataclass(frozen=True)
 class Public:
-    """Shards shard_00000.parquet ... of a Hugging Face data set; the last one is the validation split."""
+    """A data set on Hugging Face: shard_00000.parquet and so on. The last shard is the validation split."""
 
     repo: str
-    shards: int
+    shards: int  # the validation shard included
 
     def file(self, number: int) -> str:
+        """The name of a shard."""
         return f"shard_{number:05d}.parquet"
 
     @property
     def validation(self) -> str:
+        """The name of the validation shard."""
         return self.file(self.shards - 1)
 
     def shards_for(self, tokens: int) -> int:
-        """How many training shards hold about `tokens` tokens of a vocabulary of 32,768 ids: at least one,
-        at most all there are."""
+        """About how many training shards hold `tokens` tokens: at least 1, at most all.
+
+        The tokens are those of a vocabulary of 32,768 ids or more. A smaller one makes more tokens of a
+        shard.
+        """
         return min(max(1, -(-tokens // TOKENS_PER_SHARD)), self.shards - 1)
 
 
@@ -67,14 +74,19 @@ def open_dataset(
     base_dir: str | Path,
     text_field: str = "text",
 ) -> Dataset:
-    """The data set that the settings `data`, `val_data` and `text_field` mean, built where it is not yet.
+    """The data set of the settings `data`, `val_data` and `text_field`; it is built at the first use.
 
-    `text_field` is the field of JSON objects, or the column of parquet files, that holds the text.
+    `data` is "embedded", a name in PUBLIC, or paths with commas between them. `val_data` are the paths of
+    the validation split. `text_field` is the field of JSON objects, or the column of parquet files, that
+    holds the text. Raises UserError if files are missing, damaged or without text, or if a split would be
+    empty.
     """
     base_dir = Path(base_dir).expanduser()
     if str(data) == "embedded":
         if val_data is not None:
-            raise UserError("val_data goes with other data only; the embedded data has its own validation")
+            raise UserError(
+                "the embedded data has its own validation; give --val_data only with other --data"
+            )
         return _open_embedded(base_dir)
     val_files = find_files("val_data", val_data)[0] if val_data is not None else []
     if str(data) in PUBLIC:
@@ -86,7 +98,9 @@ def open_dataset(
     validation = {path.resolve() for path in val_files}
     files = [path for path in files if path.resolve() not in validation]
     if not files:
-        raise UserError(f"every file of data={data} is validation; give --data more files than --val_data")
+        raise UserError(
+            f"every file of data={data} is in val_data too; give --data more files than --val_data"
+        )
     name = re.sub(r"[^\w.-]+", "_", Path(str(data).split(",")[0]).expanduser().resolve().name) or "data"
     if in_place and val_files:
         return _open_shards(name, files, val_files)
@@ -113,14 +127,17 @@ def _open_embedded(base_dir: Path) -> Dataset:
 
 
 def _read_sources(root: Path) -> tuple[list[str], int]:
-    """Texts of the non-empty .py files under root but installed packages, and how many are unreadable."""
+    """Texts of the non-empty .py files under `root`, and how many files are unreadable.
+
+    Installed packages (site-packages) are left out.
+    """
     documents, skipped = [], 0
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
         if {"site-packages", "dist-packages"} & set(path.relative_to(root).parts):
             continue
         try:
             text = path.read_text("utf-8")
-        except (OSError, UnicodeDecodeError):  # the library's tests hold files in other encodings on purpose
+        except (OSError, UnicodeDecodeError):  # some of the library's own tests are not UTF-8 on purpose
             skipped += 1
             continue
         if text:
@@ -128,7 +145,7 @@ def _read_sources(root: Path) -> tuple[list[str], int]:
     return documents, skipped
 
 
-# -- text of the user's, imported
+# -- the user's own text, imported
 
 
 def _open_local(
@@ -140,39 +157,38 @@ def _open_local(
     dataset = open_built(target)
     if dataset is None:
         if older := sorted(path.name for path in folder.glob(f"{name}-{'[0-9a-f]' * 12}")):
-            print(f"{folder} has other imports of that name: {', '.join(older)}", file=sys.stderr)
+            print(f"{folder} has older imports of that name: {', '.join(older)}", file=sys.stderr)
         note = f"{{:,}} training and {{:,}} validation documents of {len(files) + len(val_files):,} files"
         note += f", {others:,} files of other kinds left out" if others else ""
         documents = _import([("train" if val_files else "hash", files), ("val", val_files)], text_field)
         dataset = build(target, name, documents, note)
         if (_stamp(files), _stamp(val_files)) != stamp:
             shutil.rmtree(target)
-            raise UserError(f"files of {name} changed while they were imported; start again")
+            raise UserError(f"files of {name} changed during the import; start again")
     return dataset
 
 
 def _stamp(files: list[Path]) -> list:
-    """Names, sizes and times of files: while these are the same they are not read again."""
+    """Paths, sizes and times of files. An import stays valid as long as they are the same."""
     try:
         return [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     except OSError as error:
-        raise UserError(f"{error.filename} has vanished or may not be read; start again") from error
+        raise UserError(
+            f"{error.filename} is gone or cannot be read; check the file and start again"
+        ) from error
 
 
 def _import(splits: list[tuple[str, list[Path]]], text_field: str) -> Iterator[tuple[str, str]]:
     """(split, text) of all documents, with a progress bar over the bytes of the files."""
-    from tqdm import tqdm
-
-    sizes = sum(path.stat().st_size for _, files in splits for path in files)
-    interval = 0.2 if sys.stderr.isatty() else 10  # seconds: a log gets few lines
-    with tqdm(total=sizes, unit="B", unit_scale=True, desc="importing", mininterval=interval) as bar:
+    total = sum(path.stat().st_size for _, files in splits for path in files)
+    with bar("importing", "B", total) as progress:
         for split, files in splits:
             for path in files:
-                for text in read_documents(path, text_field, bar.update):
+                for text in read_documents(path, text_field, progress.update):
                     yield split, text
 
 
-# -- parquet shards used in place: the user's, or downloaded
+# -- parquet shards used in place: the user's own or downloaded ones
 
 
 def _open_shards(name: str, train_shards: list[Path], val_shards: list[Path]) -> Dataset:
@@ -180,16 +196,19 @@ def _open_shards(name: str, train_shards: list[Path], val_shards: list[Path]) ->
     for split, paths in (("train", train_shards), ("val", val_shards)):
         fingerprint.update(split.encode())
         for path in paths:
-            footer, rows = footer_digest(path)
+            footer, count = footer_digest(path)
             fingerprint.update(footer)
-            documents[split] += rows
+            documents[split] += count
     note = f"{documents['train']:,} training documents in {len(train_shards)} shards"
     note += f", {documents['val']:,} validation documents"
     return Dataset(name, train_shards, val_shards, fingerprint.hexdigest(), note)
 
 
 def _pinned_validation(files: list[Path]) -> list[Path]:
-    """The validation shard among public shards that someone has already; [] where there are other files."""
+    """The validation shard in a folder of public shards; [] if the files are not public shards.
+
+    Raises UserError if public shards come without their validation shard.
+    """
     names = {path.name: path for path in files}
     if not all(re.fullmatch(r"shard_\d{5}\.parquet", name) for name in names):
         return []
@@ -198,26 +217,26 @@ def _pinned_validation(files: list[Path]) -> list[Path]:
             return [names[public.validation]]
     wanted = " or ".join(f"{public.validation} ({name})" for name, public in PUBLIC.items())
     raise UserError(
-        f"{files[0].parent} has public shards without the one that is validation: put {wanted} there, or "
-        "say which files are validation with --val_data=PATH"
+        f"{files[0].parent} has public shards, but not the validation shard; put {wanted} there, or name the "
+        "validation files with --val_data=PATH"
     )
 
 
 def _open_public(name: str, folder: Path, val_files: list[Path]) -> Dataset:
-    """Downloaded shards, as far as they are recorded and have the recorded size."""
-    from nanochat.data.download import read_record
-
+    """The shards of a folder that checksums.json lists. Each must have the size in that list."""
     public, command = PUBLIC[name], f"python -m scripts.download --name={name} --num_shards=8"
-    record = read_record(folder)
-    there = {file: folder / file for file in sorted(record) if (folder / file).exists()}
-    for file, path in there.items():
-        if path.stat().st_size != record[file]["bytes"]:
-            raise UserError(f"{path} is not as it was downloaded; get it again: {command}")
-    if public.validation not in there and not val_files:
+    checksums = read_checksums(folder)
+    shards = {file: folder / file for file in sorted(checksums) if (folder / file).exists()}
+    for file, path in shards.items():
+        if path.stat().st_size != checksums[file]["bytes"]:
+            raise UserError(f"{path} has changed since its download; get it again: {command}")
+    if public.validation not in shards and not val_files:
         raise UserError(f"{folder} lacks {public.validation}, the validation split; get it: {command}")
-    pinned = there.pop(public.validation, None)
-    if not there:
-        raise UserError(f"{folder} holds no training shards; get some: {command}")
+    pinned = shards.pop(public.validation, None)
+    if not shards:
+        raise UserError(f"{folder} has no training shards; get some: {command}")
     if any(path.suffix != ".parquet" for path in val_files):
-        raise UserError(f"val_data for {name} has to be parquet files with a column `text`")
-    return _open_shards(name, list(there.values()), val_files or [pinned])
+        raise UserError(
+            f"--val_data for {name} must be parquet files with a column `text`; convert or import it"
+        )
+    return _open_shards(name, list(shards.values()), val_files or [pinned])

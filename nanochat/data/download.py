@@ -1,8 +1,8 @@
-"""Files from the network into a folder: each arrives whole and verified under its name, or not at all.
+"""Downloads files into a folder. A file appears under its name only when it is complete and verified.
 
-A file grows under NAME.part, goes on there after a break (HTTP ranges), and gets its name when it has the
-announced size and passes the check. Size and SHA-256 are recorded in checksums.json at the first download;
-from then on a file of that name must have them.
+A file grows under NAME.part. If the connection breaks, an HTTP range request continues it. When the size is
+the announced one and the content passes the check, the file gets its name. Size and SHA-256 are written to
+checksums.json at the first download; later files of that name must match them.
 """
 
 import contextlib
@@ -20,12 +20,13 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from nanochat import UserError
+from nanochat.data.progress import DownloadProgress
 
-RECORD = "checksums.json"
-CHUNK = 1 << 14  # bytes; a break loses less than that
-FIRST_PAUSE_S = 1.0  # before the first retry; it doubles with each failure in a row, up to
-LONGEST_PAUSE_S = 60.0
-LONGEST_RETRY_AFTER_S = 600.0  # a server that asks for more is asked again sooner
+CHECKSUMS = "checksums.json"
+CHUNK = 1 << 14  # bytes written at once; a break loses at most these
+FIRST_PAUSE_S = 1.0  # before the first retry; every further failure in a row doubles it,
+LONGEST_PAUSE_S = 60.0  # up to this
+LONGEST_RETRY_AFTER_S = 600.0  # a server that asks for a longer pause gets the next request after this one
 
 
 def download(
@@ -36,16 +37,18 @@ def download(
     timeout: float = 30.0,
     retries: int = 8,
 ) -> dict[str, str]:
-    """Get the files {name: URL} that `folder` lacks; returns {name: reason} of those that are missing still.
+    """Get the files {name: URL} that are missing in `folder`; returns {name: reason} for those that failed.
 
-    `check` raises an exception where a complete file is not what it should be. A file of right size and
-    checksum is left alone, a damaged one is got again. OSError where the folder cannot be written.
+    `check(path)` raises ValueError if a complete file has the wrong content. A file with the recorded size
+    and checksum stays; a damaged one is downloaded again. `workers` files come at the same time, `timeout`
+    is in seconds without a byte, `retries` counts failures in a row. Raises UserError for bad numbers or
+    while another download uses the folder, and OSError if the folder cannot be written.
     """
     if workers < 1 or retries < 0 or timeout <= 0:
         raise UserError("workers must be at least 1, retries at least 0, and timeout positive")
     folder.mkdir(parents=True, exist_ok=True)
     failed: dict[str, str] = {}
-    with _locked(folder), _Progress(len(urls)) as progress:
+    with _locked(folder), DownloadProgress(len(urls)) as progress:
         fetcher = _Fetcher(folder, check, timeout, retries, progress)
         pool = ThreadPoolExecutor(min(workers, max(1, len(urls))))
         try:
@@ -56,36 +59,39 @@ def download(
                 except _GivenUp as error:
                     failed[tasks[task]] = str(error)
                 progress.file_done(len(failed))
-        except BaseException:  # Ctrl-C, or a full disk: the other files need not go on
+        except BaseException:  # Ctrl-C, or a full disk: stop the other files too
             fetcher.stop.set()
             raise
         finally:
             pool.shutdown(cancel_futures=True)
     say = [f"{len(urls) - len(failed)} of {len(urls)} files are in {folder}, sizes and checksums verified"]
     say += [f"missing: {name}: {reason}" for name, reason in sorted(failed.items())]
-    say += ["run the same command again: it goes on where it stopped"] if failed else []
+    say += ["run the same command again: it continues where it stopped"] if failed else []
     print("\n".join(say), file=sys.stderr)
     return failed
 
 
-def read_record(folder: Path) -> dict[str, dict]:
-    """{name: {"bytes": size, "sha256": hex}} of all files ever downloaded into a folder."""
-    path = folder / RECORD
+def read_checksums(folder: Path) -> dict[str, dict]:
+    """{name: {"bytes": size, "sha256": hex}} of all files that were ever downloaded into a folder.
+
+    It is empty if the folder has no checksums.json. Raises UserError if that file is damaged.
+    """
+    path = folder / CHECKSUMS
     try:
-        record = json.loads(path.read_text("utf-8"))
-        return {name: {"bytes": int(e["bytes"]), "sha256": str(e["sha256"])} for name, e in record.items()}
+        content = json.loads(path.read_text("utf-8"))
+        return {name: {"bytes": int(e["bytes"]), "sha256": str(e["sha256"])} for name, e in content.items()}
     except FileNotFoundError:
         return {}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is damaged; remove it, and the download command makes it anew") from error
+        raise UserError(f"{path} is damaged; remove it and run the download command again") from error
 
 
 class _GivenUp(Exception):
-    """A file that will not come; the message says why."""
+    """The download of a file has failed for good; the message says why."""
 
 
 class _TryAgain(Exception):
-    """A failure that may pass; `after` is how many seconds the server asked to wait, if it did."""
+    """A failure that may pass. `after` is the pause in seconds that the server asked for, or None."""
 
     def __init__(self, reason: str, after: float | None = None):
         super().__init__(reason)
@@ -93,16 +99,20 @@ class _TryAgain(Exception):
 
 
 class _Fetcher:
-    def __init__(self, folder: Path, check: Callable, timeout: float, retries: int, progress: "_Progress"):
+    """Downloads single files; several threads call `get` at the same time. Setting `stop` ends them all."""
+
+    def __init__(
+        self, folder: Path, check: Callable, timeout: float, retries: int, progress: DownloadProgress
+    ):
         self._folder, self._check, self._progress = folder, check, progress
         self._timeout, self._retries = timeout, retries
-        self._lock = threading.Lock()  # of the record
-        self._record = read_record(folder)
-        self._announced: dict[str, str | None] = {}  # SHA-256 that the server told
+        self._lock = threading.Lock()  # for the checksums
+        self._checksums = read_checksums(folder)
+        self._announced: dict[str, str | None] = {}  # SHA-256 of each file, if the server gave it
         self.stop = threading.Event()
 
     def get(self, name: str, url: str) -> None:
-        """Have the file under its name; _GivenUp where that is not possible."""
+        """Download a file unless a good one is there. Raises _GivenUp after too many failures."""
         path, part = self._folder / name, self._folder / f"{name}.part"
         if path.exists():
             self._progress.expect(name, path.stat().st_size)
@@ -118,7 +128,7 @@ class _Fetcher:
                 return
             except _TryAgain as error:
                 failures = 1 if _size(part) > most else failures + 1
-                most = max(most, _size(part))  # only what never came before is progress
+                most = max(most, _size(part))  # only bytes that never came before are progress
                 if failures > self._retries:
                     raise _GivenUp(f"{error} ({failures} failures in a row)") from error
                 pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 1)) * random.uniform(0.5, 1)
@@ -128,8 +138,8 @@ class _Fetcher:
                     raise _GivenUp("stopped") from error
 
     def _is_good(self, path: Path, name: str) -> bool:
-        """Whether a file that is there is the recorded one; where nothing is recorded, the check decides."""
-        wanted = self._record.get(name)
+        """Whether a complete file matches its recorded checksum. Without a recorded one the check decides."""
+        wanted = self._checksums.get(name)
         if wanted and path.stat().st_size != wanted["bytes"]:
             return False
         if not wanted and not self._passes(path):
@@ -147,15 +157,15 @@ class _Fetcher:
         return True
 
     def _fetch(self, name: str, url: str, part: Path) -> None:
-        """One request: have all of the file in `part`, or as much as comes before it breaks (_TryAgain)."""
+        """One request for what `part` still lacks. Raises _TryAgain if the file is not complete after it."""
         import requests
 
         tag_path = _tag_path(part)
         had = _size(part)
-        headers = {"Accept-Encoding": "identity"}  # the size announced is that of the file
+        headers = {"Accept-Encoding": "identity"}  # uncompressed, so the announced size is the file's size
         if had:
             headers["Range"] = f"bytes={had}-"
-            if tag_path.exists():  # go on only if it is still the same file, else send all of it
+            if tag_path.exists():  # if the file has changed since, the server sends all of it
                 headers["If-Range"] = tag_path.read_text("utf-8")
         try:
             with requests.get(url, headers=headers, stream=True, timeout=self._timeout) as answer:
@@ -164,7 +174,7 @@ class _Fetcher:
                 if start is None:
                     return
                 tag = answer.headers.get("ETag", "")
-                if tag.startswith('"'):  # weak tags do not promise the same bytes
+                if tag.startswith('"'):  # a weak tag (W/"...") does not promise the same bytes
                     tag_path.write_text(tag, "utf-8")
                 else:
                     tag_path.unlink(missing_ok=True)
@@ -173,21 +183,21 @@ class _Fetcher:
         except requests.RequestException as error:
             raise _TryAgain(_kind_of(error)) from error
         if total is not None and _size(part) < total:
-            raise _TryAgain(f"the connection broke off at {_size(part):,} of {total:,} bytes")
+            raise _TryAgain(f"the connection broke at {_size(part):,} of {total:,} bytes")
 
     def _read_head(self, answer, part: Path, had: int) -> tuple[int | None, int | None]:
-        """Where in the file the body begins and the size of the file; (None, None) if all of it is here."""
+        """(where the body begins in the file, bytes of the file), or (None, None) if the part is complete."""
         status = answer.status_code
         span = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+)", answer.headers.get("Content-Range", ""))
-        if status == 416:  # nothing after what we have
+        if status == 416:  # the file has no bytes after those we have
             if span and int(span[2]) == had:
                 return None, None
             _discard(part)
-            raise _TryAgain("the server has less than what came before; beginning anew")
+            raise _TryAgain("the file on the server is shorter than the part here; starting it again")
         if status == 206:
             if not span or span[1] is None or int(span[1]) != had:
                 _discard(part)
-                raise _TryAgain("the server sent another range than was asked for; beginning anew")
+                raise _TryAgain("the server sent another range than the requested one; starting again")
             return had, int(span[2])
         if status == 429 or status >= 500 or status == 408:
             raise _TryAgain(f"HTTP {status} {answer.reason}", _retry_after(answer.headers.get("Retry-After")))
@@ -197,30 +207,31 @@ class _Fetcher:
         return 0, int(length) if length.isdigit() else None
 
     def _write_body(self, name: str, answer, part: Path, start: int) -> None:
-        at = start
-        self._progress.arrived(name, at)
+        size = start
+        self._progress.arrived(name, size)
         with open(part, "r+b" if start else "wb") as file:
             file.seek(start)
             for chunk in answer.iter_content(CHUNK):
                 if self.stop.is_set():
                     raise _GivenUp("stopped")
                 file.write(chunk)
-                at += len(chunk)
-                self._progress.arrived(name, at)
+                size += len(chunk)
+                self._progress.arrived(name, size)
 
     def _finish(self, name: str, part: Path, path: Path) -> None:
-        """Check a complete part, record it if it is the first of its name, and give it its name."""
+        """Check a complete part, record its checksum if the name has none yet, and give it its name."""
         digest, size = self._sha256(part), part.stat().st_size
-        wanted = self._record.get(name)
+        wanted = self._checksums.get(name)
         if wanted and (wanted["bytes"], wanted["sha256"]) != (size, digest):
             _discard(part)
-            raise _TryAgain(f"what came is not the file recorded in {RECORD}")
+            raise _TryAgain(f"the server sent another file than the one recorded in {CHECKSUMS}")
         if digest != (self._announced[name] or digest) or not self._passes(part):
             _discard(part)
-            raise _TryAgain("what came is damaged or another kind of file")
-        if twin := next((n for n, e in self._record.items() if n != name and e["sha256"] == digest), None):
+            raise _TryAgain("the server sent a damaged file or another kind of file")
+        twin = next((n for n, e in self._checksums.items() if n != name and e["sha256"] == digest), None)
+        if twin:
             _discard(part)
-            raise _TryAgain(f"what came is {twin}")
+            raise _TryAgain(f"the server sent {twin}")
         with open(part, "rb+") as file:
             os.fsync(file.fileno())
         self._note(name, size, digest)
@@ -237,54 +248,18 @@ class _Fetcher:
         return digest.hexdigest()
 
     def _note(self, name: str, size: int, digest: str) -> None:
+        """Write the checksum of a file to checksums.json, which is replaced as a whole."""
         with self._lock:
-            self._record[name] = {"bytes": size, "sha256": digest}
-            temporary = self._folder / f".{RECORD}.new"
-            temporary.write_text(json.dumps(dict(sorted(self._record.items())), indent=1) + "\n", "utf-8")
-            os.replace(temporary, self._folder / RECORD)
-
-
-class _Progress:
-    """One bar over all bytes; a file whose size is not known yet counts as the mean of the others."""
-
-    def __init__(self, files: int):
-        from tqdm import tqdm
-
-        interval = 0.2 if sys.stderr.isatty() else 10
-        self._bar = tqdm(unit="B", unit_scale=True, desc=f"0/{files} files", mininterval=interval)
-        self._files, self._done = files, 0
-        self._sizes: dict[str, int] = {}
-        self._at: dict[str, int] = {}
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self._bar.close()
-
-    def expect(self, name: str, size: int | None) -> None:
-        with self._lock:
-            if size:
-                self._sizes[name] = size
-                self._bar.total = sum(self._sizes.values()) * self._files // len(self._sizes)
-
-    def arrived(self, name: str, at: int) -> None:
-        """So many bytes of a file are here; fewer than before where it is begun anew."""
-        with self._lock:
-            self._bar.update(at - self._at.get(name, 0))
-            self._at[name] = at
-
-    def file_done(self, failed: int) -> None:
-        self._done += 1
-        self._bar.set_description_str(
-            f"{self._done - failed}/{self._files} files" + (f", {failed} failed" if failed else "")
-        )
+            self._checksums[name] = {"bytes": size, "sha256": digest}
+            temporary = self._folder / f".{CHECKSUMS}.new"
+            content = json.dumps(dict(sorted(self._checksums.items())), indent=1) + "\n"
+            temporary.write_text(content, "utf-8")
+            os.replace(temporary, self._folder / CHECKSUMS)
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder: of two downloads at once into one folder the second is refused."""
+    """Hold the folder's lock. Raises UserError if another download holds it."""
     with open(folder / ".lock", "w") as file:
         try:
             import fcntl
@@ -304,7 +279,7 @@ def _size(path: Path) -> int:
 
 
 def _tag_path(part: Path) -> Path:
-    """Where the ETag lies that the server gave for what is in a part."""
+    """The file with the ETag that the server gave for the bytes in a part."""
     return part.with_name(f"{part.name}.etag")
 
 
@@ -314,7 +289,7 @@ def _discard(part: Path) -> None:
 
 
 def _announced_sha256(answers: list) -> str | None:
-    """Hugging Face tells the SHA-256 of a large file on the way to where it lies."""
+    """The SHA-256 of a file that Hugging Face gives in the header of a redirect, or None."""
     for answer in answers:
         tag = answer.headers.get("X-Linked-ETag", "").strip('"')
         if re.fullmatch("[0-9a-f]{64}", tag):
@@ -323,7 +298,7 @@ def _announced_sha256(answers: list) -> str | None:
 
 
 def _retry_after(value: str | None) -> float | None:
-    """Seconds to wait by the header Retry-After: seconds or a date."""
+    """Seconds to wait by the header Retry-After, which holds seconds or a date."""
     if value is None:
         return None
     if value.strip().isdigit():
@@ -340,5 +315,5 @@ def _kind_of(error: Exception) -> str:
     if isinstance(error, requests.Timeout):
         return "the server did not answer in time"
     if isinstance(error, requests.exceptions.ChunkedEncodingError):
-        return "the connection broke off"
+        return "the connection broke"
     return f"no connection ({type(error).__name__})"

@@ -1,8 +1,8 @@
-"""A folder of shards that we build: there with all its content, or not there.
+"""A data set, and the folder of shards that an import builds for it.
 
-It lies in `<base_dir>/data/` and has an `index.json` beside its shards, which names them, their sizes and the
-fingerprint of their content. It is written into a temporary folder that is renamed when complete: what has
-the name is whole, and of two processes that build at once one finds the other's work.
+The folder is `<base_dir>/data/<name>/`. Its `index.json` lists the shards, their sizes and the fingerprint of
+their content. We write into a temporary folder and rename it when it is complete. So a folder with its final
+name is never half written, and if two processes build the same one, the second finds the work of the first.
 """
 
 import contextlib
@@ -21,18 +21,18 @@ from nanochat.data.amount import estimate_tokens
 from nanochat.data.parquet import RowGroups, first_line, iterate_documents, write_sorted
 from nanochat.data.tokenizer import Tokenizer
 
-STALE_S = 86_400  # a temporary folder that nobody has touched for so long was left by a killed build
+STALE_S = 86_400  # a temporary folder unchanged for so many seconds is left from a killed build
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Shards of a split text, `fingerprint` of their content, and a one-line `note` for the log."""
+    """Text in shards (parquet files with a column `text`), split into training and validation."""
 
     name: str
     train_shards: list[Path]
     val_shards: list[Path]
-    fingerprint: str
-    note: str
+    fingerprint: str  # of the content, hexadecimal; a checkpoint stores it
+    note: str  # one line for the log: how many documents, from where
 
     def train_texts(self) -> Iterator[str]:
         """The training documents in stored order."""
@@ -41,18 +41,22 @@ class Dataset:
     def estimated_tokens(self, tokenizer: Tokenizer) -> int:
         """About how many training tokens there are, without `<|bos|>`: exact for up to 2 MB of text.
 
-        Larger data sets are estimated from a sample of 2 MB. For the embedded data of Python 3.11 that takes
-        0.3 s and gives 8.92 million tokens of a vocabulary of 4,096 ids; it has 8.97 million.
+        More text is estimated from a sample of 2 MB. For the embedded data of Python 3.11 that takes 0.3 s
+        and gives 8.92 million tokens of a vocabulary of 4,096 ids; the true number is 8.97 million.
         """
         return estimate_tokens(RowGroups(self.train_shards), tokenizer)
 
     def tokenizer_folder(self, base_dir: Path) -> Path:
-        """The folder of the tokenizers that were trained on it."""
+        """The folder for the tokenizers that are trained on this data set."""
         return Path(base_dir) / "tokenizers" / f"{self.name}-{self.fingerprint[:12]}"
 
 
 def build(folder: Path, name: str, documents: Iterable[tuple[str, str]], note: str) -> Dataset:
-    """Write (split, text) documents as shards into `folder` and open it. `note` may tell the two numbers."""
+    """Write (split, text) documents as shards into `folder`, and open it.
+
+    Two `{}` in `note` become the numbers of training and validation documents. Raises UserError if a split is
+    empty or the folder cannot be written.
+    """
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         _remove_stale(folder.parent)
@@ -64,7 +68,7 @@ def build(folder: Path, name: str, documents: Iterable[tuple[str, str]], note: s
                 missing = "validation" if train else "training"
                 raise UserError(
                     f"none of the {train + val:,} documents of {name} falls into the {missing} split (by its "
-                    "hash one in 40 is validation); say which files are validation with --val_data=PATH"
+                    "hash one in 40 is validation); name the validation files with --val_data=PATH"
                 )
             index |= {"name": name, "note": note.format(train, val)}
             (temporary / "index.json").write_text(json.dumps(index, indent=1), "utf-8")
@@ -80,20 +84,20 @@ def build(folder: Path, name: str, documents: Iterable[tuple[str, str]], note: s
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """What cannot be written is one sentence; errors in reading are UserErrors before they come here."""
+    """Turn an OSError into a UserError that names `folder`: errors in reading are UserErrors already."""
     try:
         yield
     except OSError as error:
         raise UserError(
             f"{folder} cannot be written ({error.strerror or first_line(error)}); make room or get "
-            "permission there, or name another place with --base_dir=PATH"
+            "permission there, or name another folder with --base_dir=PATH"
         ) from error
 
 
 def _remove_stale(folder: Path) -> None:
-    """Remove the temporary folders of builds that were killed."""
+    """Remove temporary folders that killed builds have left."""
     for path in folder.iterdir():
-        if not re.fullmatch(r"\..+\.\w{8}", path.name):  # as mkdtemp below names them
+        if not re.fullmatch(r"\..+\.\w{8}", path.name):  # the names that mkdtemp below makes
             continue
         with contextlib.suppress(OSError):
             newest = max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
@@ -102,8 +106,8 @@ def _remove_stale(folder: Path) -> None:
 
 
 def _put_in_place(temporary: Path, folder: Path) -> None:
-    """Give a complete folder its name; where another process was first with a good one, keep that."""
-    if folder.exists() and open_built(folder) is None:  # damaged: set it aside within the temporary folder
+    """Give a complete folder its final name. If another process was faster, keep its folder."""
+    if folder.exists() and open_built(folder) is None:  # damaged: move it out of the way and remove it
         aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
         os.replace(folder, aside / "damaged")
         shutil.rmtree(aside, ignore_errors=True)
@@ -115,7 +119,7 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
 
 
 def open_built(folder: Path) -> Dataset | None:
-    """The data set in a folder of ours; None where it is missing or its files are not those in its index."""
+    """The data set in a folder that we built; None if it is missing or a file differs from the index."""
     try:
         index = json.loads((folder / "index.json").read_text("utf-8"))
         splits = {split: [folder / name for name in index[split]] for split in ("train", "val")}

@@ -1,8 +1,9 @@
-"""Parquet shards: reading their row groups in any order, and writing documents sorted in bounded memory.
+"""Shards, which are parquet files: read their row groups in any order, write sorted documents in bounded
+memory.
 
-What we write is sorted by the hash of the documents. So neighbours in a batch do not come from one file, and
-what lies in the shards, and hence every batch, depends on the documents alone: not on the names of the files
-they came in, nor on their order.
+A row group is the part of a parquet file that is read at once: some hundred documents. We write documents in
+the order of their SHA-256. So neighbours in a batch do not come from one source file, and the shards, like
+every batch made of them, depend on the documents alone: not on the names or the order of their files.
 """
 
 import functools
@@ -13,30 +14,31 @@ from pathlib import Path
 
 from nanochat import UserError
 
-# Documents whose hash is 0 modulo this number are validation: 0.4 M of the standard library's 31 M characters
-# with Python 3.11, enough for a stable number and scored in seconds. Never change it: the split would move.
+# A document is validation if its hash is a multiple of this number. With Python 3.11 that gives 0.4 M of the
+# standard library's 31 M characters: enough for a stable number, and scored in seconds. Never change it, or
+# documents move between training and validation.
 ONE_IN_VALIDATES = 40
-ROW_GROUP_CHARS = 1 << 19  # a row group is what is read at once
-ROW_GROUP_DOCUMENTS = 1024
-SHARD_CHARS = 1 << 28
-PENDING_BYTES = 1 << 27  # documents that are sorted in memory; more go through files
-BUCKETS = 1024  # such files: each is sorted in memory by itself
-OPEN_SHARDS = 32  # files kept open, with their footers, while row groups are read at random
+ROW_GROUP_CHARS = 1 << 19  # a row group that we write ends after so many characters,
+ROW_GROUP_DOCUMENTS = 1024  # or after so many documents
+SHARD_CHARS = 1 << 28  # a shard that we write ends after so many characters
+PENDING_BYTES = 1 << 27  # up to so many bytes of documents are sorted in memory, more go through bucket files
+BUCKETS = 1024  # bucket files; each of them is sorted in memory
+OPEN_SHARDS = 32  # shards kept open, with their footers, while row groups are read in any order
 
 
 class RowGroups:
-    """Random access to the row groups of shards, numbered in the order given; empty ones are left out.
+    """The row groups of all shards, numbered from 0 in the order of the shards; empty ones are left out.
 
-    `sizes[g]` is the number of documents of group g and `starts[g]` the number of those before it;
-    `starts[-1]` is the number of all. `read(g)` gives a group's texts (a null is an empty text).
-    `text_bytes` is about the size of all texts: it is that of the column, without compression.
+    sizes: documents in each row group. starts: documents before each row group; starts[-1] is the number of
+    all. text_bytes: bytes of the column `text` without compression, about those of all texts. Raises
+    UserError if a shard cannot be opened.
     """
 
     def __init__(self, shards: Sequence[Path]):
         self.sizes: list[int] = []
         self.starts = [0]
         self.text_bytes = 0
-        self._places: list[tuple[Path, int]] = []
+        self._shard_of: list[tuple[Path, int]] = []  # shard, and number of the row group within it
         self._open = functools.lru_cache(OPEN_SHARDS)(open_shard)
         for shard in map(Path, shards):
             metadata = self._open(shard).metadata
@@ -45,13 +47,14 @@ class RowGroups:
             for i in range(metadata.num_row_groups):
                 group = metadata.row_group(i)
                 if group.num_rows:
-                    self._places.append((shard, i))
+                    self._shard_of.append((shard, i))
                     self.sizes.append(group.num_rows)
                     self.starts.append(self.starts[-1] + group.num_rows)
                     self.text_bytes += group.column(column).total_uncompressed_size
 
     def read(self, group: int) -> list[str]:
-        shard, i = self._places[group]
+        """The texts of a row group; a null is an empty text. Raises UserError if the shard is damaged."""
+        shard, i = self._shard_of[group]
         try:
             column = self._open(shard).read_row_group(i, columns=["text"], use_threads=False).column(0)
             texts = column.to_pylist()
@@ -65,14 +68,14 @@ class RowGroups:
 
 
 def iterate_documents(shards: Sequence[Path]) -> Iterator[str]:
-    """The documents of shards in stored order."""
+    """The documents of all shards in stored order."""
     groups = RowGroups(shards)
     for group in range(len(groups.sizes)):
         yield from groups.read(group)
 
 
 def open_shard(shard: Path, field: str = "text"):
-    """The opened parquet file; UserError where it is not one with texts in the column `field`."""
+    """Open a shard as a pyarrow ParquetFile. Raises UserError if it has no text in the column `field`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -84,9 +87,9 @@ def open_shard(shard: Path, field: str = "text"):
         ) from error
     schema = file.schema_arrow
     if field not in schema.names or not _is_text(schema.field(field).type):
-        there = ", ".join(schema.names)
+        columns = ", ".join(schema.names)
         raise UserError(
-            f"{shard} has no text in a column `{field}` (it has {there}); name the column with --text_field"
+            f"{shard} has no text in a column `{field}` (it has {columns}); name the column with --text_field"
         )
     return file
 
@@ -100,18 +103,21 @@ def _is_text(kind) -> bool:
 
 
 def footer_digest(path: Path) -> tuple[bytes, int]:
-    """Hash of a shard's name, size and footer (its statistics stand for the content), and its rows."""
-    rows = open_shard(path).metadata.num_rows
+    """A hash of a shard's name, size and footer, (32,) bytes, and the number of its documents.
+
+    The footer has sizes and statistics of every row group: it changes with the content, and is quick to read.
+    """
+    documents = open_shard(path).metadata.num_rows
     with open(path, "rb") as file:
         size = file.seek(0, 2)
         file.seek(-8, 2)  # a parquet file ends with its footer, the footer's length, and "PAR1"
         length = int.from_bytes(file.read(4), "little")
         file.seek(-8 - length, 2)
-        return hashlib.sha256(f"{path.name} {size} ".encode() + file.read(length)).digest(), rows
+        return hashlib.sha256(f"{path.name} {size} ".encode() + file.read(length)).digest(), documents
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, on one line."""
+    """The first line of an error's message, or the name of its type."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -119,15 +125,16 @@ def first_line(error: BaseException) -> str:
 
 
 def is_validation(key: bytes) -> bool:
-    """Whether the document with this SHA-256 is validation: equal documents are never on both sides."""
+    """Whether the document with this SHA-256 is validation. Equal documents are always in the same split."""
     return int.from_bytes(key[:8], "big") % ONE_IN_VALIDATES == 0
 
 
 def write_sorted(documents: Iterable[tuple[str, str]], folder: Path) -> dict:
-    """Write (split, text) documents into `folder`; split is "train", "val", or "hash" (its hash decides).
+    """Write (split, text) documents into shards in `folder`; the split "hash" means that the hash decides.
 
-    Returns {"train": {file name: bytes}, "val": {...}, "documents": [in train, in val], "fingerprint": of
-    all documents, whatever their order}. Lone surrogates become U+FFFD, empty documents are left out.
+    Returns {"train": {file name: bytes}, "val": {file name: bytes}, "documents": [training, validation],
+    "fingerprint": hexadecimal}. The fingerprint does not depend on the order of the documents. Lone
+    surrogates become U+FFFD. Empty documents are left out.
     """
     buckets = _Buckets(folder)
     for split, text in documents:
@@ -156,7 +163,7 @@ def write_sorted(documents: Iterable[tuple[str, str]], folder: Path) -> dict:
 
 
 class _Writer:
-    """Shards of one split: row groups of about ROW_GROUP_CHARS characters, files of about SHARD_CHARS."""
+    """Writes the shards of one split, which end as ROW_GROUP_CHARS and SHARD_CHARS say."""
 
     def __init__(self, folder: Path, split: str):
         self._folder, self._split = folder, split
@@ -201,25 +208,27 @@ class _Writer:
 
 
 class _Buckets:
-    """Contents with their split, sorted by SHA-256, in memory that does not grow with the input.
+    """Sorts documents by SHA-256, in memory that does not grow with their number. Yields (hash, split,
+    content).
 
-    What is pending in memory is dealt to files by the leading bits of the hash when it becomes too much.
-    Equal contents are counted, not kept: else a text that is always the same would fill a single bucket.
+    Documents wait in memory. When they are too many, each goes to the bucket file of its hash's leading bits;
+    in the end one bucket after another is sorted. Equal documents are stored once and counted: a text that
+    comes a million times would otherwise fill one bucket.
     """
 
-    RECORD = struct.Struct("<32s5sQQ")  # hash, split, how often, bytes of the content that follows
+    HEADER = struct.Struct("<32s5sQQ")  # hash, split, how often, bytes of the content after the header
 
     def __init__(self, folder: Path):
         self._folder = folder
         self._pending: dict[tuple[bytes, str], list] = {}
         self._bytes = 0
-        self._spilled: set[int] = set()
+        self._spilled: set[int] = set()  # numbers of the bucket files
 
     def add(self, split: str, content: bytes) -> None:
         entry = self._pending.setdefault((hashlib.sha256(content).digest(), split), [0, content])
         entry[0] += 1
         if entry[0] == 1:
-            self._bytes += len(content) + 400  # of Python objects around it
+            self._bytes += len(content) + 400  # bytes of the Python objects around it
             if self._bytes > PENDING_BYTES:
                 self._spill()
 
@@ -232,25 +241,26 @@ class _Buckets:
             path = self._path(bucket)
             entries: dict[tuple[bytes, str], list] = {}
             with open(path, "rb") as file:
-                while header := file.read(self.RECORD.size):
-                    key, split, times, size = self.RECORD.unpack(header)
+                while header := file.read(self.HEADER.size):
+                    key, split, times, size = self.HEADER.unpack(header)
                     entry = entries.setdefault((key, split.rstrip(b"\0").decode()), [0, file.read(size)])
                     entry[0] += times
             path.unlink()
             yield from _sorted(entries)
 
     def _spill(self) -> None:
-        parts: dict[int, list] = {}
+        """Append what waits in memory to the bucket files."""
+        buckets: dict[int, list] = {}
         for (key, split), (times, content) in self._pending.items():
-            parts.setdefault(int.from_bytes(key[:8], "big") * BUCKETS >> 64, []).append(
-                self.RECORD.pack(key, split.encode(), times, len(content)) + content
+            buckets.setdefault(int.from_bytes(key[:8], "big") * BUCKETS >> 64, []).append(
+                self.HEADER.pack(key, split.encode(), times, len(content)) + content
             )
         self._pending.clear()
         self._bytes = 0
-        for bucket, records in parts.items():
+        for bucket, entries in buckets.items():
             with open(self._path(bucket), "ab") as file:
-                file.writelines(records)
-        self._spilled |= parts.keys()
+                file.writelines(entries)
+        self._spilled |= buckets.keys()
 
     def _path(self, bucket: int) -> Path:
         return self._folder / f"bucket_{bucket:04d}"

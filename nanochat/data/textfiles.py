@@ -1,9 +1,10 @@
-"""Documents out of files that people have: .txt .md .py .json .jsonl .jsonl.gz .parquet, read as a stream.
+"""Reads the documents of .txt .md .py .json .jsonl .jsonl.gz and .parquet files as a stream.
 
-A text file of up to LONG_TEXT characters is one document. A longer one is cut into several: each has at least
-PIECE characters and ends at the next blank line, or where there is none within another PIECE at the next end
-of a line, or else after 2 * PIECE; put together again they are the file. A .json file is one object or text,
-or a list of these; a .jsonl file has one a line. An object's text is in its field `text_field`.
+A text file of up to LONG_TEXT characters is one document. A longer one is cut into sections, each of them a
+document; together they are the whole file. A section ends at the first blank line after SECTION characters,
+else at the first end of a line there, but always after 2 * SECTION; only the last one may be shorter than
+SECTION. A .json file is one object, one text, or a list of them; a .jsonl file has one of them a line. The
+text of an object is in its field `text_field`.
 """
 
 import codecs
@@ -20,18 +21,19 @@ from typing import BinaryIO
 from nanochat import UserError
 from nanochat.data.parquet import first_line, open_shard
 
-LONG_TEXT = 1 << 16
-PIECE = 1 << 13
+LONG_TEXT = 1 << 16  # characters
+SECTION = 1 << 13  # characters
 CHUNK = 1 << 20  # bytes read at once
-LONGEST_ITEM = 1 << 27  # bytes of one JSON value: all of it must be in memory
+LONGEST_ITEM = 1 << 27  # bytes of one JSON value, which must fit into memory
 
 _BLANK = re.compile(r"[ \t\n\r]*")
 
 
 def find_files(setting: str, value: str | Path) -> tuple[list[Path], int]:
-    """The files that a path, or several with commas between, means, sorted; and how many others lie there.
+    """The readable files at the paths of a setting, and how many files of other kinds are there.
 
-    Hidden files and folders are passed over. UserError where a path does not exist or has nothing for us.
+    `value` is a file, a folder, or several with commas between them. The files of a folder are sorted; hidden
+    files and folders are left out. Raises UserError if a path does not exist or no file can be read.
     """
     parts = [str(value)] if os.path.exists(Path(value).expanduser()) else str(value).split(",")
     found: dict[Path, None] = {}
@@ -48,14 +50,14 @@ def find_files(setting: str, value: str | Path) -> tuple[list[Path], int]:
         found.update(dict.fromkeys(known))
     if not found:
         raise UserError(
-            f"{setting}={value} has none of the files that can be read; "
+            f"{setting}={value} has no file that can be read; "
             f"give {' '.join(READERS)} files or a folder with some"
         )
     return list(found), others
 
 
 def _walk(folder: Path) -> list[Path]:
-    """All files under a folder but hidden ones, sorted."""
+    """All files in a folder and its folders, sorted, without hidden ones."""
 
     def fail(error: OSError):
         raise UserError(
@@ -74,19 +76,19 @@ def _reader(path: Path) -> Callable | None:
 
 
 def read_documents(path: Path, text_field: str, advance: Callable[[int], None]) -> Iterator[str]:
-    """The documents of a file; `advance(n)` is called as n more of its bytes are read.
+    """The documents of a file. `advance(n)` is called after n more of its bytes have been read.
 
-    Any error in it is a UserError with the file and the line or byte.
+    Raises UserError with the file and the line or byte if something in it cannot be read.
     """
     try:
         with open(path, "rb") as file:
-            at = 0
+            done = 0
             for text in _reader(path)(path, file, text_field):
-                if (now := file.tell()) > at:
-                    advance(now - at)
-                    at = now
+                if (now := file.tell()) > done:
+                    advance(now - done)
+                    done = now
                 yield text
-            advance(max(0, file.seek(0, 2) - at))
+            advance(max(0, file.seek(0, 2) - done))
     except OSError as error:
         raise UserError(
             f"{path} cannot be read ({error.strerror or first_line(error)}); repair or remove it"
@@ -101,7 +103,7 @@ def _read_text(path: Path, file: BinaryIO, text_field: str) -> Iterator[str]:
         waiting += decode(chunk, not chunk)
         long = long or len(waiting) > LONG_TEXT
         start = 0
-        while long and len(waiting) - start > 2 * PIECE:
+        while long and len(waiting) - start > 2 * SECTION:
             end = _cut(waiting, start)
             yield waiting[start:end]
             start = end
@@ -110,24 +112,24 @@ def _read_text(path: Path, file: BinaryIO, text_field: str) -> Iterator[str]:
 
 
 def _cut(text: str, start: int) -> int:
-    """Where the piece that begins at `start` ends; there are more than 2 * PIECE characters."""
-    least, most = start + PIECE, start + 2 * PIECE
+    """The end of the section that begins at `start`; more than 2 * SECTION characters follow it."""
+    least, most = start + SECTION, start + 2 * SECTION
     for mark in ("\n\n", "\n"):
-        at = text.find(mark, least - len(mark), most)
-        if at >= 0:
-            return at + len(mark)
+        found = text.find(mark, least - len(mark), most)
+        if found >= 0:
+            return found + len(mark)
     return most
 
 
 def _decoder(path: Path) -> Callable[[bytes, bool], str]:
-    """Decodes a file chunk by chunk, without a byte-order mark, all ends of lines as \\n."""
+    """decode(chunk, whether it is the last) -> text without a byte-order mark; every line ends in \\n."""
     utf8 = codecs.getincrementaldecoder("utf-8-sig")()
     lines = io.IncrementalNewlineDecoder(None, translate=True)
-    taken = 0
+    taken = 0  # bytes of the chunks so far
 
     def decode(chunk: bytes, final: bool) -> str:
         nonlocal taken
-        held = len(utf8.getstate()[0])
+        held = len(utf8.getstate()[0])  # bytes of a character whose end was not in the last chunk
         try:
             text = utf8.decode(chunk, final)
         except UnicodeDecodeError as error:
@@ -150,7 +152,7 @@ def _read_jsonl(path: Path, file: BinaryIO, text_field: str) -> Iterator[str]:
         while line := file.readline(LONGEST_ITEM):
             number += 1
             if len(line) == LONGEST_ITEM:
-                raise UserError(f"{path}:{number} is longer than {LONGEST_ITEM:,} bytes; split it up")
+                raise UserError(f"{path}:{number} is longer than {LONGEST_ITEM:,} bytes; split the line")
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if not line.isspace():
@@ -174,19 +176,19 @@ def _parse(line: bytes, place: str):
             f"{place} is not UTF-8 at byte {error.start} of the line ({error.reason}); convert it"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{place} is no JSON ({_reason(error)}); correct the line or remove it") from error
+        raise UserError(f"{place} is not JSON ({_reason(error)}); correct the line or remove it") from error
 
 
 def _text_of(value, text_field: str, place: str) -> str:
-    """The text of a JSON value: itself, or what its field holds (null is empty)."""
+    """The text of a JSON value: the value itself, or its field `text_field` (null is an empty text)."""
     if isinstance(value, str):
         return value
     if not isinstance(value, dict):
         raise UserError(f"{place} holds {type(value).__name__}, not text or an object; correct it")
     if text_field not in value:
-        there = ", ".join(map(str, value))[:200]
+        fields = ", ".join(map(str, value))[:200]
         raise UserError(
-            f"{place} has no field `{text_field}` (it has {there}); name the field with --text_field"
+            f"{place} has no field `{text_field}` (it has {fields}); name the field with --text_field"
         )
     text = value[text_field]
     if text is not None and not isinstance(text, str):
@@ -198,7 +200,7 @@ def _text_of(value, text_field: str, place: str) -> str:
 
 
 def _read_json(path: Path, file: BinaryIO, text_field: str) -> Iterator[str]:
-    """A list is read item by item: the buffer holds the one that is being read and little more."""
+    """A list is read item by item, so memory holds one item and at most one more chunk."""
     items = _JsonItems(path, file)
     if items.peek() != "[":
         value, place = items.next_value()
@@ -217,11 +219,11 @@ def _read_json(path: Path, file: BinaryIO, text_field: str) -> Iterator[str]:
                 items.peek()
         items.skip()
     if items.peek():
-        raise items.error("more follows after its end")
+        raise items.error("there is more text after its end")
 
 
 class _JsonItems:
-    """A text of which as much is in memory as is needed for the next value."""
+    """The values of a JSON text, one after another; it reads only as much as the next value needs."""
 
     def __init__(self, path: Path, file: BinaryIO):
         self._path, self._file = path, file
@@ -230,17 +232,18 @@ class _JsonItems:
         self._ended = False
 
     def peek(self) -> str:
-        """The next character that is not blank; "" at the end."""
+        """The next character that is not blank, or "" at the end of the file."""
         while True:
             self._pass(_BLANK.match(self._text, self._at).end())
             if self._at < len(self._text) or not self._more(CHUNK):
                 return self._text[self._at : self._at + 1]
 
     def skip(self) -> None:
+        """Pass over the character that peek() gave."""
         self._at += 1
 
     def next_value(self) -> tuple:
-        """The value that begins here and its place; until it is complete, each time twice as much is read."""
+        """(value, file:line where it begins). An incomplete value is parsed again with twice the text."""
         place = f"{self._path}:{self._line}"
         while True:
             try:
@@ -253,23 +256,26 @@ class _JsonItems:
                     or not self._more(max(CHUNK, size))
                 ):
                     raise UserError(
-                        f"{place} begins no whole JSON value ({_reason(error)}); correct the file"
+                        f"{place} does not begin a complete JSON value ({_reason(error)}); correct the file"
                     ) from error
             else:
                 self._pass(end)
                 return value, place
 
     def error(self, reason: str) -> UserError:
-        return UserError(f"{self._path}:{self._line} is no JSON ({reason}); correct the file")
+        """A UserError for the current line."""
+        return UserError(f"{self._path}:{self._line} is not JSON ({reason}); correct the file")
 
     def _pass(self, to: int) -> None:
+        """Move to the character `to` and count the lines on the way."""
         self._line += self._text.count("\n", self._at, to)
         self._at = to
 
     def _more(self, size: int) -> bool:
-        chunk = b"" if self._ended else self._file.read(size)
+        """Read `size` more bytes and drop what has been passed. False if the file has ended."""
         if self._ended:
             return False
+        chunk = self._file.read(size)
         self._ended = not chunk
         self._text = self._text[self._at :] + self._decode(chunk, self._ended)
         self._at = 0
@@ -281,15 +287,17 @@ def _reason(error: Exception) -> str:
 
 
 def _read_parquet(path: Path, file: BinaryIO, text_field: str) -> Iterator[str]:
-    parquet = open_shard(path, text_field)
-    rows = 0
+    shard = open_shard(path, text_field)
+    done = 0
     try:
-        for batch in parquet.iter_batches(1024, columns=[text_field], use_threads=False):
+        for batch in shard.iter_batches(1024, columns=[text_field], use_threads=False):
             texts = batch.column(0).to_pylist()
-            rows += len(texts)
+            done += len(texts)
             yield from (text or "" for text in texts)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is damaged after row {rows} ({first_line(error)}); get it again") from error
+        raise UserError(
+            f"{path} is damaged after document {done} ({first_line(error)}); get it again"
+        ) from error
 
 
 READERS: dict[str, Callable[[Path, BinaryIO, str], Iterator[str]]] = {

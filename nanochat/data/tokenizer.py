@@ -1,8 +1,8 @@
-"""Text <-> token ids: byte-level BPE, trained by `tokenizers`, encoded by `tiktoken`, kept as one JSON file.
+"""Text to token ids and back: a byte-level BPE, encoded by `tiktoken` and kept as one JSON file.
 
-A vocabulary is a list of byte strings whose position is their id (and their merge priority), followed by the
-special tokens. Every one of the 256 bytes is in it, so any text can be written and read back. Text is first
-cut by a regular expression, so that no token spans a word boundary; inside a cut, pairs merge by priority.
+A vocabulary is a list of byte strings and, after them, the special tokens. The index of a token is its id;
+among byte strings it is the merge priority too. All 256 bytes are tokens, so any text can be encoded. A
+regular expression cuts the text first, so no token spans a word boundary; then pairs merge within each cut.
 
     tokenizer = train(texts, vocab_size=4096)
     tokenizer.save(path); tokenizer = Tokenizer.load(path)
@@ -16,7 +16,6 @@ import itertools
 import json
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -24,15 +23,16 @@ from pathlib import Path
 import numpy as np
 
 from nanochat import UserError
+from nanochat.data.bpe import train_tokens, without_surrogates
 
-# GPT-4's split (cl100k_base), but with numbers cut into at most two digits: a small vocabulary cannot afford
-# the thousand three-digit tokens.
+# The pattern of GPT-4 (cl100k_base), but it cuts numbers after two digits, not three: a thousand tokens for
+# three-digit numbers are too many for a small vocabulary.
 PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 )
 
-# Reserved from the start, so that a base model can later be taught to converse without growing its embedding.
+# Reserved from the start, so that a base model can learn conversations later without a larger embedding.
 SPECIAL_TOKENS = (
     "<|bos|>",
     "<|user_start|>",
@@ -46,9 +46,9 @@ SPECIAL_TOKENS = (
 )
 
 FORMAT = "nanochat-tokenizer-1"
-AUTO_MAX_CHARS = 500_000_000  # of text that trains a tokenizer at the first use of a data set
+AUTO_MAX_CHARS = 500_000_000  # characters that train a tokenizer at the first use of a data set
 
-# The files of GPT-2's and GPT-4's encodings, which tiktoken fetches at their first use and keeps
+# The files of GPT-2's and GPT-4's encodings. tiktoken downloads them at the first use and keeps them.
 TIKTOKEN_HOST = "https://openaipublic.blob.core.windows.net"
 TIKTOKEN_FILES = {
     "gpt2": ["gpt-2/encodings/main/vocab.bpe", "gpt-2/encodings/main/encoder.json"],
@@ -58,7 +58,11 @@ _LONG_BLANK = re.compile(r"\s{20000}")
 
 
 class Tokenizer:
-    """A vocabulary with its encoder. `fingerprint` identifies what it does; `name` is only a label."""
+    """A vocabulary with its encoder.
+
+    `vocab_size` counts all ids, special tokens included; `bos_id` is the id of `<|bos|>`, which begins every
+    document. Tokenizers with the same `fingerprint` give the same ids; `name` is only a label.
+    """
 
     def __init__(
         self,
@@ -67,7 +71,10 @@ class Tokenizer:
         pattern: str = PATTERN,
         specials: Sequence[str] = SPECIAL_TOKENS,
     ):
-        """`tokens[i]` are the bytes of id i, in merge order; `specials` get the ids after them."""
+        """`tokens[i]` is the byte string of id i, in merge order; `specials` get the ids after them.
+
+        Raises ValueError if a byte is missing or a token stands twice.
+        """
         import tiktoken
 
         self.name = name
@@ -91,32 +98,31 @@ class Tokenizer:
     def copy(self) -> "Tokenizer":
         """An equal tokenizer for another thread.
 
-        The scratch memory of a regular expression in Rust belongs to the thread that uses it first; any other
-        thread takes a lock for each match. With its own copy a thread encodes 1.45 times as fast.
+        The first thread that uses a regular expression in Rust owns its scratch memory; every other thread
+        takes a lock for each match. With its own copy a thread encodes 1.45 times as fast.
         """
         return Tokenizer(self.name, self.tokens, self.pattern, list(self.special_tokens))
 
     # -- text to ids and back
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of ordinary text, (n,) uint32, read-only, no special token; lone surrogates become U+FFFD."""
-        try:  # numpy straight from Rust: no Python integer is made
+        """Ids of a text, (n,) uint32, read-only, without special tokens; lone surrogates become U+FFFD."""
+        try:  # numpy straight from Rust: no Python integers are made
             return self._encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:
-            return self.encode(_without_surrogates(text))
-        except ValueError:
-            # tiktoken's regular expression gives up on some hundred thousand blanks in a row: cut them up.
+            return self.encode(without_surrogates(text))
+        except ValueError:  # tiktoken's regular expression fails on some hundred thousand blanks in a row
             cuts = [0, *(match.end() for match in _LONG_BLANK.finditer(text)), len(text)]
             if len(cuts) == 2:
                 raise
             return np.concatenate([self.encode(text[a:b]) for a, b in itertools.pairwise(cuts)])
 
     def encode_ordinary(self, text: str) -> list[int]:
-        """tiktoken's own path to a list of the same ids, for comparison."""
+        """The same ids as a list, by tiktoken's own function: the reference for tests and timings."""
         return self._encoding.encode_ordinary(text)
 
     def encode_batch(self, texts: Iterable[str], num_threads: int = 1) -> list[np.ndarray]:
-        """`encode` of each text; tiktoken releases the GIL, so threads help."""
+        """`encode` of each text, (n,) uint32 each. tiktoken releases the GIL, so threads help."""
         if num_threads <= 1:
             return [self.encode(text) for text in texts]
         from concurrent.futures import ThreadPoolExecutor
@@ -125,11 +131,11 @@ class Tokenizer:
             return list(pool.map(self.encode, texts))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids (list, array or tensor); broken UTF-8 becomes U+FFFD, special tokens their own text."""
+        """The text of a list, array or tensor of ids. Broken UTF-8 becomes U+FFFD."""
         return self._encoding.decode([int(i) for i in ids], errors="replace")
 
     def token_bytes(self) -> np.ndarray:
-        """UTF-8 bytes that each id stands for, (vocab_size,) int64; 0 for special tokens (bits per byte)."""
+        """UTF-8 bytes of each token, (vocab_size,) int64; special tokens have 0. For bits per byte."""
         return np.array(
             [len(token) for token in self.tokens] + [0] * len(self.special_tokens), dtype=np.int64
         )
@@ -149,7 +155,7 @@ class Tokenizer:
         return json.dumps(data, indent=0).encode()
 
     def save(self, path: str | Path) -> None:
-        """Write the JSON file; it appears whole or not at all."""
+        """Write the JSON file, complete or not at all. Raises OSError if the folder cannot be written."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -164,7 +170,7 @@ class Tokenizer:
 
     @classmethod
     def from_bytes(cls, content: bytes, source: str = "the tokenizer") -> "Tokenizer":
-        """The tokenizer whose file has this content; a UserError naming `source` where it is damaged."""
+        """The tokenizer in a JSON file's content. Raises a UserError that names `source` if it is damaged."""
         advice = "train it again or copy it from a checkpoint"
         try:
             data = json.loads(content)
@@ -186,7 +192,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Read the JSON file; UserError where it is missing, unreadable or damaged."""
+        """Read the JSON file. Raises UserError if it is missing, unreadable or damaged."""
         try:
             content = Path(path).read_bytes()
         except OSError as error:
@@ -207,53 +213,35 @@ def train(
     exact: bool = True,
     progress: bool = False,
 ) -> Tokenizer:
-    """Train a byte-level BPE of `vocab_size` ids, specials included, on the first `max_chars` (-1: all).
+    """Train a byte-level BPE of `vocab_size` ids, special tokens included, on `max_chars` characters.
 
-    The same texts give the same tokenizer, on any number of threads. Too little text for so many ids is a
-    UserError, or where not `exact` gives as many as it yields. `progress` shows a bar on stderr.
+    `max_chars` -1 is all of them. The same texts give the same tokenizer, on any number of threads. If the
+    text is too little for so many ids, the tokenizer gets fewer, or with `exact` it is a UserError. So is a
+    `vocab_size` below the bytes and special tokens. `progress` shows a bar on stderr.
     """
-    from tokenizers import Regex, models, pre_tokenizers, trainers
-    from tokenizers import Tokenizer as Trainee
-
     smallest = 256 + len(specials)
     if vocab_size < smallest:
         raise UserError(
             f"vocab_size {vocab_size} is too small; use at least {smallest} (all bytes and special tokens)"
         )
-    trainee = Trainee(models.BPE())
-    trainee.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - len(specials),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    trainee.train_from_iterator(_limited(texts, max_chars, progress), trainer)
-
-    byte_of = _bytes_of_characters()
-    vocabulary = sorted(trainee.get_vocab().items(), key=lambda item: item[1])
-    merged = [bytes(byte_of[character] for character in text) for text, _ in vocabulary if len(text) > 1]
-    tokens = [bytes([b]) for b in range(256)] + merged
-    if exact and len(tokens) + len(specials) != vocab_size:
+    tokens = train_tokens(texts, vocab_size - len(specials), pattern, max_chars, progress)
+    size = len(tokens) + len(specials)
+    if exact and size != vocab_size:
         raise UserError(
-            f"vocab_size {vocab_size} is more than this text yields; "
-            f"use at most {len(tokens) + len(specials)} or train on more text"
+            f"vocab_size {vocab_size} is more than this text yields; use at most {size} or train on more text"
         )
-    return Tokenizer(name or f"bpe{len(tokens) + len(specials)}", tokens, pattern, specials)
+    return Tokenizer(name or f"bpe{size}", tokens, pattern, specials)
 
 
 def open_tokenizer(
     setting: str, vocab_size: int, folder: Path, texts: Callable[[], Iterable[str]], exact: bool = True
 ) -> Tokenizer:
-    """The tokenizer that the setting `tokenizer` means: a JSON file, the name of one of tiktoken's encodings
-    ("gpt2"), or for "auto" the one kept in `folder`.
+    """The tokenizer of a setting: the path of a JSON file, one of tiktoken's names ("gpt2"), or "auto".
 
-    `folder` belongs to one data set, whose documents `texts()` yields: they train the tokenizer when there is
-    none of `vocab_size` ids yet, or where not `exact` of as many up to that as they yield.
+    "auto" is the tokenizer of `vocab_size` ids in `folder`, which belongs to one data set. At the first use
+    it is trained there on the documents that `texts()` yields. Without `exact`, fewer ids are allowed if
+    the text is too little for so many. Raises UserError if the tokenizer cannot be read, fetched, trained
+    or written.
     """
     import tiktoken
 
@@ -280,19 +268,22 @@ def open_tokenizer(
 
 
 def tokenizer_path(folder: Path, vocab_size: int) -> Path:
-    """Where the tokenizer of a data set is kept."""
+    """The file of a data set's own tokenizer; `folder` is Dataset.tokenizer_folder."""
     return Path(folder) / f"tokenizer-{vocab_size}.json"
 
 
 def from_tiktoken(name: str) -> Tokenizer:
-    """One of tiktoken's encodings, with our special tokens in place of its own."""
+    """One of tiktoken's encodings, with our special tokens instead of its own.
+
+    Raises UserError if its files are not on this machine and cannot be downloaded.
+    """
     import tiktoken
 
     try:
         encoding = tiktoken.get_encoding(name)
-    except (OSError, ValueError) as error:  # no network; a damaged download
+    except (OSError, ValueError) as error:  # no network, or a damaged download
         raise UserError(
-            f"the encoding {name} is not on this machine and cannot be fetched ({type(error).__name__}); "
+            f"the encoding {name} is not on this machine and cannot be downloaded ({type(error).__name__}); "
             "connect to the internet once, point TIKTOKEN_CACHE_DIR at a folder that has it, or use "
             "--tokenizer=auto"
         ) from error
@@ -301,41 +292,8 @@ def from_tiktoken(name: str) -> Tokenizer:
 
 
 def is_cached(name: str) -> bool:
-    """Whether an encoding of TIKTOKEN_FILES lies where tiktoken looks before it asks the network."""
+    """Whether tiktoken's cache has the files of an encoding, so that no download is needed."""
     cache = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR"))
     folder = Path(tempfile.gettempdir(), "data-gym-cache") if cache is None else Path(cache)
     files = [hashlib.sha1(f"{TIKTOKEN_HOST}/{path}".encode()).hexdigest() for path in TIKTOKEN_FILES[name]]
     return cache != "" and all((folder / file).exists() for file in files)
-
-
-def _limited(texts: Iterable[str], max_chars: int, progress: bool = False) -> Iterable[str]:
-    """The texts up to `max_chars` characters in all, as valid Unicode."""
-    from tqdm import tqdm
-
-    interval = 0.2 if sys.stderr.isatty() else 10
-    options = {"unit": "chars", "unit_scale": True, "mininterval": interval, "disable": not progress}
-    with tqdm(desc="training the tokenizer", **options) as bar:
-        for text in texts:
-            if max_chars >= 0:
-                text = text[:max_chars]
-                max_chars -= len(text)
-            bar.update(len(text))
-            yield _without_surrogates(text)
-            if max_chars == 0:
-                return
-
-
-def _without_surrogates(text: str) -> str:
-    """The text with surrogate pairs joined and lone surrogates replaced by U+FFFD, as tiktoken does."""
-    try:
-        text.encode()
-        return text
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def _bytes_of_characters() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes, which `tokenizers` uses: character -> byte."""
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [b for b in range(256) if b not in visible]
-    return {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(hidden)}

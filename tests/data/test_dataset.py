@@ -220,7 +220,7 @@ def test_bad_input_is_refused_in_one_sentence(tmp_path):
     pq.write_table(pa.table({"text": [1]}), tmp_path / "numbers.parquet")
     cases = [
         ("nowhere", good, "does not exist"),
-        (tmp_path / "empty", good, "none of the files that can be read"),
+        (tmp_path / "empty", good, "has no file that can be read"),
         (good.parent, None, "none of the 1 documents of good falls .* --val_data="),
         (good.parent, good, "every file"),
         (good, tmp_path / "nowhere", "val_data=.* does not exist"),
@@ -340,7 +340,7 @@ def test_it_is_imported_once_and_again_when_the_source_changed(texts, tmp_path, 
     os.utime(folder / "a.jsonl", (1, 1))
     touched = open_dataset(folder, base_dir=tmp_path / "base")
     assert len(reads) == 128 and touched.fingerprint == first.fingerprint
-    assert "other imports of that name" in capsys.readouterr().err
+    assert "older imports of that name" in capsys.readouterr().err
     (folder / "more.txt").write_text("more")
     assert open_dataset(folder, base_dir=tmp_path / "base").fingerprint != first.fingerprint
     assert documents(first)  # a run that uses the older import can go on
@@ -427,7 +427,7 @@ def test_a_source_that_vanishes_or_changes_on_the_way_is_one_sentence(texts, tmp
         return read(path, *rest)
 
     monkeypatch.setattr(dataset, "read_documents", change)
-    with pytest.raises(UserError, match="changed while they were imported"):
+    with pytest.raises(UserError, match="changed during the import"):
         open_dataset(folder, base_dir=tmp_path / "base")
 
     def vanish(path, *rest):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nanochat import UserError
 from nanochat.data import textfiles
-from nanochat.data.textfiles import PIECE, find_files, read_documents
+from nanochat.data.textfiles import SECTION, find_files, read_documents
 
 
 def read(path: Path, field: str = "text") -> list[str]:
@@ -49,11 +49,11 @@ def test_a_long_text_file_is_cut_at_blank_lines_and_nothing_is_lost(
         assert pieces == [text]
         return
     for piece in pieces[:-1]:
-        assert PIECE <= len(piece) <= 2 * PIECE
-        ends = [i + 2 for i in range(len(piece) - 1) if piece[i : i + 2] == "\n\n" and i + 2 >= PIECE]
+        assert SECTION <= len(piece) <= 2 * SECTION
+        ends = [i + 2 for i in range(len(piece) - 1) if piece[i : i + 2] == "\n\n" and i + 2 >= SECTION]
         if not ends:
-            ends = [i + 1 for i, c in enumerate(piece) if c == "\n" and i + 1 >= PIECE]
-        assert len(piece) == (ends[0] if ends else 2 * PIECE)
+            ends = [i + 1 for i, c in enumerate(piece) if c == "\n" and i + 1 >= SECTION]
+        assert len(piece) == (ends[0] if ends else 2 * SECTION)
 
 
 @pytest.mark.parametrize("at", [0, 5, (1 << 20) - 1, 1 << 20, (1 << 20) + 7])
@@ -107,26 +107,26 @@ LINE = '{"text": "fine"}\n'
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", LINE * 2 + '{"text": "broken', r"a\.jsonl:3 is no JSON \(Unterminated string"),
-        ("a.jsonl", LINE + "{} {}\n", r"a\.jsonl:2 is no JSON \(Extra data"),
+        ("a.jsonl", LINE * 2 + '{"text": "broken', r"a\.jsonl:3 is not JSON \(Unterminated string"),
+        ("a.jsonl", LINE + "{} {}\n", r"a\.jsonl:2 is not JSON \(Extra data"),
         ("a.jsonl", LINE + '{"body": 1, "id": 2}\n', r"a\.jsonl:2 has no field `text` .it has body, id.;"),
         ("a.jsonl", LINE + '{"text": 3}\n', r"a\.jsonl:2 has int, not text, in the field `text`"),
         ("a.jsonl", LINE + "[1]\n", r"a\.jsonl:2 holds list"),
         ("a.jsonl", LINE.encode() + b'"\xe9"\n', r"a\.jsonl:2 is not UTF-8 at byte 1 of the line"),
-        ("a.jsonl", "[" * 100_000, r"a\.jsonl:1 is no JSON"),
+        ("a.jsonl", "[" * 100_000, r"a\.jsonl:1 is not JSON"),
         (
             "a.jsonl.gz",
             gzip.compress(LINE.encode() * 9999)[:-9],
             r"a\.jsonl\.gz is damaged or incomplete after",
         ),
         ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz is damaged or incomplete after line 0"),
-        ("a.json", '["one",\n\n "two" "three"]', r"a\.json:3 is no JSON \(a comma or \]"),
-        ("a.json", '["one",\n{"text": "two"\n', r"a\.json:2 begins no whole JSON value"),
-        ("a.json", '["one",\n', r"a\.json:2 begins no whole JSON value"),
-        ("a.json", '["one"', r"a\.json:1 is no JSON \(a comma or \]"),
-        ("a.json", '["one"]\n["two"]', r"a\.json:2 is no JSON \(more follows"),
+        ("a.json", '["one",\n\n "two" "three"]', r"a\.json:3 is not JSON \(a comma or \]"),
+        ("a.json", '["one",\n{"text": "two"\n', r"a\.json:2 does not begin a complete JSON value"),
+        ("a.json", '["one",\n', r"a\.json:2 does not begin a complete JSON value"),
+        ("a.json", '["one"', r"a\.json:1 is not JSON \(a comma or \]"),
+        ("a.json", '["one"]\n["two"]', r"a\.json:2 is not JSON \(there is more"),
         ("a.json", '["one",\n3]', r"a\.json:2 holds int"),
-        ("a.json", "", r"a\.json:1 begins no whole JSON value"),
+        ("a.json", "", r"a\.json:1 does not begin a complete JSON value"),
         ("a.json", b'["one",\n"\xe9"]', r"a\.json is not UTF-8 at byte 9"),
         ("a.json", "[" * 100_000, r"a\.json:1 "),
         ("a.parquet", "no parquet", r"a\.parquet cannot be read as a parquet file"),
@@ -144,7 +144,7 @@ def test_a_line_too_long_for_memory_is_refused_and_not_taken_in_parts(tmp_path, 
     with pytest.raises(UserError, match=r"a\.jsonl:2 is longer than 100 bytes"):
         read(file(tmp_path, "a.jsonl", LINE + json.dumps("x" * 200)))
     monkeypatch.setattr(textfiles, "CHUNK", 10)
-    with pytest.raises(UserError, match=r"a\.json:1 begins no whole"):
+    with pytest.raises(UserError, match=r"a\.json:1 does not begin a complete"):
         read(file(tmp_path, "a.json", json.dumps(["x" * 5000])))
 
 
@@ -173,7 +173,7 @@ def test_files_are_found_in_nested_folders_without_hidden_ones(tmp_path):
     twice = find_files("data", f"{tmp_path / 'b'},{tmp_path / 'b/c.txt'}")[0]
     assert [path.name for path in twice] == ["c.txt", "f.jsonl.gz"]
     for bad, message in (
-        (tmp_path / "picture.png", "none of the files that can be read"),
+        (tmp_path / "picture.png", "has no file that can be read"),
         (tmp_path / "nowhere", "does not exist"),
         (f"{tmp_path},{tmp_path / 'nowhere'}", "nowhere does not exist"),
     ):
