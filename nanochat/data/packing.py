@@ -1,9 +1,10 @@
-"""The lanes of a run: each packs its share of the documents into rows and knows its exact position.
+"""The lanes of a run. Each packs its share of the documents into rows, and its position is exact.
 
-The documents of an epoch, in an order that the seed gives, are dealt to the lanes (`Feed`). A lane buffers
-some of them as pieces, the tokens of a document from some token on, and fills each row with the largest piece
-that fits into what is left of it; where none does, a piece is drawn and cut and its rest stays in the buffer.
-A position is small: the epoch, how many documents of it the lane has taken, and where its pieces begin.
+The seed gives the order of the documents in each epoch. A feed deals them to the lanes like cards. A lane
+keeps some documents in a buffer. A *piece* is a document in the buffer, from some token on. To fill a row,
+the lane takes the largest piece that fits, again and again. If no piece fits, it draws one, cuts it, and
+keeps the rest. A position is small: the epoch, how many of its documents the lane has taken, and where its
+pieces begin.
 """
 
 import functools
@@ -18,43 +19,46 @@ from nanochat import UserError
 from nanochat.data.parquet import RowGroups
 from nanochat.data.tokenizer import Tokenizer
 
-BUFFER_PIECES = 32  # pieces that a lane chooses from: best fit wastes little, state and restore stay small
-BUFFER_ROWS = 256  # rows' worth of tokens at which a lane waits with more: documents may be very long
-GROUPS_PER_LANE = 8  # with at least so many row groups a lane takes whole ones, else every L-th document
-MAX_BARREN_EPOCHS = 16  # in a row, of a lane, before it is told that it has no text
+BUFFER_PIECES = 32  # pieces that a lane chooses from: enough for a good fit, few enough for a small state
+BUFFER_ROWS = 256  # a lane with tokens for so many rows takes no more documents: some are very long
+GROUPS_PER_LANE = (
+    8  # if there are so many row groups for each lane, a lane takes whole ones, else single documents
+)
+MAX_EMPTY_EPOCHS = 16  # so many epochs in a row without a token are an error
 
 
 class Lane:
-    """One lane: packs the documents of its feed into rows.
+    """One lane: it packs the documents of its feed into rows.
 
-    `pieces` is sorted: (slots with <|bos|>, -serial, document number, first token, tokens). Comparisons end
-    at the serial, which is unique; among equally long pieces the oldest is the last.
+    `pieces` is a sorted list of (slots in a row: the tokens and `<|bos|>`, -serial number, document number,
+    first token, tokens). The serial number is unique, so comparisons end there; of equally long pieces the
+    oldest is the last one.
     """
 
     def __init__(self, number: int, feed: "Feed", tokenizer: Tokenizer, row_tokens: int, position: dict):
         self.number = number
         self.epoch = position["epoch"]
-        self.taken = position["taken"]  # documents of this epoch that have been tokenized
+        self.taken = position["taken"]  # documents of this epoch that the lane has taken from its feed
         self.pieces: list[tuple] = []
         self._feed = feed
         self._encode = tokenizer.encode
         self._bos = tokenizer.bos_id
-        self._room = BUFFER_ROWS * row_tokens  # tokens that may still be buffered
-        self._exhausted = False  # every document of the epoch is taken
-        self._barren = 0  # epochs in a row that held no token
-        self._age = 0
+        self._room = BUFFER_ROWS * row_tokens  # tokens that still fit into the buffer
+        self._exhausted = False  # whether all documents of the epoch are taken
+        self._empty_epochs = 0  # epochs in a row without a token
+        self._serial = 0  # of the newest piece
 
     def add(self, document: int, first: int, tokens: np.ndarray) -> None:
-        """Put a document's tokens from `first` on into the buffer."""
+        """Put the tokens of a document, from token `first` on, into the buffer."""
         if len(tokens) > first:
-            self._barren = 0
-            self._age += 1
+            self._empty_epochs = 0
+            self._serial += 1
             tokens = tokens[first:]
-            insort(self.pieces, (len(tokens) + 1, -self._age, document, first, tokens))
+            insort(self.pieces, (len(tokens) + 1, -self._serial, document, first, tokens))
             self._room -= len(tokens)
 
     def fill(self, row: np.ndarray) -> None:
-        """Write the lane's next row: pieces by best fit, the last one cut where it does not fit."""
+        """Write the next row into `row`, (max_seq_len + 1,) int32: the largest pieces that fit, then a cut one."""
         pieces, at, space = self.pieces, 0, len(row)
         while space:
             if not pieces or (not self._exhausted and self._room > 0 and len(pieces) < BUFFER_PIECES):
@@ -67,27 +71,27 @@ class Lane:
                 self._room += size - 1
             else:
                 size = space
-                row[at] = self._bos  # alone where space is 1: a target, and no document token is spent
+                row[at] = self._bos  # with space 1 it stands alone, as a target; no document token is used
                 if size > 1:
                     self._cut(row[at + 1 :])
             at += size
             space -= size
 
     def _cut(self, gap: np.ndarray) -> None:
-        """Fill the gap from a piece drawn by its length: a batch is a fair sample of the buffered text.
+        """Fill the gap with the first tokens of a drawn piece; long pieces are drawn more often.
 
-        Cutting the longest, or the oldest, would train on a few huge files alone for many steps
-        (docs/data.md).
+        So a batch is a fair sample of the buffered text. A lane that always cut the longest or the oldest
+        piece would train on a few huge files alone for many steps (docs/data.md).
         """
         sizes = [piece[0] for piece in self.pieces]
-        slots, age, document, first, tokens = self.pieces.pop(drawn_piece(sizes, self.taken))
+        slots, serial, document, first, tokens = self.pieces.pop(drawn_piece(sizes, self.taken))
         n = len(gap)
         gap[:] = tokens[:n]
-        insort(self.pieces, (slots - n, age, document, first + n, tokens[n:]))
+        insort(self.pieces, (slots - n, serial, document, first + n, tokens[n:]))
         self._room += n
 
     def _refill(self) -> None:
-        """Take documents until the buffer is full; those of the next epoch only when it is empty."""
+        """Take documents until the buffer is full. The next epoch begins only when the buffer is empty."""
         if self._exhausted:
             self._next_epoch()
         while self._room > 0 and len(self.pieces) < BUFFER_PIECES:
@@ -103,26 +107,30 @@ class Lane:
 
     def _next_epoch(self) -> None:
         self.epoch, self.taken, self._exhausted = self.epoch + 1, 0, False
-        self._barren += 1
-        if self._barren > MAX_BARREN_EPOCHS:
+        self._empty_epochs += 1
+        if self._empty_epochs > MAX_EMPTY_EPOCHS:
             raise UserError(
-                f"row {self.number} of the batch gets documents without any text only; "
+                f"row {self.number} of the batch gets only documents without any text; "
                 "use a smaller total_batch_size or data with more text"
             )
 
 
 def drawn_piece(sizes: list[int], salt: int) -> int:
-    """Index of one of the pieces, each as likely as its size; the same for the same sizes' sum and salt."""
+    """The index of one piece, drawn with a probability in proportion to its size.
+
+    The draw is a hash of the sum of the sizes and the salt, so it is the same after a restart.
+    """
     ends = list(itertools.accumulate(sizes))
     mixed = (salt << 32 | ends[-1]) * 0x9E3779B97F4A7C15 % 2**64  # Fibonacci hashing
     return bisect_right(ends, (mixed >> 32) * ends[-1] >> 32)
 
 
 class Feed:
-    """The documents of an epoch in its order, dealt to the lanes served here; every row group is read once.
+    """Deals the documents of each epoch to its lanes; it reads every row group once.
 
-    `order` gives an epoch's row groups. `shares` maps the lanes served to their share: the running document
-    numbers r of an epoch with r mod `stride` == share. `start` maps them to (epoch, documents taken of it).
+    `order(epoch)` gives the row groups of an epoch. The documents of an epoch are counted from 0 in that
+    order; number n goes to the lane whose share is n mod `stride`. `shares` maps each lane of this feed to
+    its share, `start` maps it to (epoch, documents taken of it).
     """
 
     def __init__(
@@ -143,14 +151,14 @@ class Feed:
         self._queues: dict[int, deque] = {lane: deque() for lane in shares}
         self._epoch = min(epoch for epoch, _ in start.values())
         self._begin_epoch()
-        behind = [lane for lane, (epoch, _) in start.items() if epoch == self._epoch]
-        running = min(start[lane][1] * stride + shares[lane] for lane in behind)
-        while self._at < len(self._groups_now) and self._running + self._size_now() <= running:
-            self._running += self._size_now()
+        earliest = [lane for lane, (epoch, _) in start.items() if epoch == self._epoch]
+        first = min(start[lane][1] * stride + shares[lane] for lane in earliest)  # document to deal next
+        while self._at < len(self._groups_now) and self._dealt + self._size_now() <= first:
+            self._dealt += self._size_now()
             self._at += 1
 
     def next(self, lane: int) -> tuple[int, str] | None:
-        """The lane's next (document number, text); None once at the end of every epoch."""
+        """The lane's next (document number in the data set, text); None once at the end of every epoch."""
         mine = self._queues[lane]
         while not mine:
             self._deal()
@@ -158,14 +166,14 @@ class Feed:
 
     def _begin_epoch(self) -> None:
         self._groups_now = self._order(self._epoch)
-        self._at = 0  # index of the next row group
-        self._running = 0  # documents of the epoch before it
+        self._at = 0  # index of the next row group in the epoch's order
+        self._dealt = 0  # documents of the epoch before that row group
 
     def _size_now(self) -> int:
         return self._groups.sizes[self._groups_now[self._at]]
 
     def _deal(self) -> None:
-        """Read one row group, or end the epoch, and give each lane what it does not have yet."""
+        """Read one row group and give each lane the documents that it has not taken yet, or end the epoch."""
         if self._at == len(self._groups_now):
             for lane, waiting in self._queues.items():
                 if self._epoch >= self._start[lane][0]:
@@ -181,11 +189,11 @@ class Feed:
             epoch, taken = self._start[lane]
             if self._epoch < epoch:
                 continue
-            skip = (share - self._running) % self._stride
-            if self._epoch == epoch:  # running numbers below this one were taken before the restart
-                skip += max(0, taken * self._stride + share - (self._running + skip))
+            skip = (share - self._dealt) % self._stride
+            if self._epoch == epoch:  # leave out the documents that were taken before the restart
+                skip += max(0, taken * self._stride + share - (self._dealt + skip))
             self._queues[lane].extend((first_document + i, texts[i]) for i in shuffled[skip :: self._stride])
-        self._running += len(texts)
+        self._dealt += len(texts)
         self._at += 1
 
 
@@ -198,7 +206,11 @@ def open_lanes(
     positions: list[dict],
     row_tokens: int,
 ) -> list[Lane]:
-    """The lanes at their positions. One feed serves them all, or each has its own where groups are many."""
+    """The lanes with these numbers at these positions, for rows of `row_tokens` = max_seq_len + 1 tokens.
+
+    All lanes share one feed. If there are many row groups, each lane has its own feed and takes whole row
+    groups.
+    """
 
     @functools.lru_cache(maxsize=2)
     def order(epoch: int) -> list[int]:
@@ -224,7 +236,7 @@ def open_lanes(
 def _restore_pieces(
     lanes: list[Lane], groups: RowGroups, tokenizer: Tokenizer, positions: list[dict]
 ) -> None:
-    """Tokenize again the documents that the lanes' pieces come from, reading every row group once."""
+    """Tokenize the documents of the lanes' pieces again. Every row group is read once."""
     wanted = sorted({document for position in positions for document, _ in position["pieces"]})
     tokens, group, texts = {}, -1, []
     for document in wanted:
@@ -238,6 +250,9 @@ def _restore_pieces(
 
 
 def _permutation(n: int, *seeds: int) -> np.ndarray:
-    """A permutation fixed by the seeds. numpy promises its raw bits for ever, but not its shuffles."""
+    """A permutation of range(n), the same for the same seeds, with every version of numpy.
+
+    numpy promises the raw bits of a generator for ever, but not the result of its shuffle.
+    """
     bits = np.random.PCG64(np.random.SeedSequence([seed % 2**64 for seed in seeds])).random_raw(n)
     return np.argsort(bits, kind="stable")

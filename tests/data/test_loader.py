@@ -28,9 +28,10 @@ from nanochat import UserError
 from nanochat.data import loader as loader_module
 from nanochat.data import packing
 from nanochat.data.amount import check_amount
-from nanochat.data.loader import TrainLoader, merge_states, validation_batches
+from nanochat.data.loader import TrainLoader, merge_states
 from nanochat.data.parquet import RowGroups, iterate_documents
 from nanochat.data.tokenizer import Tokenizer, train
+from nanochat.data.validation import validation_batches
 
 BOS = 0
 
@@ -316,9 +317,9 @@ def test_a_restart_costs_no_replay_of_the_epoch(tmp_path, monkeypatch):
 
 def test_numbers_that_do_not_divide_are_refused_with_those_that_do(tmp_path):
     corpus = Corpus(tmp_path, [5] * 50, 5)
-    with pytest.raises(UserError, match=r"4 processes cannot share the 6 rows .* 1, 2, 3, 6 or another"):
+    with pytest.raises(UserError, match=r"cannot share the 6 rows .* one of 1, 2, 3, 6 processes or another"):
         TrainLoader(corpus.shards, Numbers(), 6, 8, 1, 0, 4)
-    with pytest.raises(UserError, match=r"device_batch_size 4 does not divide the 6 rows .* 1, 2, 3, 6 or"):
+    with pytest.raises(UserError, match=r"4 does not divide a process.s 6 rows .* use one of 1, 2, 3, 6 or"):
         TrainLoader(corpus.shards, Numbers(), 12, 8, 4, 1, 2)
 
 
@@ -657,7 +658,7 @@ def test_validation_in_windows_covers_as_many_bytes_as_the_text_has(real):
 
 def test_validation_without_anything_to_score_is_refused(tmp_path):
     corpus = Corpus(tmp_path, [0, 0], 2)
-    with pytest.raises(UserError, match="holds no text"):
+    with pytest.raises(UserError, match="has no text"):
         validation_batches(corpus.shards, Numbers(), 8, 2)
     with pytest.raises(UserError, match="eval_tokens 0 scores nothing"):
         validation_batches(corpus.shards, Numbers(), 8, 2, eval_tokens=0)

@@ -5,9 +5,10 @@ import torch
 
 from nanochat import runtime, scaling
 from nanochat.data.dataset import open_dataset
-from nanochat.data.loader import TrainLoader, validation_batches
+from nanochat.data.loader import TrainLoader
 from nanochat.data.parquet import iterate_documents
 from nanochat.data.tokenizer import open_tokenizer
+from nanochat.data.validation import validation_batches
 from nanochat.evaluate import bits_per_byte
 from nanochat.gpt import GPT
 from nanochat.optim import MuonAdamW, parameter_groups
