@@ -26,9 +26,9 @@ import torch
 import configurator
 from nanochat import UserError, engine, precision, runtime
 from nanochat.data.dataset import open_dataset
-from nanochat.data.loader import ValidationBatches
 from nanochat.data.parquet import iterate_documents
 from nanochat.data.tokenizer import open_tokenizer
+from nanochat.data.validation import ValidationBatches
 from nanochat.evaluate import bits_per_byte
 from nanochat.metrics import read_metrics
 

@@ -26,9 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 import configurator
 from nanochat import UserError, checkpoint, distributed, metrics, optim, precision, runtime, scaling
 from nanochat.data.dataset import open_dataset
-from nanochat.data.loader import TrainLoader, merge_states
+from nanochat.data.loader import TrainLoader, merge_states, validation_batches
 from nanochat.data.tokenizer import open_tokenizer
-from nanochat.data.validation import validation_batches
 from nanochat.engine import continuations
 from nanochat.evaluate import bits_per_byte
 from nanochat.gpt import GPT

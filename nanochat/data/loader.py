@@ -6,12 +6,12 @@ max_seq_len + 1 tokens and starts its next epoch on its own. Lane n belongs to r
 rows of a lane depend on the data, the seed, the tokenizer, L and max_seq_len alone, and any number of
 processes can continue a run.
 
-A row consists of *pieces*: `<|bos|>`, then tokens of one document. inputs = row[:-1] and targets = row[1:].
-A row begins with `<|bos|>`, which is no target, so every token of a document is a target exactly once.
+A row holds `<|bos|>` and tokens of one document, then `<|bos|>` and tokens of another one, until it is full.
+inputs = row[:-1] and targets = row[1:], so every token of a document is a target exactly once.
 
     loader = TrainLoader(shards, tokenizer, rows_per_step=32, max_seq_len=512, device_batch_size=8)
     inputs, targets = next(loader)      # (B, T) int64; rows_per_step / world_size / B of them make a step
-    state = loader.state()              # after the last complete step; JSON; TrainLoader(..., state=state)
+    state = loader.state()              # the position, as JSON; TrainLoader(..., state=state) continues there
 """
 
 import os
@@ -29,6 +29,7 @@ from nanochat.data.amount import check_amount
 from nanochat.data.packing import open_lanes
 from nanochat.data.parquet import RowGroups
 from nanochat.data.tokenizer import Tokenizer
+from nanochat.data.validation import validation_batches  # noqa: F401 (base_train imports it from here)
 
 PACKING = 2  # version of the packing; a state of another version is refused, because its rows would differ
 STEPS_AHEAD = 2  # steps that the background thread prepares ahead
@@ -68,18 +69,18 @@ class TrainLoader:
         }
         if state is None:
             check_amount(groups, tokenizer, rows_per_step, max_seq_len)
-        positions = _positions(self._stream, lanes, state)
+        positions = _start_positions(self._stream, lanes, state)
         self._device = torch.device(device)
         self._device_batch_size = device_batch_size
         self._rows = len(lanes)
-        self._next_row = self._rows  # in the current step; the next call of next() fetches the first step
+        self._next_row = self._rows  # in the current step; here: at its end, so next() fetches a step
         self._current = None
-        self._handed_out = dict(zip(lanes, positions, strict=True))
+        self._positions = dict(zip(lanes, positions, strict=True))  # after the last complete step
         self._process = os.getpid()
         self.wait_s = 0.0  # seconds that next() has waited for data, in all
 
-        self._ready: queue.SimpleQueue = queue.SimpleQueue()
-        self._free: queue.SimpleQueue = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue = queue.SimpleQueue()  # (step's rows, positions after it), or an error
+        self._free: queue.SimpleQueue = queue.SimpleQueue()  # (buffer, event that ends the copy from it)
         for _ in range(STEPS_AHEAD + 1):
             shape = (self._rows, max_seq_len + 1)
             pin = self._device.type == "cuda"
@@ -99,7 +100,7 @@ class TrainLoader:
         if self._next_row == self._rows:
             self._fetch_step()
         first, self._next_row = self._next_row, self._next_row + self._device_batch_size
-        buffer, snapshot = self._current
+        buffer, positions = self._current
         on_cuda = self._device.type == "cuda"
         rows = buffer[first : self._next_row].to(self._device, non_blocking=on_cuda)
         # The conversion to int64 copies, so the caller's tensors are never overwritten
@@ -111,7 +112,7 @@ class TrainLoader:
                 copied.record(torch.cuda.current_stream(self._device))
             self._free.put((buffer, copied))
             self._current = None
-            self._handed_out = snapshot
+            self._positions = positions
         return inputs, targets
 
     def _fetch_step(self) -> None:
@@ -131,11 +132,11 @@ class TrainLoader:
     @property
     def epoch(self) -> int:
         """The earliest epoch of this process's lanes, from 0."""
-        return min(_as_json(position)["epoch"] for position in self._handed_out.values())
+        return min(_as_json(position)["epoch"] for position in self._positions.values())
 
     def state(self) -> dict:
-        """The positions of this process's lanes after the last complete step that next() gave; JSON."""
-        return {**self._stream, "lanes": {str(lane): _as_json(p) for lane, p in self._handed_out.items()}}
+        """The positions of this process's lanes after the last complete step, ready for JSON."""
+        return {**self._stream, "lanes": {str(lane): _as_json(p) for lane, p in self._positions.items()}}
 
     def close(self) -> None:
         """Stop the background thread. A second call does nothing."""
@@ -172,7 +173,7 @@ def _divisors(n: int) -> str:
     return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
 
 
-def _positions(stream: dict, lanes: Sequence[int], state: dict | None) -> list[dict]:
+def _start_positions(stream: dict, lanes: Sequence[int], state: dict | None) -> list[dict]:
     """Each lane's position in `state`, or the start if that is None.
 
     Raises UserError if the state comes from other data or settings, ValueError if a lane is missing.
@@ -192,11 +193,9 @@ def _positions(stream: dict, lanes: Sequence[int], state: dict | None) -> list[d
 
 
 def _as_json(position) -> dict:
-    """A position: the lane's epoch, documents taken of it, and its pieces [document, first token], oldest
-    first.
+    """A position: {"epoch", "taken": documents of it, "pieces": [document, first token], the oldest first}.
 
-    The thread hands over (epoch, taken, pieces of the lane); the conversion is left to the few calls that
-    need it.
+    The thread gives (epoch, taken, pieces of the lane), because few of its positions are ever converted.
     """
     if isinstance(position, dict):
         return position
@@ -226,9 +225,7 @@ def _produce(packer: tuple, free: queue.SimpleQueue, ready: queue.SimpleQueue) -
 
 def _stop(thread: threading.Thread, free: queue.SimpleQueue, process: int) -> None:
     """Stop the thread and wait for it: Python must not exit while it runs code of tiktoken or pyarrow."""
-    if (
-        os.getpid() != process
-    ):  # after a fork: the child has no thread, and the queue may stay locked for ever
+    if os.getpid() != process:  # a forked child has no thread, and its queue may stay locked for ever
         return
     try:
         while True:

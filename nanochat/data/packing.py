@@ -21,9 +21,7 @@ from nanochat.data.tokenizer import Tokenizer
 
 BUFFER_PIECES = 32  # pieces that a lane chooses from: enough for a good fit, few enough for a small state
 BUFFER_ROWS = 256  # a lane with tokens for so many rows takes no more documents: some are very long
-GROUPS_PER_LANE = (
-    8  # if there are so many row groups for each lane, a lane takes whole ones, else single documents
-)
+GROUPS_PER_LANE = 8  # with so many row groups for each lane it takes whole ones, else single documents
 MAX_EMPTY_EPOCHS = 16  # so many epochs in a row without a token are an error
 
 
@@ -58,12 +56,12 @@ class Lane:
             self._room -= len(tokens)
 
     def fill(self, row: np.ndarray) -> None:
-        """Write the next row into `row`, (max_seq_len + 1,) int32: the largest pieces that fit, then a cut one."""
+        """Write the next row into `row`, (max_seq_len + 1,) int32: pieces that fit, the last one cut."""
         pieces, at, space = self.pieces, 0, len(row)
         while space:
             if not pieces or (not self._exhausted and self._room > 0 and len(pieces) < BUFFER_PIECES):
                 self._refill()
-            fitting = bisect_right(pieces, (space, 1))
+            fitting = bisect_right(pieces, (space, 1))  # pieces of at most `space` slots
             if fitting:
                 size, _, _, _, tokens = pieces.pop(fitting - 1)
                 row[at] = self._bos
@@ -208,8 +206,7 @@ def open_lanes(
 ) -> list[Lane]:
     """The lanes with these numbers at these positions, for rows of `row_tokens` = max_seq_len + 1 tokens.
 
-    All lanes share one feed. If there are many row groups, each lane has its own feed and takes whole row
-    groups.
+    All lanes share one feed, or with many row groups each lane has its own and takes whole row groups.
     """
 
     @functools.lru_cache(maxsize=2)
