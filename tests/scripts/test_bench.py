@@ -6,11 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import ROOT
 
 from nanochat import scaling
-
-ROOT = Path(__file__).parents[2]
-
 
 SMALL = ["--depth=1", "--max_seq_len=64", "--vocab_size=512", "--rounds=2", "--steps=2"]
 
@@ -26,16 +24,33 @@ def results_of(done: subprocess.CompletedProcess) -> dict:
     return next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))["results"]
 
 
-def test_train_reports_each_variant_as_json_on_the_last_line():
-    done = bench("--what=train", *SMALL, "--device_batch_size=2", "--variants=float32,bfloat16", "--json")
+@pytest.fixture
+def texts(tmp_path) -> list[str]:
+    """The settings for a folder of small texts, and for a base folder of their own."""
+    (tmp_path / "texts").mkdir()
+    for i in range(300):
+        (tmp_path / "texts" / f"{i}.txt").write_text(f"words {i} about nothing in particular " * (i % 20 + 1))
+    return [f"--data={tmp_path / 'texts'}", f"--base_dir={tmp_path / 'base'}", "--vocab_size=300"]
+
+
+def test_train_runs_base_train_in_each_variant_and_reports_json_on_the_last_line(texts):
+    done = bench(
+        "--what=train", *SMALL, *texts, "--rounds=1", "--steps=4", "--device_batch_size=2",
+        "--variants=float32,bfloat16", "--json",
+    )  # fmt: skip
     last = json.loads(done.stdout.splitlines()[-1])
     assert last["what"] == "train" and last["settings"]["depth"] == 1
     for variant in ("float32", "bfloat16"):
         row = last["results"][variant]
         assert row["tok_per_sec"] == pytest.approx(2 * 64 / (row["step_ms"] / 1000))
-        assert 0 < row["optimizer_share"] < 1
-        assert row["mfu"] > 0
+        assert row["mfu"] > 0 and row["peak_memory_gib"] > 0.05
     assert last["results"]["float32"]["speed_relative_to_first"] == 1
+
+
+def test_train_says_why_base_train_failed():
+    done = bench("--what=train", *SMALL, "--variants=float32", "--data=nowhere", status=2)
+    assert "base_train failed in float32: error: " in done.stderr and "nowhere" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_an_unknown_variant_is_refused_with_those_there_are():
@@ -43,17 +58,13 @@ def test_an_unknown_variant_is_refused_with_those_there_are():
     assert "int8" in done.stderr and "bfloat16" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_loader_compares_packing_with_raw_encoding_of_the_same_documents(tmp_path):
-    for i in range(300):
-        (tmp_path / f"{i}.txt").write_text(f"words {i} about nothing in particular " * (i % 20 + 1))
-    done = bench(
-        "--what=loader", f"--data={tmp_path}", f"--base_dir={tmp_path / 'base'}", "--vocab_size=300",
-        "--shapes=2x16,4x64", "--rounds=3", "--json",
-    )  # fmt: skip
+def test_loader_compares_packing_with_raw_encoding_of_the_same_documents(texts):
+    done = bench("--what=loader", *texts, "--shapes=2x16,4x64", "--rounds=3", "--json")
     results = json.loads(done.stdout.splitlines()[-1])["results"]
     assert len(results.pop("corpus")["fingerprint"]) == 12 and set(results) == {"2x16", "4x64"}
     for row in results.values():
-        assert 0.05 < row["packed_over_raw"] < 5 and row["threaded_tok_per_sec"] > 0
+        ratio = row["packed_tok_per_sec"] / row["raw_tok_per_sec"]
+        assert row["packed_over_raw"] == pytest.approx(ratio) and 0.05 < ratio < 5
 
 
 # Stands in for the peer's optimizer: says what it was given, and takes a known time for a step

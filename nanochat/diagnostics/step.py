@@ -1,0 +1,54 @@
+"""The training step of scripts/base_train.py as one function, for those who look at it from outside.
+
+The script keeps its step in plain sight, with micro-steps and processes. Here it is for one micro-step on one
+process; tests/diagnostics/test_step.py compares the losses of the two to the last digit.
+"""
+
+import contextlib
+import math
+
+import torch
+
+from nanochat import scaling
+from nanochat.precision import autocast
+
+
+def training_step(
+    model, optimizer, scaler, dtype, inputs, targets, grad_clip=1.0, at=contextlib.nullcontext
+) -> torch.Tensor:
+    """Forward, backward, clip, update -> the loss, a 0-dim tensor.
+
+    inputs, targets (B, T) int64. `at(phase)` is the context in which a phase runs: "forward", "backward",
+    "clip", "optimizer". The gradients stay: clear them with `optimizer.zero_grad(set_to_none=True)`.
+    """
+    with at("forward"), autocast(inputs.device, dtype):
+        loss = model(inputs, targets)
+    with at("backward"):
+        scaler.scale(loss).backward()
+    with at("clip"):
+        scaler.unscale_(optimizer)
+        max_norm = grad_clip if grad_clip > 0 else math.inf
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.found_inf = 1 - grad_norm.isfinite().float()  # a step that is not finite changes nothing
+    with at("optimizer"):
+        scaler.step(optimizer)
+        scaler.update()
+    return loss
+
+
+def scaled_rates(defaults: dict, config, batch_tokens: int, steps: int) -> tuple[dict[str, float], float]:
+    """(rates, weight decay) as scripts/base_train.py scales its defaults to a model and a run of that length.
+
+    `defaults` holds the script's settings by name: configurator.defaults("scripts/base_train.py").
+    """
+    horizon = scaling.derive_horizon(config, steps, -1, -1, batch_tokens, 0)
+    run = batch_tokens, horizon.tokens, horizon.d12_tokens
+    scale = scaling.rate_scale(*run)
+    adam_scale = scale * scaling.adam_width_scale(config.width)
+    rates = {
+        "embedding_lr": defaults["embedding_lr"] * adam_scale,
+        "unembedding_lr": defaults["unembedding_lr"] * adam_scale,
+        "scalar_lr": defaults["scalar_lr"] * scale,
+        "matrix_lr": defaults["matrix_lr"] * scale,
+    }
+    return rates, scaling.scaled_weight_decay(defaults["weight_decay"], scale, *run)
