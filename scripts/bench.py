@@ -28,11 +28,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import configurator
-from nanochat import UserError, checkpoint, optim, planning, precision, runtime
+from nanochat import UserError, checkpoint, optim, precision, runtime, scaling
 from nanochat.data.dataset import open_dataset
 from nanochat.data.packing import open_lanes
 from nanochat.data.parquet import RowGroups, iterate_documents
 from nanochat.data.tokenizer import open_tokenizer
+from nanochat.diagnostics.step import scaled_rates
 from nanochat.gpt import GPT
 from nanochat.metrics import read_metrics
 
@@ -69,7 +70,6 @@ settings = configurator.configure(globals())
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULTS = configurator.defaults(ROOT / "scripts" / "base_train.py")
 SHARED = {name: settings.values[name] for name in DEFAULTS if name in settings.values}
-BATCH = {"total_batch_size": device_batch_size * max_seq_len, "num_iterations": steps}
 
 
 def seconds(action, *arguments, **keywords) -> float:
@@ -93,11 +93,11 @@ def base_train(*files, **chosen) -> subprocess.Popen:
 def train(variant: str) -> tuple[list[dict], float | None]:
     """A run of a few steps: its records without the first third, and its peak memory in GiB."""
     name, _, compiled = variant.partition("+")
-    chosen = SHARED | BATCH | {"dtype": name, "compile": "on" if compiled else "off"}
-    chosen |= {"eval_every": -1, "eval_tokens": 1, "sample_every": -1, "save_every": -1}
+    chosen = SHARED | {"dtype": name, "compile": "on" if compiled else "off", "num_iterations": steps}
+    chosen |= {"total_batch_size": device_batch_size * max_seq_len, "eval_every": -1, "eval_tokens": 1}
     with tempfile.TemporaryDirectory() as place:
         run = Path(place) / "run"
-        process = base_train(**chosen, out_dir=run)
+        process = base_train(**chosen, sample_every=-1, save_every=-1, out_dir=run)
         output, error = process.communicate()
         if process.returncode:
             raise UserError(f"base_train failed in {variant}: {error.strip()[-1000:]}")
@@ -111,8 +111,7 @@ def bench_train() -> dict:
     runs = {name.strip(): [] for name in variants.split(",")}
     for name in runs:
         if name.removesuffix("+compile") not in precision.DTYPES:
-            known = ", ".join(precision.DTYPES)
-            raise UserError(f"unknown variant {name}; use {known}, with +compile or without")
+            raise UserError(f"unknown variant {name}; use {', '.join(precision.DTYPES)}, also with +compile")
     for _ in range(rounds):
         for name, of_variant in runs.items():
             of_variant.append(train(name))
@@ -199,14 +198,13 @@ def loader_speed(dataset, tokenizer, rows: int, length: int) -> dict:
 def make_optimizer(dtype: str, machine, compile: bool = True):
     """A model of the settings' shapes with random gradients, and base_train's optimizer for it."""
     compute_dtype, _ = precision.resolve_dtype(dtype, machine.device)
-    chosen = DEFAULTS | SHARED | BATCH
-    chosen["total_batch_size"] *= machine.world_size
-    plan = planning.derive(chosen, vocab_size, 1, planning.survey(machine, compute_dtype))
-    model = GPT(plan.config).to(machine.device)
+    config = scaling.model_config(depth, aspect_ratio, head_dim, max_seq_len, vocab_size, window_pattern)
+    model = GPT(config).to(machine.device)
     model.init_weights()
     for p in model.parameters():
         p.grad = torch.randn_like(p) * 1e-3
-    groups = optim.parameter_groups(model, plan.rates, plan.weight_decay)
+    batch_tokens = device_batch_size * max_seq_len * machine.world_size
+    groups = optim.parameter_groups(model, *scaled_rates(DEFAULTS, config, batch_tokens, steps))
     return model, optim.MuonAdamW(groups, compute_dtype, compile, machine.rank, machine.world_size)
 
 
@@ -337,8 +335,7 @@ def bench_communication() -> dict:
 
 def loopback_bytes() -> int:
     """Bytes sent over the loopback interface since the machine started (Linux)."""
-    lines = Path("/proc/net/dev").read_text().splitlines()
-    return int(next(line for line in lines if line.strip().startswith("lo:")).split()[9])
+    return int(re.search(r"^ *lo:(.*)", Path("/proc/net/dev").read_text(), re.MULTILINE)[1].split()[8])
 
 
 results = globals()[f"bench_{what}"]()
