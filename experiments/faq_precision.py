@@ -1,0 +1,300 @@
+"""Small experiments behind questions 28 to 40 of docs/faq.md.
+
+`python -m experiments.faq_measurements` prints their figures.
+"""
+
+import warnings
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from experiments.autocast_rules import PROBES, policy
+from experiments.measurements import byte_rows, compare, flat, flat_grad, our_model, our_optimizer
+from nanochat import precision
+from nanochat.diagnostics.precision_page import name_of
+from nanochat.gpt import GPT, GPTConfig
+
+CPU = torch.device("cpu")
+FORMATS = (torch.float32, torch.bfloat16, torch.float16)
+LAPTOP = GPTConfig(depth=4, width=192, num_heads=3, vocab_size=4096, max_seq_len=512)  # runs/laptop.py
+
+
+def distance(a, b) -> float:
+    return compare(a, b)[1]
+
+
+def message_of(function) -> str:
+    """The first line of the error that a call raises."""
+    try:
+        function()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).splitlines()[0]
+    return "no error"
+
+
+# ------------------------------------------------------------------------------------------------------
+# 28 to 31: the scaler without unscale_, the first NaN, old names, a float32 region
+
+
+def scaled_step(make_optimizer, call_unscale: bool):
+    """One float16 step at a scale of 1,024: gradient norms before and after `scaler.step`, and the update."""
+    model = our_model()
+    optimizer, scaler = make_optimizer(model), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = flat(model.parameters())
+    with precision.autocast(CPU, torch.float16):
+        loss = model(*byte_rows(8, 0))
+    scaler.scale(loss).backward()
+    if call_unscale:
+        scaler.unscale_(optimizer)
+    norm = flat_grad(model).norm().item()
+    scaler.step(optimizer)
+    return norm, flat_grad(model).norm().item(), flat(model.parameters()) - before
+
+
+def without_unscale() -> dict:
+    """Per optimizer: the norm of .grad before and after `scaler.step` where nobody called `unscale_`, and how
+    far the update is from the one with `unscale_`."""
+    makers = {
+        "SGD": lambda model: torch.optim.SGD(model.parameters(), 0.1),
+        "AdamW(fused=True)": lambda model: torch.optim.AdamW(model.parameters(), 1e-3, fused=True),
+        "ours (MuonAdamW)": our_optimizer,
+    }
+    figures = {}
+    for name, make in makers.items():
+        right = scaled_step(make, call_unscale=True)[2]
+        before, after, update = scaled_step(make, call_unscale=False)
+        figures[name] = {"before": before, "after": after, "update apart": distance(update, right)}
+    return figures
+
+
+class FirstBad(TorchDispatchMode):
+    """Remembers the first operator whose result is inf or NaN. Slow: it looks at every result."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = "none"
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        for tensor in tensors if self.found == "none" else ():
+            if not tensor.isfinite().all():
+                kind = "NaN" if tensor.isnan().any() else "inf"
+                self.found = f"{func.overloadpacket.__name__}, {kind} in {name_of(tensor.dtype)}"
+        return result
+
+
+def anomaly(loss) -> str:
+    """What anomaly detection says of the backward pass."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is slow
+        with torch.autograd.detect_anomaly():
+            return message_of(loss.backward)
+
+
+def overflow(dtype) -> dict:
+    """A model with an MLP whose weights are 100 times too large: who names the operator that overflowed?"""
+    model, operator, modules = our_model(), FirstBad(), []
+    model.blocks[1].mlp.up.weight.data *= 100
+
+    def note(name, output):
+        if not output.isfinite().all():
+            modules.append(name)
+
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda module, inputs, output, name=name: note(name, output))
+    with operator, precision.autocast(CPU, dtype):
+        loss = model(*byte_rows(8, 0))
+    return {
+        "loss": loss.item(),
+        "first operator": operator.found,
+        "first module by a hook": modules[0] if modules else "none",
+        "detect_anomaly": anomaly(loss),
+    }
+
+
+def first_bad_operator() -> dict:
+    """An overflow in each 16-bit format; and a NaN of the backward pass alone, whose loss is 0."""
+    x = torch.zeros(2, requires_grad=True)
+    figures = {name_of(dtype): overflow(dtype) for dtype in (torch.float16, torch.bfloat16)}
+    return figures | {"a square root at 0": anomaly(x.square().sum().sqrt())}
+
+
+def old_names() -> dict:
+    """What the names of torch.cuda.amp warn of on this machine, and whether they do anything."""
+
+    def in_context(context):
+        with context:
+            return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+    calls = {
+        "torch.cuda.amp.autocast()": lambda: in_context(torch.cuda.amp.autocast()),
+        "torch.autocast('cuda')": lambda: in_context(torch.autocast("cuda")),
+        "torch.autocast('cpu')": lambda: in_context(torch.autocast("cpu")),
+        "torch.cuda.amp.GradScaler()": lambda: torch.cuda.amp.GradScaler().is_enabled(),
+        "torch.amp.GradScaler()": lambda: torch.amp.GradScaler().is_enabled(),
+        "torch.amp.GradScaler('cpu')": lambda: torch.amp.GradScaler("cpu").is_enabled(),
+    }
+    figures = {}
+    for name, call in calls.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            result = call()
+        figures[name] = [result, *(f"{w.category.__name__}: {w.message}" for w in caught)]
+    return figures
+
+
+def float32_region() -> dict:
+    """A product inside of autocast, and in a region without it: result's dtype and distance from float64."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(64, 1024, generator=generator) for _ in range(2))
+    exact = x.double() @ weight.double().mT
+    with precision.autocast(CPU, torch.bfloat16):
+        low = F.linear(x, weight)
+        with torch.autocast("cpu", enabled=False):
+            lifted = F.linear(x.float(), weight)
+            mixed = message_of(lambda: F.linear(low, torch.ones(8, 64)))
+    return {
+        "under autocast": (low.dtype, distance(low, exact)),
+        "enabled=False": (lifted.dtype, distance(lifted, exact)),
+        "enabled=False, input left in bfloat16": mixed,
+    }
+
+
+# ------------------------------------------------------------------------------------------------------
+# 32 to 36: ranges, the default dtype, what a device can do
+
+
+def ranges() -> dict:
+    """An overflow, an underflow and a lost addition in each format."""
+
+    def numbers(dtype):
+        a, tiny, one = (torch.tensor(v, dtype=dtype) for v in (300.0, 1e-8, 1.0))
+        return {"300 * 300": (a * a).item(), "1e-8": tiny.item(), "1 + 1e-4": (one + 1e-4).item()}
+
+    return {name_of(dtype): numbers(dtype) for dtype in FORMATS}
+
+
+def loss_after(dtype, compute_dtype, steps=100) -> float:
+    """Of our small model on rows that it has not seen, after some more steps of AdamW. Weights, gradients and
+    state are kept in `dtype`."""
+    model = our_model(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-4, betas=(0.9, 0.95))
+    for step in range(steps):
+        with precision.autocast(CPU, compute_dtype):
+            loss = model(*byte_rows(16, 1000 + step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return model.float()(*byte_rows(256, 7)).item()
+
+
+def default_dtype() -> dict:
+    """The default dtype under autocast, and why it is not bfloat16."""
+    with precision.autocast(CPU, torch.bfloat16):
+        here = torch.get_default_dtype(), torch.ones(2).dtype
+    return {
+        "under autocast, the default and a new tensor": here,
+        "loss at the start": loss_after(torch.float32, torch.float32, steps=0),
+        "weights and products in float32": loss_after(torch.float32, torch.float32),
+        "weights in float32, products in bfloat16": loss_after(torch.float32, torch.bfloat16),
+        "weights and products in bfloat16": loss_after(torch.bfloat16, torch.float32),  # without autocast
+    }
+
+
+def capabilities() -> dict:
+    """What this machine says of itself."""
+    has = torch.cpu.get_capabilities()
+    return {
+        **{word: has.get(word) for word in ("avx512_bf16", "amx_bf16", "avx512_fp16")},
+        "torch.cuda.is_bf16_supported()": torch.cuda.is_bf16_supported(),
+        "torch.cuda.get_device_capability()": message_of(torch.cuda.get_device_capability),
+        "resolve_dtype": precision.resolve_dtype("auto", CPU),
+        **{f"default of autocast('{d}')": torch.get_autocast_dtype(d) for d in ("cuda", "cpu", "mps")},
+    }
+
+
+# ------------------------------------------------------------------------------------------------------
+# 37 to 40: dtypes and bytes, targets, the scaler with bfloat16, the lists
+
+
+def kept_for_backward(model, rows, compute_dtype) -> int:
+    """Bytes that autograd keeps from a forward pass, parameters not counted."""
+    parameters, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor), precision.autocast(CPU, compute_dtype):
+        model(*rows).backward()
+    return sum(kept.values())
+
+
+def dtypes_and_bytes() -> dict:
+    """Of one step of runs/laptop.py's model: dtypes and bytes of what lasts, and of what the forward pass
+    keeps."""
+    model = GPT(LAPTOP)
+    model.init_weights(torch.Generator().manual_seed(0))
+    optimizer = our_optimizer(model)
+    tokens = torch.randint(4096, (4, 513), generator=torch.Generator().manual_seed(0))
+    rows, kept = (tokens[:, :-1], tokens[:, 1:]), {}
+    for dtype in (torch.float32, torch.bfloat16):
+        optimizer.zero_grad()
+        kept[f"kept for the backward pass, {name_of(dtype)}"] = kept_for_backward(model, rows, dtype)
+    optimizer.step()
+    state = [t for states in optimizer.state.values() for t in states.values()]
+    lasting = {"parameters": list(model.parameters()), "gradients": [p.grad for p in model.parameters()]}
+    lasting["optimizer state"] = state
+    summary = {
+        name: (len(tensors), {t.dtype for t in tensors}, sum(t.nbytes for t in tensors))
+        for name, tensors in lasting.items()
+    }
+    return summary | kept
+
+
+def integer_targets(vocab_size=32768) -> dict:
+    """Token ids that survive a 16-bit format, and what cross_entropy says of other dtypes."""
+    ids, logits, target = torch.arange(vocab_size), torch.zeros(1, 8), torch.zeros(1)
+    figures = {}
+    for dtype in (torch.bfloat16, torch.float16):
+        same = ids.to(dtype).long() == ids
+        figures[f"ids of {vocab_size:,} unchanged in {name_of(dtype)}"] = same.sum().item()
+        figures[f"first id that changes in {name_of(dtype)}"] = ids[~same][0].item()
+    figures["int32 targets"] = message_of(lambda: F.cross_entropy(logits, target.int()))
+    with precision.autocast(CPU, torch.bfloat16):
+        figures["an int64 tensor under autocast"] = (target.long() + 1).dtype
+    return figures
+
+
+def scaler_with_bfloat16() -> dict:
+    """A bfloat16 gradient through an enabled scaler, against the same without one."""
+    grads = []
+    for enabled in (False, True):
+        model = our_model()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+        with precision.autocast(CPU, torch.bfloat16):
+            loss = model(*byte_rows(64, 99))
+        scaler.scale(loss).backward()
+        before = flat_grad(model).norm().item()
+        scaler.unscale_(optimizer)
+        grads.append(flat_grad(model))
+    return {"equal in every bit": compare(*grads)[0], "norm": grads[0].norm().item(), "scaled norm": before}
+
+
+def lists() -> dict:
+    """How many of the operators of docs/precision.md's table each device's autocast puts on which list. Two
+    inputs of different dtypes are left out: their result is the wider one with and without autocast."""
+    figures, groups = {}, [probes for name, probes in PROBES.items() if "one float32 and one low" not in name]
+    for device in ("cuda", "cpu", "mps"):
+        answers = [policy(probe, device) for probes in groups for probe in probes]
+        words = ("low", "float32", "as its input", "-")
+        figures[device] = {word: answers.count(word) for word in words} | {"asked": len(answers)}
+    return figures
