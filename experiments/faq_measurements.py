@@ -1,21 +1,24 @@
 """The figures of docs/faq.md that no other page has: `python -m experiments.faq_measurements`, half a minute.
 
-Each experiment belongs to the question of its number; `--what=28` runs that one. Those about precision are in
-faq_precision.py. 41 and 42 read the embedded text; they make it and its tokenizer if they are missing.
+Each experiment has the number of its question; `--what=28` runs that one. Most are in faq_precision.py.
+Number 41 reads the embedded text, and makes it and its tokenizer if they are missing. Number 15 compiles for
+a minute, so it runs only if you ask for it.
 """
 
 import time
 from pathlib import Path
 
 import torch
+import torch._functorch.config as functorch
 
 import configurator
 from experiments import faq_precision as asked
-from nanochat import UserError, scaling
+from experiments.autocast_rules import name_of
+from experiments.measurements import byte_rows, flat_grad, our_model
+from nanochat import UserError, precision
 from nanochat.data.dataset import open_dataset
 from nanochat.data.loader import TrainLoader
 from nanochat.data.tokenizer import open_tokenizer
-from nanochat.diagnostics.precision_page import name_of
 
 
 def embedded(base_dir: str):
@@ -26,7 +29,7 @@ def embedded(base_dir: str):
 
 
 def prefetch(dataset, tokenizer, rows=4, max_seq_len=512, step_s=0.03, steps=100) -> dict:
-    """Milliseconds a step of 2,048 tokens waits for its batch: asked for at once, and after a step's work."""
+    """Milliseconds that a step of 2,048 tokens waits for its batch: at once, and after other work."""
     figures = {}
     for name, pause in (("at once", 0), (f"after {1e3 * step_s:.0f} ms of other work", step_s)):
         with TrainLoader(dataset.train_shards, tokenizer, rows, max_seq_len, rows) as loader:
@@ -40,19 +43,21 @@ def prefetch(dataset, tokenizer, rows=4, max_seq_len=512, step_s=0.03, steps=100
     return figures
 
 
-def tokens_needed(depth: int, vocab_size: int) -> float:
-    """12 tokens for each parameter of matrices and head, base_train.py's horizon."""
-    return 12 * scaling.scaling_parameters(scaling.model_config(depth, 64, 128, 2048, vocab_size, "L"))
-
-
-def epochs(dataset, tokenizer) -> dict:
-    """The tokens of the embedded text, and for some depths the tokens needed and how often it is read."""
-    there = sum(len(tokenizer.encode(text)) for text in dataset.train_texts())
-    figures = {"tokens of the embedded text": there}
-    for depth in (4, 8, 12, 20, 26):
-        small, large = (tokens_needed(depth, vocab_size) for vocab_size in (4096, 32768))
-        figures[f"d{depth}"] = {"vocabulary 4,096": small, "times": small / there, "vocabulary 32,768": large}
-    return figures
+def compiled_backward() -> dict:
+    """torch.compile traces the backward pass under the autocast of the forward pass, unless a setting says
+    "off". Does our small model get the same gradient, bit for bit, either way?"""
+    before, grads = functorch.backward_pass_autocast, []
+    for mode in ("same_as_forward", "off"):
+        torch._dynamo.reset()
+        functorch.backward_pass_autocast, model = mode, our_model()
+        try:
+            with precision.autocast(torch.device("cpu"), torch.bfloat16):
+                loss = torch.compile(model, dynamic=False)(*byte_rows(64, 99))
+            loss.backward()
+        finally:
+            functorch.backward_pass_autocast = before
+        grads.append(flat_grad(model))
+    return {"default": before, "equal in every bit": torch.equal(*grads)}
 
 
 def show(value) -> str:
@@ -69,7 +74,7 @@ def show(value) -> str:
 
 
 if __name__ == "__main__":
-    what = "all"  # the number of a question from 28 to 42 (or all)
+    what = "all"  # the number of a question, or all
     base_dir = "~/.cache/nanochat"  # where the embedded text is (environment: NANOCHAT_BASE_DIR)
 
     configurator.configure(globals())
@@ -87,12 +92,11 @@ if __name__ == "__main__":
         "39": asked.scaler_with_bfloat16,
         "40": asked.lists,
         "41": lambda: prefetch(*embedded(base_dir)),
-        "42": lambda: epochs(*embedded(base_dir)),
     }
-    if what not in {*experiments, "all"}:
-        raise UserError(f"no experiment {what}; there are {', '.join(experiments)}, and all")
+    if what not in {*experiments, "15", "all"}:
+        raise UserError(f"no experiment {what}; there are 15, {', '.join(experiments)}, and all (but 15)")
     print(f"torch {torch.__version__}, one thread")
     for number in experiments if what == "all" else [what]:
         print(f"\n{number}")
-        for name, value in experiments[number]().items():
+        for name, value in (experiments | {"15": compiled_backward})[number]().items():
             print(f"  {name}: {show(value)}")

@@ -11,10 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from experiments.autocast_rules import PROBES, policy
+from experiments.autocast_rules import PROBES, name_of, policy
 from experiments.measurements import byte_rows, compare, flat, flat_grad, our_model, our_optimizer
 from nanochat import precision
-from nanochat.diagnostics.precision_page import name_of
 from nanochat.gpt import GPT, GPTConfig
 
 CPU = torch.device("cpu")
@@ -78,12 +77,13 @@ class FirstBad(TorchDispatchMode):
         self.found = "none"
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        tensors = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.is_floating_point()]
-        for tensor in tensors if self.found == "none" else ():
-            if not tensor.isfinite().all():
+        result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        if self.found != "none" or "empty" in name:  # uninitialised memory may hold anything
+            return result
+        for tensor in (t for t in tree_leaves(result) if isinstance(t, torch.Tensor)):
+            if tensor.is_floating_point() and not tensor.isfinite().all():
                 kind = "NaN" if tensor.isnan().any() else "inf"
-                self.found = f"{func.overloadpacket.__name__}, {kind} in {name_of(tensor.dtype)}"
+                self.found = f"{name}, {kind} in {name_of(tensor.dtype)}"
         return result
 
 
