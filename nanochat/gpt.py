@@ -1,13 +1,15 @@
 """The model: a GPT in the nanochat line.
 
 Rotary positions, QK norm, ReLU-squared MLP, RMSNorm without weights, untied embedding and head, softcapped
-logits, no biases, projections back into the residual stream that start at zero. Three additions, whose gain
-others have measured and we not yet (docs/ablations.md): value embeddings on alternate layers, a learned scale
-of the residual stream at each layer, and a learned share of the first embedding mixed back in.
+logits, no biases. The projections back into the residual stream start at zero. Three additions are here whose
+gain others have measured and we have not yet (docs/ablations.md): value embeddings on alternate layers, a
+learned scale of the residual stream at each layer, and a learned share of the first embedding mixed back in.
 
-Shapes: B rows, T positions, C width, H heads, D head size, V vocabulary. It knows nothing of files,
-processes or scripts. Parameters are float32; under `torch.autocast` the matrix multiplications and the
-residual stream run in autocast's dtype.
+Shapes: B rows, T positions, C width, H heads, D head size, V vocabulary. Parameters are float32; under
+`torch.autocast` the matrix multiplications and the residual stream run in autocast's dtype.
+
+To add a parameter: make it in a module, give it a value in `init_weights`, and use it in `forward`. The first
+matching row of PARAMETER_TABLE in optim.py says how it is trained. Whatever is missing is named at the start.
 """
 
 import math
@@ -17,6 +19,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from nanochat import UserError
 from nanochat.attention import attention
 from nanochat.loss import softcap, softcapped_cross_entropy
 
@@ -136,8 +139,8 @@ class GPT(nn.Module):
     def init_weights(self, generator: torch.Generator | None = None):
         """Fill parameters and rotary tables in place, on the device the model is on.
 
-        Matrices that read the stream: uniform of standard deviation 1 / sqrt(C); those that write to it:
-        zero, so that each block begins as the identity. A small head makes the first loss ln(V).
+        A matrix that reads the residual stream is uniform, with standard deviation 1 / sqrt(C). A matrix that
+        writes to it is zero, so each block begins as the identity. A small head makes the first loss ln(V).
         """
         bound = math.sqrt(3 / self.config.width)  # uniform on [-b, b] has standard deviation b / sqrt(3)
         nn.init.normal_(self.embedding.weight, std=0.8, generator=generator)
@@ -157,7 +160,7 @@ class GPT(nn.Module):
         self.init_rotary()
 
     def init_rotary(self):
-        """Make the rotary tables, which no checkpoint holds, on the device the model is on."""
+        """Make the rotary tables on the device the model is on. No checkpoint holds them."""
         D, device = self.config.head_dim, self.embedding.weight.device
         frequencies = ROPE_BASE ** (-torch.arange(0, D, 2, dtype=torch.float32) / D)
         positions = torch.arange(self.config.max_seq_len, dtype=torch.float32)
@@ -165,15 +168,15 @@ class GPT(nn.Module):
         self.cos, self.sin = angles.cos().to(device), angles.sin().to(device)
 
     def forward(self, idx, targets=None, reduction="mean", cache=None):
-        """idx (B, T) int64 -> logits (B, T, V) float32, or with targets (B, T) int64 the loss in nats.
+        """idx (B, T) int64 -> logits (B, T, V) float32; with targets (B, T) int64, the loss in nats instead.
 
-        Targets of -1 are not scored; `reduction` is cross_entropy's ("none" gives (B * T,)). With a `cache`
-        (engine.KVCache) idx continues what the cache holds.
+        Targets of -1 are not scored. `reduction` is that of F.cross_entropy; "none" gives (B * T,). With a
+        `cache` (engine.KVCache), idx continues the tokens that the cache holds.
         """
         start = 0 if cache is None else cache.length
         stop = start + idx.size(1)
         x = norm(self.embedding(idx))  # (B, T, C)
-        if torch.is_autocast_enabled(x.device.type):  # the residual stream too runs in the compute dtype
+        if torch.is_autocast_enabled(x.device.type):  # so the residual stream runs in the compute dtype too
             x = x.to(torch.get_autocast_dtype(x.device.type))
         rotary = self.cos[start:stop].to(x.dtype), self.sin[start:stop].to(x.dtype)
         x0 = x
@@ -190,23 +193,42 @@ class GPT(nn.Module):
         )
 
     def parameter_counts(self) -> dict[str, int]:
-        """Parameters by role. `matrices` + `head` are those every token is multiplied with in a dense way."""
-        matrices = sum(m.weight.numel() for m in self.blocks.modules() if isinstance(m, nn.Linear))
+        """Parameters by role. Each token is multiplied with all of `matrices` and `head`."""
         counts = {
             "embedding": self.embedding.weight.numel(),
             "value_embeddings": sum(p.numel() for p in self.value_embeddings.parameters()),
-            "matrices": matrices,
+            "matrices": sum(p.numel() for p in self.blocks.parameters() if p.ndim >= 2),
             "head": self.head.weight.numel(),
-            "scalars": 2 * self.config.depth,
         }
-        return counts | {"total": sum(counts.values())}
+        total = sum(p.numel() for p in self.parameters())
+        return counts | {"scalars": total - sum(counts.values()), "total": total}
 
     def flops_per_token(self) -> int:
         """FLOPs to train on one token, forward and backward.
 
-        6 for every parameter of a matrix multiplication (2 forward, 4 backward), and 12 * C * window a
-        layer for QK^T and AV, not halved for causality: the count of PaLM (arXiv 2204.02311, appendix B).
+        6 for each parameter of a matrix multiplication (2 forward, 4 backward), and 12 * C * window for QK^T
+        and AV in each layer, not halved for causality: the count of PaLM (arXiv 2204.02311, appendix B).
         """
         counts = self.parameter_counts()
         attended = sum(self.config.windows)
         return 6 * (counts["matrices"] + counts["head"]) + 12 * self.config.width * attended
+
+
+def materialize(model: nn.Module, device: torch.device, seed: int) -> nn.Module:
+    """Give a model made on the meta device its memory on `device`, and its initial weights; returns it.
+
+    Raises UserError that names the parameters which the model's `init_weights` leaves without a value.
+    """
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(
+                torch.nan
+            )  # what init_weights forgets is found below; plain memory might look like weights
+    model.init_weights(torch.Generator(device).manual_seed(seed))
+    if forgotten := [name for name, p in model.named_parameters() if p.isnan().any()]:
+        raise UserError(
+            f"init_weights gives no value to {', '.join(forgotten)}; add it to init_weights in "
+            "nanochat/gpt.py (ones for the weight of a norm, zeros for a bias)"
+        )
+    return model

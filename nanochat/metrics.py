@@ -6,6 +6,7 @@ import os
 import statistics
 import sys
 import time
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,8 +19,7 @@ class Metrics:
     """Writes records to `<out_dir>/metrics.jsonl` and, where a run has one, to wandb.
 
     A record is one JSON object on one line, written with one system call: whatever kills the process, the
-    file holds whole records. Not-a-number and infinity become null, which JSON has and they are not part
-    of.
+    file holds whole records. NaN and infinity are written as null, since JSON has neither.
     """
 
     def __init__(self, out_dir, wandb_run=None, enabled: bool = True):
@@ -39,7 +39,7 @@ class Metrics:
             raise UserError(
                 f"cannot write {self.path} ({error.strerror}); make room and start again"
             ) from error
-        if written < len(line):  # what stands there of it is dropped when the run goes on
+        if written < len(line):  # a resumed run drops the broken line
             raise UserError(f"cannot write {self.path} (the disk is full); make room and start again")
         if self.wandb_run is not None:
             self.wandb_run.log({k: v for k, v in record.items() if v is not None}, step=record["step"])
@@ -59,19 +59,48 @@ class Metrics:
 RECENT_STEPS = 64  # losses that a spike is measured against
 
 
+@dataclass
+class Progress:
+    """What the training loop remembers. It is saved in every checkpoint, so a resumed loop goes on with
+    it."""
+
+    tokens: int = 0  # trained on so far
+    train_seconds: float = 0.0
+    skipped: int = 0  # steps whose gradient was not finite
+    recent: list[float] = field(default_factory=list)  # losses of the latest good steps
+    samples: list[str] = field(default_factory=list)  # what the model wrote last
+    wandb_id: str | None = None
+
+    def add_step(self, loss: float, tokens: int, seconds: float, finite: bool) -> bool:
+        """Count a step, and return whether its loss is a spike."""
+        spike = is_spike(loss, self.recent)
+        self.tokens += tokens
+        self.train_seconds += seconds
+        if finite:
+            self.recent = [*self.recent, loss][-RECENT_STEPS:]
+        else:
+            self.skipped += 1
+        return spike
+
+
 def is_spike(loss: float, recent: list[float]) -> bool:
-    """Whether a loss lies more than 6 standard deviations over the mean of the recent ones (at least 32)."""
+    """Whether a loss is more than 6 standard deviations above the mean of at least 32 recent ones."""
     return len(recent) >= 32 and loss > statistics.fmean(recent) + 6 * statistics.pstdev(recent)
 
 
-def first_bad(micro_losses: list[float]) -> str:
-    """What of a step first was not finite, for a message: one of its micro-steps, else its gradient."""
+def diverged(step: int, micro_losses: list[float], first_row: int, run_path) -> UserError:
+    """The error that ends a run after three bad steps in a row. It names the first thing that was not
+    finite."""
     bad = [i for i, loss in enumerate(micro_losses) if not math.isfinite(loss)]
-    return f"micro-step {bad[0]} of its {len(micro_losses)}" if bad else "its gradient"
+    where = f"micro-step {bad[0]} of its {len(micro_losses)}" if bad else "its gradient"
+    return UserError(
+        f"three steps in a row were not finite, the last one step {step} in {where} (rows from {first_row} "
+        f"on); the checkpoints in {run_path} are from before: lower the learning rates or use --dtype=float32"
+    )
 
 
 def read_metrics(path) -> list[dict]:
-    """The whole records of a metrics.jsonl, in order; [] where there is none."""
+    """The whole records of a metrics.jsonl, in order; [] if there is no such file."""
     try:
         lines = Path(path).read_bytes().split(b"\n")[:-1]  # after the last newline: not a whole record
     except FileNotFoundError:
@@ -86,15 +115,16 @@ def read_metrics(path) -> list[dict]:
 
 
 def last_evaluation(path, step: int) -> int:
-    """The step of the last evaluation after at most `step` updates that a metrics.jsonl holds, or -1."""
+    """The step of the last evaluation in a metrics.jsonl, after at most `step` updates; -1 if there is
+    none."""
     return max((r["step"] for r in read_metrics(path) if "val_bpb" in r and r["step"] <= step), default=-1)
 
 
 def rewind_metrics(path, step: int):
-    """Drop what was recorded after `step` updates (atomically): training records from `step` on,
-    evaluations after it.
+    """Drop the records made after `step` updates: training records from `step` on, evaluations after it.
 
-    Training record k is the k-th update from 0; an evaluation at k was made after k updates.
+    Training record k is update k, counted from 0; an evaluation at k was made after k updates. The file
+    changes at once or not at all.
     """
     path = Path(path)
     if not path.exists():
@@ -109,13 +139,14 @@ def rewind_metrics(path, step: int):
 
 
 class Console:
-    """The line about a step: a progress line that rewrites itself on a terminal, a plain line each in a
-    log."""
+    """Prints a line about each step: on a terminal one line that is rewritten, in a log file a line each."""
 
     def __init__(self, first_step: int, num_iterations: int, enabled: bool):
         self.enabled, self.terminal = enabled, enabled and sys.stderr.isatty()
         self.smooth, self.seen, self.num_iterations = 0.0, 0, num_iterations
-        self.since = None  # the time and step after which speed is even: the first step of a process compiles
+        self.since = (
+            None  # (time, step) after the first step, which compiles; the speed is counted from there
+        )
         self.bar = tqdm(
             initial=first_step,
             total=num_iterations,
@@ -126,7 +157,7 @@ class Console:
 
     def step(self, record: dict):
         loss = record["loss"]
-        if math.isfinite(loss):  # a single batch's loss is noise; show the running mean of those there are
+        if math.isfinite(loss):  # one batch's loss is noisy; show a running mean
             self.smooth, self.seen = 0.9 * self.smooth + 0.1 * loss, self.seen + 1
             loss = self.smooth / (1 - 0.9**self.seen)
         text = (
@@ -138,11 +169,8 @@ class Console:
         done, now = record["step"] + 1, time.monotonic()
         self.since = self.since or (now, done)
         if self.enabled and not self.terminal:
-            each = (
-                (now - self.since[0]) / (done - self.since[1])
-                if done > self.since[1]
-                else record["step_time_s"]
-            )
+            since, first = self.since
+            each = (now - since) / (done - first) if done > first else record["step_time_s"]
             eta = timedelta(seconds=round(each * (self.num_iterations - done)))
             self.print(f"step {done}/{self.num_iterations} | {text} | {eta} left")
 
@@ -154,7 +182,7 @@ class Console:
             for line in lines:
                 tqdm.write(str(line), file=sys.stdout)
             sys.stdout.flush()
-        except BrokenPipeError:  # Ctrl-C ends the `tee` behind a run too; the run is still to save
+        except BrokenPipeError:  # Ctrl-C ends the `tee` behind a run too; the run still has to save
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def close(self):
@@ -162,10 +190,9 @@ class Console:
 
 
 def start_wandb(run: str, project: str, config: dict, folder, run_id: str | None, say=print):
-    """A wandb run named `run` (None for "dummy"); offline, saying so, where there is no network or no API
-    key.
+    """A wandb run named `run`; None for "dummy". Without a network or an API key it logs offline and says so.
 
-    `run_id` continues the run of that id.
+    `run_id` continues the run with that id.
     """
     if run == "dummy":
         return None
@@ -189,11 +216,11 @@ def start_wandb(run: str, project: str, config: dict, folder, run_id: str | None
         mode = "offline"
     try:
         return wandb.init(**options, mode=mode)
-    except Exception as error:  # every way a network can fail; training does not depend on it
+    except Exception as error:  # a network can fail in many ways; training goes on without it
         say(
             f"wandb cannot be reached ({type(error).__name__}): logging offline (wandb sync uploads it later)"
         )
-        wandb.teardown()  # or its service still holds the run's id for the attempt that failed
+        wandb.teardown()  # its service still holds the id of the attempt that failed
         return wandb.init(**options, mode="offline")
 
 

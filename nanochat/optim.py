@@ -1,11 +1,13 @@
 """Muon for the matrices inside the blocks, AdamW for embeddings, head and scalars, on one process or many.
 
-Matrices of one shape are stacked and updated together (muon.py). Many processes share out the work and the
-state (zero.py).
+Matrices of one shape are stacked and updated together (muon.py). Several processes share the work and the
+state (zero.py). Another optimizer of torch can take the place of MuonAdamW: the functions at the end work for
+both.
 """
 
 import re
 from bisect import bisect_left
+from fnmatch import fnmatchcase
 from itertools import pairwise
 
 import torch
@@ -16,37 +18,41 @@ from nanochat import UserError
 from nanochat.muon import muon_update
 from nanochat.zero import is_shared_out, share_out
 
-# One row a kind of parameter: the first whose word is in the parameter's name decides. The rate is a setting
-# of the script, times the factor. Muon's betas are its momentum and that of NorMuon's second moment. The
-# scalars' gradients begin as nothing but rounding, which a smaller eps would blow up to full steps.
+# How each parameter is trained. The first row that fits its name and its number of dimensions decides.
+# The rate is a setting of the script times the factor. Muon's betas are its momentum and that of
+# NorMuon's second moment. Muon takes matrices only. The gradients of scalars begin as nothing but
+# rounding; a smaller eps would turn that into full steps. The last row is for what you add (norm weights,
+# biases); its factor is not tuned.
 # fmt: off
 PARAMETER_TABLE = [
-    # word in the name    method   rate              factor  betas         eps    weight decay
-    ("residual_scale",    "adamw", "scalar_lr",      0.01,   (0.80, 0.95), 1e-5,  0.0),
-    ("x0_scale",          "adamw", "scalar_lr",      1.00,   (0.96, 0.95), 1e-5,  0.0),
-    ("value_embeddings",  "adamw", "embedding_lr",   0.50,   (0.80, 0.95), 1e-10, 0.0),
-    ("embedding",         "adamw", "embedding_lr",   1.00,   (0.80, 0.95), 1e-10, 0.0),
-    ("head",              "adamw", "unembedding_lr", 1.00,   (0.80, 0.95), 1e-10, 0.0),
-    ("blocks",            "muon",  "matrix_lr",      1.00,   (0.95, 0.90), 0.0,   1.0),
+    # name                     dimensions  method   rate              factor  betas         eps    weight
+    # decay
+    ("blocks.*.residual_scale", (0,),      "adamw", "scalar_lr",      0.01,   (0.80, 0.95), 1e-5,  0.0),
+    ("blocks.*.x0_scale",       (0,),      "adamw", "scalar_lr",      1.00,   (0.96, 0.95), 1e-5,  0.0),
+    ("value_embeddings.*",      (2,),      "adamw", "embedding_lr",   0.50,   (0.80, 0.95), 1e-10, 0.0),
+    ("embedding.weight",        (2,),      "adamw", "embedding_lr",   1.00,   (0.80, 0.95), 1e-10, 0.0),
+    ("head.weight",             (2,),      "adamw", "unembedding_lr", 1.00,   (0.80, 0.95), 1e-10, 0.0),
+    ("blocks.*",                (2,),      "muon",  "matrix_lr",      1.00,   (0.95, 0.90), 0.0,   1.0),
+    ("*",                       (0, 1),    "adamw", "scalar_lr",      0.10,   (0.80, 0.95), 1e-5,  0.0),
 ]
 # fmt: on
 
-# What a tensor of the state is called in a checkpoint: parameter, rows if they are not all, state
+# The name of a tensor of the state in a checkpoint: the parameter, its rows unless it has all, the key
 STATE_LABEL = re.compile(r"(?P<name>.+?)(?:\[(?P<first>\d+):(?P<last>\d+)\])?/(?P<key>\w+)")
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon and AdamW behind one `step()`, its work and state shared out over processes (zero.py).
+    """Muon and AdamW behind one `step()`. Processes share its work and its state (zero.py).
 
-    Every process has all gradients, averaged; each updates its share of the weights and sends it to the
-    others while it goes on with the next group. Muon's matrices of one shape lie in one stacked tensor,
-    where their `.data` is from then on.
+    Every process has all gradients, averaged. Each updates its share of the weights and sends it to the
+    others while it works on the next group. Muon's matrices of one shape lie in one stacked tensor; from
+    then on the `.data` of each is a part of it.
 
-    A step whose `found_inf`, a 0-dim tensor, is not 0 changes nothing: neither weights nor state. The script
-    sets it where the gradient is not finite; torch's GradScaler does the same, so nobody waits for the
-    device.
+    A step changes nothing, neither weights nor state, where `found_inf` (a 0-dim tensor on the device) is not
+    0. `skip_if_not_finite` and torch's GradScaler set it, so no step waits for the device to know.
 
-    compute_dtype is the forward pass's: Muon multiplies in bfloat16 where that does, else in float32.
+    compute_dtype is that of the forward pass. Muon multiplies in bfloat16 where the forward pass does,
+    else in float32.
 
     Group keys: method, params, names, lr, initial_lr, betas, eps, weight_decay. The script changes `lr`,
     `betas` and `weight_decay` between steps. State is float32 and filed under the parameter's name.
@@ -81,8 +87,8 @@ class MuonAdamW(torch.optim.Optimizer):
                         self.state[p] = {"exp_avg": moments[0], "exp_avg_sq": moments[1], "step": step}
 
     def _stack(self, group, owner_of):
-        """Lay the group's matrices into one tensor (N, rows, columns), each process's together, with state
-        for its own."""
+        """Lay the group's matrices into one tensor (N, rows, columns), sorted by owner, and make the state of
+        those that this process owns."""
         group["cuts"], mine = None, slice(None)
         if group["params"][0] in owner_of:
             order = sorted(range(len(group["params"])), key=lambda i: owner_of[group["params"][i]])
@@ -102,12 +108,16 @@ class MuonAdamW(torch.optim.Optimizer):
             self.state[p] = {"momentum": state[0], "second_moment": state[1]}
 
     def _rows(self, p):
-        """The index of what this process updates of a parameter: some rows of a table, else all of it."""
+        """The index of the part of a parameter that this process updates: some rows of a table, or all."""
         cuts = self._cuts.get(p)
         return slice(*cuts[self.rank : self.rank + 2]) if cuts else ...
 
     @torch.no_grad()
     def step(self):
+        if unused := [name for name, p in self._named_parameters() if p.grad is None]:
+            raise UserError(
+                f"{', '.join(unused)} got no gradient; use it in the model's forward, or remove it"
+            )
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and found_inf.device.type == "mps" and found_inf.item():
             return  # MPS's fused AdamW ignored found_inf until 2026 (pytorch/pytorch#186360)
@@ -124,7 +134,7 @@ class MuonAdamW(torch.optim.Optimizer):
             handle.wait()
 
     def _send(self, tensor, cuts):
-        """Begin to give every process every part of a tensor; asked for in the same order everywhere."""
+        """Begin to broadcast each part of a tensor from its owner. All processes do it in the same order."""
         if cuts is None or self.world_size == 1:
             return []
         parts = [(r, tensor[first:last]) for r, (first, last) in enumerate(pairwise(cuts)) if last > first]
@@ -158,12 +168,12 @@ class MuonAdamW(torch.optim.Optimizer):
         if not params:
             return
         if params[-1].data_ptr() != stacked[-1].data_ptr():
-            raise RuntimeError("the model was moved after its optimizer was made; make the optimizer anew")
+            raise RuntimeError("the model was moved after its optimizer was made; make the optimizer again")
         grads = torch.stack([p.grad for p in params])
         scalars = torch.tensor([group["lr"], *group["betas"], group["weight_decay"]], device=grads.device)
         found_inf = getattr(self, "found_inf", None)  # GradScaler deletes it after its step
         skip = torch.zeros_like(scalars[0]) if found_inf is None else found_inf.to(grads.device)
-        # Small matrices (gates) are over before compiled code for their shape would be loaded
+        # Small matrices (gates) are done sooner than compiled code for their shape would load
         update = self.muon_update if params[0].numel() > 2**14 else muon_update
         update(stacked, grads, momentum, second_moment, *scalars.unbind(), skip != 0, self.muon_dtype)
 
@@ -172,10 +182,10 @@ class MuonAdamW(torch.optim.Optimizer):
             yield from zip(group["names"], group["params"], strict=True)
 
     def named_state(self) -> dict[str, torch.Tensor]:
-        """The tensors of the state that this process keeps, as `<parameter's name>/<name of the state>`.
+        """The tensors of the state that this process keeps, as {`<parameter's name>/<key>`: tensor}.
 
-        Where it keeps some rows only, they stand behind the name, `embedding.weight[0:2048]/exp_avg`; what
-        all processes have alike is given by the first.
+        If it keeps some rows only, the name has them: `embedding.weight[0:2048]/exp_avg`. State that all
+        processes keep alike is given by the first.
         """
         named = {}
         for name, p in self._named_parameters():
@@ -187,7 +197,7 @@ class MuonAdamW(torch.optim.Optimizer):
         return named
 
     def needs(self, label: str) -> bool:
-        """Whether this process keeps anything of the state that `named_state` calls so, of any process."""
+        """Whether this process keeps any of the state under that name, which may be of another process."""
         parsed = STATE_LABEL.fullmatch(label)
         p = parsed and next((p for name, p in self._named_parameters() if name == parsed["name"]), None)
         if p is None or p not in self.state:
@@ -199,7 +209,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_named_state(self, named: dict[str, torch.Tensor]):
-        """Put back what the `named_state` of any number of processes gave; UserError if some of it lacks."""
+        """Restore the `named_state` of any number of processes; UserError if a tensor is missing."""
         parts: dict[tuple, list] = {}  # by name of parameter and of state: (first row, tensor)
         for label, tensor in named.items():
             if parsed := STATE_LABEL.fullmatch(label):
@@ -220,20 +230,38 @@ class MuonAdamW(torch.optim.Optimizer):
                         missing -= part.copy_(tensor[low - first : high - first]).numel()
                 if missing:
                     raise UserError(
-                        f"the optimizer's state {name}/{key} is not in the checkpoint, or not whole"
+                        f"the optimizer's state {name}/{key} is not in the checkpoint, or not whole; go back "
+                        "to the model that the run began with, or start a new run from its weights with "
+                        "--init_from"
                     )
 
 
-def parameter_groups(model, rates: dict[str, float], weight_decay: float) -> list[dict]:
-    """Groups for MuonAdamW from PARAMETER_TABLE; Muon's are one a shape, so that they can be stacked.
+def table_row(name: str, p: torch.Tensor) -> int:
+    """The index of the row of PARAMETER_TABLE that says how a parameter is trained.
 
-    `rates` holds embedding_lr, unembedding_lr, matrix_lr and scalar_lr; weight_decay is multiplied with the
-    table's.
+    UserError, naming the parameter and the table, where no row fits.
+    """
+    for i, (pattern, dimensions, *_) in enumerate(PARAMETER_TABLE):
+        if fnmatchcase(name, pattern) and p.ndim in dimensions:
+            return i
+    raise UserError(
+        f"no row of PARAMETER_TABLE in nanochat/optim.py says how to train {name}, of shape "
+        f'{tuple(p.shape)}; add one for it, for example with method "adamw" and rate "embedding_lr"'
+    )
+
+
+def parameter_groups(model, rates: dict[str, float], weight_decay: float) -> list[dict]:
+    """Groups for MuonAdamW from PARAMETER_TABLE. Muon has one group a shape, so that it can stack them.
+
+    `rates` holds embedding_lr, unembedding_lr, matrix_lr and scalar_lr; `weight_decay` is multiplied with the
+    table's. UserError for a parameter without a row.
     """
     groups: dict[tuple, dict] = {}
     for name, p in model.named_parameters():
-        row = next(i for i, (word, *_) in enumerate(PARAMETER_TABLE) if word in name)
-        _, method, rate, factor, betas, eps, decay = PARAMETER_TABLE[row]
+        if not p.requires_grad:  # frozen
+            continue
+        row = table_row(name, p)
+        _, _, method, rate, factor, betas, eps, decay = PARAMETER_TABLE[row]
         key = (row, tuple(p.shape)) if method == "muon" else (row,)
         group = groups.setdefault(
             key,
@@ -249,7 +277,54 @@ def parameter_groups(model, rates: dict[str, float], weight_decay: float) -> lis
         )
         group["params"].append(p)
         group["names"].append(name)
-    # AdamW's first: they are sent while Muon's are worked on; then the largest, so that little is sent last
+    # AdamW's first: they are sent while Muon works on its own. Then the largest, so that little is sent last.
     return sorted(
         groups.values(), key=lambda g: (g["method"] == "muon", -sum(p.numel() for p in g["params"]))
     )
+
+
+# What base_train.py does with its optimizer, ours or another one of torch's
+
+
+def skip_if_not_finite(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor):
+    """Make the next step change nothing if the gradient's norm (0-dim) is infinite or not a number."""
+    if getattr(optimizer, "_step_supports_amp_scaling", False):  # MuonAdamW, and torch's fused ones
+        optimizer.found_inf = 1 - grad_norm.isfinite().float()
+    elif not grad_norm.isfinite():  # waits for the device
+        optimizer.zero_grad(set_to_none=True)
+
+
+def named_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module, rank: int = 0) -> dict:
+    """{`<parameter's name>/<key>`: tensor} of the state that this process has to save."""
+    if isinstance(optimizer, MuonAdamW):
+        return optimizer.named_state()
+    if rank > 0:  # every process has the same
+        return {}
+    names = {p: name for name, p in model.named_parameters()}
+    named = {f"{names[p]}/{key}": value for p, kept in optimizer.state.items() for key, value in kept.items()}
+    for label, value in named.items():
+        if not isinstance(value, torch.Tensor):
+            raise UserError(
+                f"a checkpoint cannot hold {label} of {type(optimizer).__name__}, which is a "
+                f"{type(value).__name__} and no tensor; use another optimizer"
+            )
+    return named
+
+
+def load_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module, checkpoint) -> None:
+    """Restore what `named_state` gave from a checkpoint; UserError if it is of another kind of optimizer."""
+    kind, saved = type(optimizer).__name__, checkpoint.state.get("optimizer", "MuonAdamW")
+    if kind != saved:
+        raise UserError(
+            f"{checkpoint.path} has the state of {saved}, not of {kind}; go back to {saved}, or start a new "
+            "run, from its weights with --init_from"
+        )
+    if isinstance(optimizer, MuonAdamW):
+        return optimizer.load_named_state(checkpoint.load_optimizer(optimizer.needs))
+    index = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    index = {name: index[p] for name, p in model.named_parameters() if p in index}
+    state: dict[int, dict] = {}
+    for label, tensor in checkpoint.load_optimizer(lambda label: label.rpartition("/")[0] in index).items():
+        name, _, key = label.rpartition("/")
+        state.setdefault(index[name], {})[key] = tensor
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})

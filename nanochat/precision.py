@@ -1,5 +1,5 @@
-"""In which dtype the forward pass computes. Parameters, gradients and optimizer state are float32 whatever
-it is."""
+"""The dtype that the forward pass computes in. Parameters, gradients and optimizer state are always
+float32."""
 
 import contextlib
 
@@ -16,24 +16,29 @@ CPU_INSTRUCTIONS = {
 }
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """torch.bfloat16 -> bfloat16"""
+    return str(dtype).removeprefix("torch.")
+
+
 def cpu_native_dtypes() -> list[str]:
-    """The dtypes that this CPU multiplies in hardware; float32 alone where torch is too old to say."""
+    """The dtypes that this CPU multiplies in hardware; only float32 if torch is too old to say."""
     has = getattr(torch.cpu, "get_capabilities", dict)()
     native = [name for name, any_of in CPU_INSTRUCTIONS.items() if any(has.get(word) for word in any_of)]
     return [*native, "float32"]
 
 
 def resolve_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
-    """The compute dtype for the setting `dtype` (auto, bfloat16, float16, float32) and the reason, for the
-    log. The device is asked what it can do, never what it is called.
+    """The compute dtype for the setting `dtype` (auto, bfloat16, float16, float32), and the reason.
 
-    Raises UserError for a dtype the device cannot compute in.
+    The choice depends on what the device says it can do, not on its name. Raises UserError for a dtype
+    that the device cannot compute in.
     """
     can, slow = list(DTYPES), []
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         what, best = f"CUDA compute capability {major}.{minor}", "bfloat16" if major >= 8 else "float16"
-        if major < 8:  # torch would emulate it there
+        if major < 8:  # torch would emulate it
             can.remove("bfloat16")
             what += ", bfloat16 needs 8.0"
     elif device.type == "cpu":
@@ -56,7 +61,7 @@ def resolve_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
 
 
 def _rounding(name: str) -> str:
-    """Words for the log where float32 products are not float32's: torch was told to round their factors."""
+    """A warning for the log if torch is set to round the factors of float32 products."""
     setting = torch.get_float32_matmul_precision()
     if name != "float32" or setting == "highest":
         return ""
@@ -64,17 +69,21 @@ def _rounding(name: str) -> str:
 
 
 def autocast(device: torch.device, dtype: torch.dtype):
-    """The context of the forward pass and the loss; does nothing for float32."""
+    """The context of the forward pass and the loss. It does nothing in float32."""
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.amp.autocast(device.type, dtype)
 
 
-def make_scaler(device: torch.device, dtype: torch.dtype) -> torch.amp.GradScaler:
-    """A GradScaler: at work in float16, whose smallest normal number is 6e-5; passing everything through
-    otherwise.
+def loss_scale(scaler: torch.amp.GradScaler) -> dict[str, float]:
+    """For the log: the factor of the next step's loss, if there is one."""
+    return {"loss_scale": scaler.get_scale()} if scaler.is_enabled() else {}
 
-    It starts at 2^16, doubles after 2000 good steps, and halves with each overflow. Gradients are averaged
-    over the processes before `unscale_` looks at them, so all see the same overflow and skip the same step.
+
+def make_scaler(device: torch.device, dtype: torch.dtype) -> torch.amp.GradScaler:
+    """A GradScaler. It works in float16, whose smallest normal number is 6e-5; else it changes nothing.
+
+    Its scale starts at 2^16, doubles after 2000 good steps and halves at each overflow. Gradients are
+    averaged over the processes before `unscale_` looks at them, so all processes skip the same steps.
     """
     return torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)

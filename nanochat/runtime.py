@@ -1,6 +1,7 @@
 """The machine a script runs on: device, processes, signals, and how fast the device can multiply."""
 
 import contextlib
+import gc
 import inspect
 import os
 import platform
@@ -40,6 +41,8 @@ DATA_SHEET_TFLOPS = [
     ("T4", 65),
     ("MI300X", 1307),
 ]
+
+PATHS = {"data", "val_data", "tokenizer", "init_from", "base_dir", "out_dir"}  # settings that are paths
 
 # All processes have the same rotary tables, so DDP need not send them; newer torch renamed the option
 _renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -98,6 +101,10 @@ class Machine:
                         "the same command, code and data"
                     )
 
+    def check_same_settings(self, values: dict):
+        """The same for the values of all settings but paths, which may differ from machine to machine."""
+        self.check_same({name: value for name, value in values.items() if name not in PATHS})
+
     @contextlib.contextmanager
     def main_first(self, key: str, stop: "StopSignal | None" = None):
         """The first process does what stands inside alone, then the first of every other machine, then the
@@ -149,6 +156,20 @@ class Machine:
             return 0
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    def environment(self) -> dict:
+        """What a run's config.json says about the machine and the versions it ran on."""
+        return {
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "git_commit": git_commit(),
+            "device": device_name(self.device),
+            "world_size": self.world_size,
+        }
+
+    def exit(self):
+        """Leave the other processes and end this one with status 0."""
+        self.close()
+        sys.exit(0)
 
     def close(self):
         """Leave the other processes."""
@@ -297,6 +318,12 @@ def device_name(device: torch.device) -> str:
     except (OSError, StopIteration):
         name = platform.processor() or platform.machine()
     return f"{name}, {os.cpu_count()} cores"
+
+
+def freeze_garbage():
+    """Keep garbage collection fast: what is allocated by now lives to the end and need not be looked at."""
+    gc.collect()
+    gc.freeze()
 
 
 class StopSignal:

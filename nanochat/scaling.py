@@ -1,7 +1,8 @@
-"""From depth to everything else: width, horizon, batch, learning rates, memory, schedules. Pure functions.
+"""The rules of the dial: from depth to width, horizon, batch, learning rates and memory. Pure functions.
 
-The reference point is a d12 model trained for its compute-optimal horizon with batches of 2**19 tokens:
-there the learning rates of the scripts hold as they stand, and these rules carry them elsewhere.
+The reference is a d12 model trained for its compute-optimal horizon with batches of 2**19 tokens. There the
+learning rates of the scripts hold as they are; the rules carry them to other sizes. plan.py puts the rules
+together.
 """
 
 import math
@@ -23,8 +24,7 @@ BATCH_EXPONENT = 0.383  # best batch ~ tokens**0.383: Power Lines, arXiv 2505.13
 def model_config(
     depth: int, aspect_ratio: int, head_dim: int, max_seq_len: int, vocab_size: int, window_pattern: str
 ) -> GPTConfig:
-    """Width = depth * aspect_ratio, rounded up to whole heads. Raises UserError for sizes no model can
-    have."""
+    """Width = depth * aspect_ratio, rounded up to whole heads. UserError for sizes that no model can have."""
     for name, value, most in (
         ("depth", depth, 512),
         ("aspect_ratio", aspect_ratio, 4096),
@@ -46,25 +46,24 @@ def model_config(
 
 
 def on_meta(config: GPTConfig) -> GPT:
-    """The model without memory behind it, to count with."""
+    """The model without memory behind it, to count its parameters and FLOPs."""
     with torch.device("meta"):
         return GPT(config)
 
 
 def scaling_parameters(config: GPTConfig) -> int:
-    """The parameters that a data:parameter ratio counts: matrices and head, which every token is multiplied
-    with."""
+    """The parameters that a data:parameter ratio counts: matrices and head, which multiply every token."""
     counts = on_meta(config).parameter_counts()
     return counts["matrices"] + counts["head"]
 
 
 @dataclass(frozen=True)
 class Horizon:
-    """How long a run is and in steps of how many tokens, with the reasons."""
+    """The length of a run and the size of its steps, each with its reason."""
 
     num_iterations: int
     total_batch_size: int  # tokens a step
-    d12_tokens: float  # the reference model's horizon, which rates are carried over from
+    d12_tokens: float  # horizon of the reference model, from which rates are carried over
     reason: str
     batch_reason: str
 
@@ -81,9 +80,9 @@ def derive_horizon(
     total_batch_size: int,
     flops_per_token: int,
 ) -> Horizon:
-    """The number of steps from the first of the three that is positive, and the batch where it is -1.
+    """The number of steps, from the first of the three that is positive, and the batch if it is -1.
 
-    Raises UserError where none is positive.
+    Raises UserError if none of the three is positive.
     """
     T = config.max_seq_len
     if num_iterations == 0 or num_iterations < -1:
@@ -134,14 +133,13 @@ def best_batch(tokens: float, d12_tokens: float, max_seq_len: int) -> int:
 
 
 def best_batch_for_iterations(num_iterations: int, d12_tokens: float, max_seq_len: int) -> int:
-    """The same where the number of steps is given: B = 2**19 * (steps * B / d12_tokens)**0.383, solved for
-    B."""
+    """The same for a given number of steps: B = 2**19 * (steps * B / d12_tokens)**0.383, solved for B."""
     scale = REFERENCE_BATCH * (num_iterations / d12_tokens) ** BATCH_EXPONENT
     return best_batch(num_iterations * scale ** (1 / (1 - BATCH_EXPONENT)), d12_tokens, max_seq_len)
 
 
 def rows_per_process(total_batch_size: int, max_seq_len: int, device_batch_size: int, world_size: int) -> int:
-    """Rows of the batch that each process serves. Raises UserError where they do not come out even."""
+    """Rows of the batch that each process works on. UserError if the numbers do not divide."""
     rows = total_batch_size // max_seq_len
     unit = max_seq_len * world_size * max(1, device_batch_size)
     if device_batch_size != -1 and device_batch_size < 1:
@@ -162,17 +160,18 @@ def rows_per_process(total_batch_size: int, max_seq_len: int, device_batch_size:
 
 
 def rate_scale(total_batch_size: int, tokens: float, d12_tokens: float) -> float:
-    """What all learning rates are multiplied with, at most 2.
+    """The factor of all learning rates, at most 2.
 
-    They go with the square root of the batch, the noise of an Adam-like step (arXiv 2205.10287), and with
-    tokens**-0.32: a shorter run wants larger steps (arXiv 2409.19913). Measured at d4: docs/ablations.md.
+    Rates grow with the square root of the batch, since a larger batch has less noise (arXiv 2205.10287), and
+    with tokens**-0.32, since a shorter run needs larger steps (arXiv 2409.19913). Measured at d4:
+    docs/ablations.md.
     """
     scale = math.sqrt(total_batch_size / REFERENCE_BATCH) * (tokens / d12_tokens) ** -HORIZON_EXPONENT
     return min(2.0, scale)
 
 
 def adam_width_scale(width: int) -> float:
-    """Rates of AdamW's groups go with width**-0.5, tuned at 768. Muon's update needs no such correction."""
+    """The factor of AdamW's rates, width**-0.5 from 768, where they were tuned. Muon needs no such factor."""
     return (width / REFERENCE_WIDTH) ** -0.5
 
 
@@ -181,32 +180,11 @@ def scaled_weight_decay(
 ) -> float:
     """Weight decay for rates multiplied by `scale`.
 
-    Keeps rate * decay * steps, the averaging times in a run, as they are at d12 (arXiv 2405.13698), up to
-    what would be MOST_DECAY times the setting.
+    It keeps rate * decay * steps as at d12: how often a run renews its weights (arXiv 2405.13698). In short
+    runs rate * decay is at most MOST_DECAY times what the settings give.
     """
     d12_steps, steps = d12_tokens / REFERENCE_BATCH, tokens / total_batch_size
     return weight_decay * min(MOST_DECAY, d12_steps / steps) / scale
-
-
-def lr_multiplier(step, num_iterations, warmup_steps, warmdown_ratio, final_lr_frac) -> float:
-    """Linear warm-up over `warmup_steps`, constant, linear warm-down over the last `warmdown_ratio` of the
-    run."""
-    warmdown = warmdown_ratio * num_iterations
-    left = num_iterations - step
-    up = min(1.0, (step + 1) / warmup_steps) if warmup_steps > 0 else 1.0
-    down = final_lr_frac + (1 - final_lr_frac) * min(1.0, left / warmdown) if warmdown > 0 else 1.0
-    return up * down
-
-
-def muon_momentum(step: int, num_iterations: int) -> float:
-    """0.85 -> 0.95 over the first 300 steps or the first third of a shorter run: early gradients change
-    direction quickly, so a long memory of them misleads."""
-    return 0.85 + 0.10 * min(1.0, step / min(300, max(1, num_iterations / 3)))
-
-
-def weight_decay_multiplier(step: int, num_iterations: int) -> float:
-    """Linear to zero over the run."""
-    return 1 - step / num_iterations
 
 
 def training_bytes(
@@ -216,13 +194,14 @@ def training_bytes(
     world_size: int = 1,
     saves_here: bool = False,
 ) -> int:
-    """Estimate of the device memory that one of `world_size` training processes needs.
+    """About how many bytes of device memory one of `world_size` training processes needs.
 
-    All in float32: weight and gradient of each parameter; its share of the optimizer's state (one value for
-    Muon's matrices, two for the rest); and where a save copies to the same memory (`saves_here`: a CPU's)
-    weights and state once more. 18 C values a token and layer kept for the backward pass in float32, 30 C in
-    16 bit, where some are kept in both (counted in tests/test_scaling.py). The logits three times over: in
-    the compute dtype, softcapped, and as probabilities.
+    In float32: the weight and the gradient of each parameter, the process's share of the optimizer's
+    state (one value for Muon's matrices, two for the rest), and weights and state once more where a save
+    copies them to the same memory (`saves_here`, on a CPU). The backward pass keeps 18 C values for each
+    token and layer in float32 and 30 C in 16 bit, where some are kept twice (counted in
+    tests/test_scaling.py). The logits are there three times: in the compute dtype, softcapped, and as
+    probabilities.
     """
     size, counts = torch.finfo(dtype).bits // 8, on_meta(config).parameter_counts()
     weights = 4 * counts["total"]
@@ -232,22 +211,21 @@ def training_bytes(
     return lasting + activations + micro_batch_tokens * config.vocab_size * (8 + size)
 
 
-def check_memory(config: GPTConfig, micro_batch_tokens: int, dtype: torch.dtype, memory: int, **where) -> int:
-    """The bytes that `training_bytes` estimates; UserError where a process has less `memory` than that."""
-    needed = training_bytes(config, micro_batch_tokens, dtype, **where)
-    if needed > memory:
-        raise UserError(
-            f"this run needs about {needed / 2**30:.1f} GiB a process and {memory / 2**30:.1f} are free; "
-            "lower --device_batch_size, --max_seq_len or --depth"
-        )
-    return needed
+def memory_refusal(needed: int, memory: int) -> str:
+    """One sentence if a process needs more bytes than it may take, else an empty text."""
+    if needed <= memory:
+        return ""
+    return (
+        f"this run needs about {needed / 2**30:.1f} GiB a process and {memory / 2**30:.1f} are free; "
+        "lower --device_batch_size, --max_seq_len or --depth"
+    )
 
 
 def pick_device_batch_size(
     rows: int, config: GPTConfig, dtype: torch.dtype, memory: int, most_tokens: int, **where
 ) -> int:
-    """Rows of a micro-batch: the largest divisor of `rows` within `most_tokens` tokens and 80 % of `memory`
-    bytes, by `training_bytes`."""
+    """Rows of a micro-batch: the largest divisor of `rows` with at most `most_tokens` tokens that needs no
+    more than 80 % of `memory` bytes."""
     sizes = [n for n in range(rows, 0, -1) if rows % n == 0]
     for size in sizes:
         tokens = size * config.max_seq_len
@@ -257,6 +235,6 @@ def pick_device_batch_size(
 
 
 def valid_batch_sizes(total_batch_size: int, unit: int) -> str:
-    """The multiples of `unit` on both sides of a batch that is none, for a sentence: "4096 or 8192"."""
+    """The multiples of `unit` below and above a batch that is not one, for a message: "4096 or 8192"."""
     below = total_batch_size // unit * unit
     return " or ".join(str(n) for n in (below, below + unit) if n)

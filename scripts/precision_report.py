@@ -92,7 +92,9 @@ def to_measure() -> list[str]:
 wanted = to_measure() if measure else []
 processes = len(wanted) + 2  # at once: one each, one more of the first, and this one
 memory = machine.free_memory() // processes
-scaling.check_memory(config, device_batch_size * max_seq_len, torch.float32, memory)
+needed = scaling.training_bytes(config, device_batch_size * max_seq_len, torch.float32)
+if refusal := scaling.memory_refusal(needed, memory):
+    raise UserError(refusal)
 
 
 def recorded_step():

@@ -1,9 +1,11 @@
 """What several test modules share: a tiny run of the training script, and how to wait for it."""
 
+import ast
 import json
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -50,3 +52,14 @@ def wait_for_step(process, out: Path, step: int):
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
     raise AssertionError("the run did not get there")
+
+
+def schedules(num_iterations: int, warmup_steps=0, warmdown_ratio=0.65, final_lr_frac=0.05):
+    """lr_multiplier, muon_momentum and weight_decay_multiplier of base_train.py, for a run of that length."""
+    plan = types.SimpleNamespace(num_iterations=num_iterations, warmup_steps=warmup_steps)
+    names = ("lr_multiplier", "muon_momentum", "weight_decay_multiplier")
+    values = {"plan": plan, "warmdown_ratio": warmdown_ratio, "final_lr_frac": final_lr_frac}
+    tree = ast.parse((ROOT / "scripts" / "base_train.py").read_text(encoding="utf-8"))
+    tree.body = [node for node in tree.body if getattr(node, "name", None) in names]
+    exec(compile(tree, "base_train.py", "exec"), values)
+    return [values[name] for name in names]

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat import metrics
-from nanochat.metrics import Console, Metrics, first_bad, is_spike, read_metrics, rewind_metrics
+from nanochat.metrics import Console, Metrics, Progress, diverged, is_spike, read_metrics, rewind_metrics
 
 ROOT = Path(__file__).parent.parent
 
@@ -418,5 +419,17 @@ def test_a_spike_is_a_loss_six_sigma_over_the_recent_ones():
 
 
 def test_the_first_bad_place_of_a_step_is_a_micro_step_or_else_the_gradient():
-    assert first_bad([1.0, float("inf"), float("nan")]) == "micro-step 1 of its 3"
-    assert first_bad([1.0, 2.0]) == "its gradient"
+    said = str(diverged(7, [1.0, float("inf"), float("nan")], 56, "runs/d4"))
+    assert "step 7 in micro-step 1 of its 3 (rows from 56 on)" in said and "runs/d4" in said
+    assert "step 7 in its gradient" in str(diverged(7, [1.0, 2.0], 56, "runs/d4"))
+
+
+def test_progress_counts_good_and_bad_steps_and_remembers_good_losses_only():
+    progress = Progress()
+    assert not any(progress.add_step(4.0 + 0.01 * (i % 2), 100, 0.5, finite=True) for i in range(70))
+    assert progress.tokens == 7000 and progress.train_seconds == 35 and len(progress.recent) == 64
+    assert progress.add_step(9.0, 100, 0.5, finite=True)  # a spike, which counts as recent from now on
+    assert progress.recent[-1] == 9.0 and progress.skipped == 0
+    assert not progress.add_step(float("nan"), 100, 0.5, finite=False)
+    assert progress.skipped == 1 and progress.recent[-1] == 9.0 and progress.tokens == 7200
+    assert Progress(**asdict(progress)) == progress

@@ -2,7 +2,6 @@
 
 import math
 import re
-from itertools import pairwise
 
 import pytest
 import torch
@@ -222,59 +221,6 @@ def test_weight_decay_forgets_over_the_same_share_of_any_run_that_is_not_very_sh
         assert share == pytest.approx(reference)
     else:
         assert decay == pytest.approx(most) and share >= 0.999 * reference
-
-
-# ------------------------------------------------------------------------------------------------------
-# Schedules
-
-RUN = {
-    "num_iterations": st.integers(1, 3000),
-    "warmup_steps": st.integers(-1, 400),
-    "warmdown_ratio": st.floats(0, 1),
-    "final_lr_frac": st.floats(0, 1),
-}
-
-
-@MANY
-@given(**RUN)
-def test_the_learning_rate_has_no_jumps_in_a_run_of_any_length(
-    num_iterations, warmup_steps, warmdown_ratio, final_lr_frac
-):
-    def multiplier(step):
-        return scaling.lr_multiplier(step, num_iterations, warmup_steps, warmdown_ratio, final_lr_frac)
-
-    warmdown = warmdown_ratio * num_iterations
-    rise = 1 / warmup_steps if warmup_steps > 0 else 0
-    fall = (1 - final_lr_frac) / max(1, warmdown) if warmdown > 0 else 0
-    values = [multiplier(step) for step in range(num_iterations + 1)]
-    for step, (now, then) in enumerate(pairwise(values)):
-        assert -fall - 1e-9 <= then - now <= rise + 1e-9
-        assert 0 <= now <= 1
-        if step + 1 >= warmup_steps and num_iterations - step >= warmdown:
-            assert now == pytest.approx(1)
-    if warmup_steps <= num_iterations and warmdown > 0:
-        assert values[-1] == pytest.approx(final_lr_frac)
-    if warmup_steps > 0:
-        assert values[0] <= rise + 1e-9
-
-
-@MANY
-@given(st.integers(1, 3000))
-def test_muons_momentum_rises_evenly_and_stays(num_iterations):
-    values = [scaling.muon_momentum(step, num_iterations) for step in range(num_iterations)]
-    ramp = min(300, max(1, num_iterations / 3))
-    assert values[0] == pytest.approx(0.85)
-    assert all(0 <= b - a <= 0.1 / ramp + 1e-9 for a, b in pairwise(values))
-    assert all(v == pytest.approx(0.95) for step, v in enumerate(values) if step >= ramp)
-
-
-@given(st.integers(1, 3000))
-def test_weight_decay_falls_evenly_to_zero(num_iterations):
-    assert scaling.weight_decay_multiplier(0, num_iterations) == 1
-    assert scaling.weight_decay_multiplier(num_iterations, num_iterations) == 0
-    assert scaling.weight_decay_multiplier(num_iterations // 2, num_iterations) == pytest.approx(
-        1 - num_iterations // 2 / num_iterations
-    )
 
 
 # ------------------------------------------------------------------------------------------------------

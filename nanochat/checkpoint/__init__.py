@@ -13,6 +13,7 @@ Nothing here is a pickle: loading a checkpoint from a stranger reads data and ru
 
 from nanochat.checkpoint.files import Damaged
 from nanochat.checkpoint.folder import changes, check_shared, checkpoints_in, lock_folder, prune, set_aside
+from nanochat.checkpoint.resume import enter, how_it_goes_on, load_weights, set_future_aside
 from nanochat.checkpoint.save_and_load import (
     AsyncSaver,
     Checkpoint,
@@ -32,12 +33,16 @@ __all__ = [
     "changes",
     "check_shared",
     "checkpoints_in",
+    "enter",
     "find",
     "find_weights",
+    "how_it_goes_on",
     "is_checkpoint",
+    "load_weights",
     "lock_folder",
     "open_checkpoint",
     "prune",
     "save",
     "set_aside",
+    "set_future_aside",
 ]

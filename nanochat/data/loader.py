@@ -29,7 +29,6 @@ from nanochat.data.amount import check_amount
 from nanochat.data.packing import open_lanes
 from nanochat.data.parquet import RowGroups
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.data.validation import validation_batches  # noqa: F401 (base_train imports it from here)
 
 PACKING = 2  # version of the packing; a state of another version is refused, because its rows would differ
 STEPS_AHEAD = 2  # steps that the background thread prepares ahead
@@ -151,7 +150,7 @@ class TrainLoader:
 
 def merge_states(states: Sequence[dict]) -> dict:
     """Join the states of all ranks into one, from which any number of processes can continue."""
-    lanes = {lane: position for state in states for lane, position in state["lanes"].items()}
+    lanes = {lane: position for state in states for lane, position in state.get("lanes", {}).items()}
     return {**states[0], "lanes": dict(sorted(lanes.items(), key=lambda item: int(item[0])))}
 
 

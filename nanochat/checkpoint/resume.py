@@ -1,0 +1,64 @@
+"""How a run begins: its folder locked, and all processes agreed on the checkpoint that it continues."""
+
+from pathlib import Path
+
+from nanochat import UserError
+from nanochat.checkpoint.folder import check_shared, lock_folder, set_aside
+from nanochat.checkpoint.save_and_load import find, open_checkpoint
+
+
+def enter(run_path, resume, machine):
+    """Lock a run's folder until this process ends. Every process calls this.
+
+    Returns the Checkpoint to continue (None: the run is new) and an id that only this run's processes share.
+    UserError if another run holds the folder, or as `find` raises it.
+    """
+    found = None
+    if machine.is_main:
+        lock_folder(run_path, machine.print)
+        found = find(run_path, resume, machine.print)
+    path = machine.all_gather(str(found.path) if found else None)[0]  # all processes take the same one
+    run_id = check_shared(run_path, machine)
+    if path and not machine.is_main:
+        found = open_checkpoint(path, verify=False)
+    return found, run_id
+
+
+def load_weights(checkpoint, model):
+    """Put a checkpoint's weights into a model; UserError if the model has other parameters by now."""
+    tensors, own = checkpoint.load_model(), model.state_dict()
+    wrong = [name for name in own if name not in tensors or tensors[name].shape != own[name].shape]
+    wrong += [name for name in tensors if name not in own]
+    if wrong:
+        raise UserError(
+            f"{checkpoint.path} does not fit the model, which has changed since: {', '.join(wrong[:5])}; "
+            "undo the change, or start a new run with --resume=never or another --model_tag"
+        )
+    model.load_state_dict(tensors)
+
+
+def set_future_aside(run_path, continued, say=print):
+    """Move what is not the past of this run out of its folder, before it writes there.
+
+    That is every checkpoint after the one it continues: without its metrics it would be found again. If
+    that one is in another folder (--resume=FOLDER), it is everything.
+    """
+    elsewhere = continued and continued.path.resolve().parent != Path(run_path).resolve()
+    step = continued.step if continued else 0
+    if aside := set_aside(run_path, after=None if elsewhere else step):
+        say(f"{run_path} had checkpoints or files of another run; they are now in {aside}")
+
+
+def how_it_goes_on(continued, num_iterations, changed, finished):
+    """What a person reads when a run continues a checkpoint. `changed` is what they accepted as changed."""
+    if finished:
+        more = "for more give --num_iterations, to start again --resume=never"
+        return f"finished already: {continued.path}; {more}"
+    said, before = [f"going on from {continued.path}"], continued.state["num_iterations"]
+    if num_iterations > before:
+        said.append(
+            f"the horizon grew from {before} to {num_iterations} steps: the learning rate rises again"
+        )
+    if changed:
+        said.append(f"accepted: {', '.join(changed)} changed, so the text is read from its start")
+    return "\n".join(said)

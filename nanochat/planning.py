@@ -1,0 +1,281 @@
+"""The plan of a run: every number that follows from the settings, the text and the machine, with its
+reason."""
+
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from nanochat import UserError, runtime, scaling
+from nanochat.data.dataset import PUBLIC
+from nanochat.gpt import GPTConfig
+from nanochat.precision import name_of
+
+# Up to 4 times a text is about as good as new text; after some 16 it teaches little more (arXiv 2305.16264)
+FEW_EPOCHS, MANY_EPOCHS = 4, 20
+HOPELESS_S = 30 * 86_400  # seconds of training from which on the plan warns
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What the plan needs to know about the machine; the same on every process. `survey` finds it out."""
+
+    device_type: str
+    world_size: int
+    dtype: torch.dtype  # to compute in
+    dtype_reason: str
+    memory: int  # bytes that a process may still take: the least of all processes
+    peak_flops: float  # FLOP/s of all processes together, in `dtype`
+    peak_source: str
+
+    @property
+    def sharing(self) -> dict:
+        """Keywords for `scaling.training_bytes`: with whom the memory is shared, and for what."""
+        return {"world_size": self.world_size, "saves_here": self.device_type == "cpu"}
+
+
+def survey(machine, dtype: torch.dtype, dtype_reason: str = "") -> Hardware:
+    """Measure the machine, on all its processes: free memory and the peak of matrix products."""
+    peak_flops, peak_source = runtime.peak_flops(machine.device, dtype)
+    return Hardware(
+        machine.device.type,
+        machine.world_size,
+        dtype,
+        dtype_reason,
+        memory=min(machine.all_gather(machine.free_memory())),
+        peak_flops=sum(machine.all_gather(peak_flops)),
+        peak_source=peak_source,
+    )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run does. `derive` makes it, `sections` explains it."""
+
+    config: GPTConfig
+    hardware: Hardware
+    parameters: dict[str, int]  # by role, see GPT.parameter_counts
+    flops_per_token: int
+    num_iterations: int  # optimizer steps
+    horizon_reason: str
+    total_batch_size: int  # tokens of a step, over all micro-steps and processes
+    batch_reason: str
+    device_batch_size: int  # rows of a micro-batch
+    grad_accum_steps: int  # micro-steps of a step
+    rate_scale: float  # factor of all rates
+    adam_scale: float  # factor of the rates of AdamW's matrices; rate_scale is in it
+    rates: dict[str, float]  # by name of the setting, scaled
+    weight_decay: float  # scaled
+    warmup_steps: int
+    data_tokens: int  # about how many tokens the training text has
+    horizon_is_given: bool  # in steps: then any number of epochs is what the person asked for
+
+    @property
+    def tokens(self) -> int:
+        return self.num_iterations * self.total_batch_size
+
+    @property
+    def epochs(self) -> float:
+        """How many times the run reads its training text."""
+        return self.tokens / self.data_tokens
+
+    @property
+    def expected_bytes(self) -> int:
+        """Memory of a process."""
+        micro_batch_tokens = self.device_batch_size * self.config.max_seq_len
+        return scaling.training_bytes(
+            self.config, micro_batch_tokens, self.hardware.dtype, **self.hardware.sharing
+        )
+
+    @property
+    def expected_seconds(self) -> float:
+        """Time of all steps at 30 % of the peak."""
+        return self.flops_per_token * self.tokens / (0.3 * self.hardware.peak_flops)
+
+    def check(self, accept: str):
+        """Raise UserError if this run must not begin. `accept` is the setting of that name."""
+        if refusal := self.refusal(accept):
+            raise UserError(refusal)
+
+    def refusal(self, accept: str) -> str:
+        """One sentence that says why this run must not begin; empty if it may."""
+        if refusal := scaling.memory_refusal(self.expected_bytes, self.hardware.memory):
+            return refusal
+        if self.epochs > MANY_EPOCHS and not self.horizon_is_given and "epochs" not in accept.split(","):
+            return (
+                f"this run would read its text {self.epochs:,.0f} times ({self.tokens:,} tokens from about "
+                f"{self.data_tokens:,}) and learn little from most of them; get more text with "
+                f"python -m scripts.download --name=climbmix --num_shards={self.public_shards} and give "
+                "--data=climbmix, or go on all the same with --accept=epochs"
+            )
+        return ""
+
+    @property
+    def public_shards(self) -> int:
+        """How many shards of climbmix hold the tokens of this run with the vocabulary that such text gets."""
+        larger = replace(self.config, vocab_size=max(self.config.vocab_size, 32768))
+        growth = scaling.scaling_parameters(larger) / scaling.scaling_parameters(self.config)
+        return PUBLIC["climbmix"].shards_for(round(self.tokens * growth))
+
+    def warnings(self, accept: str) -> list[str]:
+        """What a person should know before the run begins, a line each."""
+        said = [f"this run is refused: {refusal}"] if (refusal := self.refusal(accept)) else []
+        if self.epochs > FEW_EPOCHS:
+            said.append(f"the text is read {self.epochs:.1f} times; above {FEW_EPOCHS} more text is better")
+        if self.expected_seconds > HOPELESS_S:
+            said.append(
+                f"{duration(self.expected_seconds)} is hopeless on this machine; lower --depth or use GPUs"
+            )
+        return said
+
+    def identity(self, dataset, tokenizer, seed: int) -> dict:
+        """What makes a run this run: a checkpoint with another model, text, tokenizer, seed or batch is
+        not."""
+        return {
+            "model": asdict(self.config),
+            "data": dataset.fingerprint,
+            "tokenizer": tokenizer.fingerprint,
+            "seed": seed,
+            "total_batch_size": self.total_batch_size,
+        }
+
+    def sections(self, dataset, tokenizer, compiled: bool, compile_reason: str, run_path) -> dict:
+        """The plan in words, {section: {name: text}}. `text` shows it."""
+        config, counts, hardware = self.config, self.parameters, self.hardware
+        scaled = counts["matrices"] + counts["head"]
+        micro_batch = f"{self.device_batch_size} rows x {config.max_seq_len} tokens"
+        processes = counted(hardware.world_size, "process", "processes")
+        micro_steps = counted(self.grad_accum_steps, "micro-step", "micro-steps")
+        return {
+            "machine": {
+                "device": f"{hardware.device_type} x {hardware.world_size}, "
+                f"{hardware.peak_flops / 1e12:.3g} TFLOP/s in all ({hardware.peak_source})",
+                "precision": f"compute in {name_of(hardware.dtype)} ({hardware.dtype_reason}); weights, "
+                "gradients and optimizer state in float32",
+                "compiled": f"{'yes' if compiled else 'no'} ({compile_reason})",
+                "folder": str(run_path),
+            },
+            "text": {
+                "data": f"{dataset.name}, {dataset.note}, fingerprint {dataset.fingerprint[:12]}",
+                "tokenizer": f"{tokenizer.name}, {tokenizer.vocab_size:,} tokens, fingerprint "
+                f"{tokenizer.fingerprint[:12]}",
+                "epochs": f"{self.epochs:.2f}; the text has about {self.data_tokens:,} tokens",
+            },
+            "model": {
+                "size": f"depth {config.depth}, width {config.width} ({config.num_heads} heads of "
+                f"{config.head_dim}), rows of {config.max_seq_len} tokens",
+                "parameters": f"{counts['total']:,}, of which {counts['matrices']:,} in matrices and "
+                f"{counts['head']:,} in the head; {self.flops_per_token:,} FLOPs a token",
+            },
+            "training": {
+                "horizon": f"{self.num_iterations:,} steps, {self.tokens:,} tokens ({self.horizon_reason}); "
+                f"{self.tokens / scaled:.2f} tokens a parameter",
+                "batch": f"{self.total_batch_size:,} tokens ({self.batch_reason}) = {micro_batch} x "
+                f"{processes} x {micro_steps}",
+                "rates": ", ".join(f"{name} {rate:.3g}" for name, rate in self.rates.items()),
+                "rate factors": f"x {self.rate_scale:.3f} (batch^1/2 x tokens^-0.32, against d12), AdamW's "
+                f"also x {self.adam_scale / self.rate_scale:.3f} (width^-1/2)",
+                "weight decay": f"{self.weight_decay:.4g} (rate x decay x steps as at d12), linear to 0",
+                "warm-up": counted(self.warmup_steps, "step", "steps"),
+            },
+            "cost": {
+                "memory": f"{gib(self.expected_bytes)} a process, {gib(hardware.memory)} are free",
+                "time": f"{duration(self.expected_seconds)} at 30 % of the peak",
+            },
+        }
+
+
+def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dict | None = None) -> Plan:
+    """The plan for the settings of base_train, {name: value}, on a data set and with its tokenizer.
+
+    resolved: what a resumed run has decided at its first start. Its device_batch_size stays if it still
+    divides the rows. Raises UserError for settings that contradict each other.
+    """
+    config = scaling.model_config(
+        settings["depth"],
+        settings["aspect_ratio"],
+        settings["head_dim"],
+        settings["max_seq_len"],
+        tokenizer.vocab_size,
+        settings["window_pattern"],
+    )
+    model = scaling.on_meta(config)
+    horizon = scaling.derive_horizon(
+        config,
+        settings["num_iterations"],
+        settings["target_flops"],
+        settings["target_param_data_ratio"],
+        settings["total_batch_size"],
+        model.flops_per_token(),
+    )
+    batch, device_batch_size = horizon.total_batch_size, settings["device_batch_size"]
+    rows = scaling.rows_per_process(batch, config.max_seq_len, device_batch_size, hardware.world_size)
+    if device_batch_size == -1:
+        device_batch_size = (resolved or {}).get("device_batch_size", -1)
+    if device_batch_size == -1 or rows % device_batch_size:
+        # Larger micro-batches than this are not faster (docs/benchmarks.md)
+        most_tokens = 2**16 if hardware.device_type == "cuda" else 2**12
+        device_batch_size = scaling.pick_device_batch_size(
+            rows, config, hardware.dtype, hardware.memory, most_tokens, **hardware.sharing
+        )
+    rate_scale = scaling.rate_scale(batch, horizon.tokens, horizon.d12_tokens)
+    adam_scale = rate_scale * scaling.adam_width_scale(config.width)
+    factors = {
+        "embedding_lr": adam_scale,
+        "unembedding_lr": adam_scale,
+        "scalar_lr": rate_scale,
+        "matrix_lr": rate_scale,
+    }
+    return Plan(
+        config=config,
+        hardware=hardware,
+        parameters=model.parameter_counts(),
+        flops_per_token=model.flops_per_token(),
+        num_iterations=horizon.num_iterations,
+        horizon_reason=horizon.reason,
+        total_batch_size=batch,
+        batch_reason=horizon.batch_reason,
+        device_batch_size=device_batch_size,
+        grad_accum_steps=rows // device_batch_size,
+        rate_scale=rate_scale,
+        adam_scale=adam_scale,
+        rates={name: settings[name] * factor for name, factor in factors.items()},
+        weight_decay=scaling.scaled_weight_decay(
+            settings["weight_decay"], rate_scale, batch, horizon.tokens, horizon.d12_tokens
+        ),
+        warmup_steps=min(settings["warmup_steps"], horizon.num_iterations // 10),
+        data_tokens=dataset.estimated_tokens(tokenizer),
+        horizon_is_given=settings["num_iterations"] > 0,
+    )
+
+
+def text(sections: dict[str, dict[str, str]], warnings: list[str]) -> str:
+    """The sections as aligned lines for a terminal, and the warnings below them."""
+    width = max(len(name) for section in sections.values() for name in section)
+    blocks = []
+    for title, section in sections.items():
+        blocks.append("\n".join([title, *(f"  {name:{width}}  {said}" for name, said in section.items())]))
+    return "\n".join([*blocks, *(f"warning: {warning}" for warning in warnings)])
+
+
+def lines(sections: dict[str, dict[str, str]]) -> list[str]:
+    """The same for a file: `name: text`."""
+    return [f"{name}: {said}" for section in sections.values() for name, said in section.items()]
+
+
+def duration(seconds: float) -> str:
+    """A time as a person says it: 45 s, 12 min, 3.5 h, 168 days."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 86_400:,.0f} days"
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def counted(number: int, one: str, many: str) -> str:
+    return f"{number:,} {one if number == 1 else many}"

@@ -1,0 +1,101 @@
+"""The plan of a run: what is refused, what is warned of, and how it reads."""
+
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import configurator
+from nanochat import UserError, planning
+
+DEFAULTS = configurator.defaults(Path(configurator.__file__).parent / "scripts" / "base_train.py")
+LAPTOP = {"depth": 4, "aspect_ratio": 48, "head_dim": 64, "max_seq_len": 512}
+
+
+def make_plan(data_tokens=10**9, memory=2**40, world_size=1, peak_flops=1e15, resolved=None, **settings):
+    tokenizer = types.SimpleNamespace(vocab_size=4096, name="t", fingerprint="f" * 64)
+    dataset = types.SimpleNamespace(estimated_tokens=lambda tokenizer: data_tokens, **DATASET)
+    hardware = planning.Hardware("cpu", world_size, torch.float32, "asked for", memory, peak_flops, "told")
+    plan = planning.derive(DEFAULTS | LAPTOP | settings, tokenizer, dataset, hardware, resolved)
+    sections = plan.sections(dataset, tokenizer, True, "it pays", "runs/d4")
+    return plan, planning.text(sections, plan.warnings(""))
+
+
+DATASET = {"name": "corpus", "note": "3 documents", "fingerprint": "e" * 64}
+
+
+def test_a_text_that_would_be_read_very_often_is_refused_with_the_command_for_more():
+    plan, text = make_plan(data_tokens=10**6)
+    assert plan.epochs == plan.tokens / 10**6 > 20
+    with pytest.raises(UserError, match=r"scripts.download --name=climbmix --num_shards=[1-9]") as refusal:
+        plan.check(accept="")
+    assert "--accept=epochs" in str(refusal.value) and str(refusal.value) in text
+    plan.check(accept="epochs")
+    plan.check(accept="seed,epochs")
+
+
+def test_given_iterations_may_read_a_text_as_often_as_they_like_with_a_warning():
+    plan, text = make_plan(data_tokens=10**5, num_iterations=1000, total_batch_size=4096)
+    plan.check(accept="")
+    assert plan.epochs == 40.96 and "read 41.0 times; above 4 more text is better" in text
+    assert "epochs" in text and "warning" not in make_plan(num_iterations=10, total_batch_size=4096)[1]
+
+
+def test_public_shards_are_counted_for_the_vocabulary_of_public_text():
+    few, many = (make_plan(data_tokens=1, target_param_data_ratio=ratio)[0] for ratio in (12, 120))
+    tokens = few.tokens * (few.parameters["matrices"] + 192 * 32768) / (
+        few.parameters["matrices"] + few.parameters["head"]
+    )  # fmt: skip
+    assert few.public_shards == -(-tokens // 46_700_000)
+    assert many.public_shards == -(-10 * tokens // 46_700_000)
+
+
+def test_too_little_memory_is_refused_with_what_to_lower():
+    plan, text = make_plan(memory=10**7, num_iterations=10)
+    needs = r"this run needs about .* GiB a process .* lower --device_batch_size"
+    with pytest.raises(UserError, match=needs):
+        plan.check(accept="epochs")
+    assert "this run is refused" in text
+
+
+def test_a_resumed_run_keeps_its_micro_batch_while_it_divides_the_rows():
+    settings = {"num_iterations": 10, "total_batch_size": 8 * 512}
+    assert make_plan(**settings)[0].device_batch_size == 8
+    assert make_plan(**settings, resolved={"device_batch_size": 2})[0].device_batch_size == 2
+    assert make_plan(**settings, resolved={"device_batch_size": 3})[0].device_batch_size == 8
+    plan, text = make_plan(**settings, resolved={"device_batch_size": 2}, world_size=2)
+    assert plan.grad_accum_steps == 2 and "2 rows x 512 tokens x 2 processes x 2 micro-steps" in text
+
+
+def test_the_rates_are_the_settings_times_the_factors_of_the_rules():
+    plan, _ = make_plan(num_iterations=100, total_batch_size=4096, matrix_lr=1.0, embedding_lr=2.0)
+    assert plan.rates["matrix_lr"] == plan.rate_scale and plan.rates["embedding_lr"] == 2 * plan.adam_scale
+    assert plan.adam_scale == plan.rate_scale * (192 / 768) ** -0.5
+    assert plan.warmup_steps == 10  # a tenth of the run at most
+    assert make_plan(num_iterations=1000, total_batch_size=4096)[0].warmup_steps == 40
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.2, "0 s"), (45, "45 s"), (720, "12 min"), (12_600, "3.5 h"), (241_226 * 60, "168 days")],
+)
+def test_durations_are_said_as_a_person_says_them(seconds, said):
+    assert planning.duration(seconds) == said
+
+
+def test_a_run_that_is_hopeless_on_this_machine_is_warned_of():
+    assert "is hopeless on this machine" in make_plan(peak_flops=1e6, num_iterations=1000)[1]
+    assert "hopeless" not in make_plan(num_iterations=1000)[1]
+
+
+def test_the_lines_of_the_plan_are_aligned_and_grouped():
+    _, text = make_plan(num_iterations=100, total_batch_size=4096)
+    lines = text.splitlines()
+    assert [line for line in lines if not line.startswith(" ")] == [
+        "machine", "text", "model", "training", "cost",
+    ]  # fmt: skip
+    starts = {
+        len(line) - len(line[2:].partition("  ")[2].lstrip()) for line in lines if line.startswith("  ")
+    }
+    assert len(starts) == 1, text
