@@ -5,11 +5,11 @@ import torch.nn.functional as F
 
 
 def attention(q, k, v, window: int):
-    """Softmax attention of the last Tq positions over the Tk positions up to them.
+    """Causal softmax attention of the last Tq of Tk positions.
 
-    q (B, H, Tq, D), k and v (B, H, Tk, D) of one dtype, Tq <= Tk; position i sees the `window` positions up
-    to and including itself. Returns (B, H, Tq, D). Scores are scaled by 1 / sqrt(D); the softmax and the
-    accumulation are float32 inside the fused kernels.
+    q (B, H, Tq, D), k and v (B, H, Tk, D) of one dtype, Tq <= Tk. Each position sees the last `window`
+    positions, itself included. Returns (B, H, Tq, D). Scores are divided by sqrt(D). The fused kernels
+    compute the softmax and the sums in float32.
     """
     Tq, Tk = q.size(2), k.size(2)
     if Tq == Tk and window >= Tk:
@@ -22,16 +22,15 @@ def attention(q, k, v, window: int):
 
 
 def _band(Tq: int, Tk: int, window: int, device):
-    """(Tq, Tk) bool: which of the Tk positions each of the last Tq sees."""
+    """(Tq, Tk) bool: which of the Tk positions each of the last Tq positions sees."""
     distance = torch.arange(Tk - Tq, Tk, device=device)[:, None] - torch.arange(Tk, device=device)[None, :]
     return (distance >= 0) & (distance < window)
 
 
 def _banded(q, k, v, window: int):
-    """A sliding window without a T x T mask: blocks of `window` queries see their own block and the one
-    before.
+    """A sliding window without a T x T mask: a block of `window` queries sees its own block and the last.
 
-    Costs T * 2 * window scores a head instead of T * T.
+    It computes T * 2 * window scores for each head instead of T * T.
     """
     B, H, T, D = q.shape
     blocks = T // window

@@ -11,9 +11,10 @@ from nanochat.precision import autocast
 def bits_per_byte(model, batches, token_bytes, dtype: torch.dtype, machine) -> float:
     """Mean -log2 p of the text's bytes under the model, over all processes.
 
-    `batches` yields (inputs, targets) of (B, T) int64, targets of -1 not scored; token_bytes (V,) int64 on
-    the model's device is the length of each token in bytes. The sum of nats / ln 2, divided by the bytes of
-    all scored tokens: a vocabulary of longer tokens has a higher loss per token and the same bits per byte.
+    `batches` yields (inputs, targets) of (B, T) int64; a target of -1 is not scored. token_bytes (V,)
+    int64, on the model's device, is the length of each token in bytes. The result is the sum of nats / ln
+    2, divided by the bytes of all scored tokens. Longer tokens have a higher loss each, but the same bits
+    per byte.
     """
     nats, scored_bytes = 0.0, 0.0
     for inputs, targets in batches:

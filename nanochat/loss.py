@@ -1,15 +1,15 @@
-"""Softcapped cross-entropy: plain, and without ever holding all logits."""
+"""Softcapped cross-entropy: with all logits in memory, or with some rows of them at a time."""
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-SOFTCAP = 15.0  # logits are squashed into (-15, 15): no token's probability runs away
+SOFTCAP = 15.0  # logits are squashed into (-15, 15), so that no token's probability runs away
 
 
 def softcap(logits):
-    """(..., V) of any dtype -> (..., V) float32 in (-SOFTCAP, SOFTCAP), by the tanh of Gemma 2 (arXiv
-    2408.00118)."""
+    """(..., V) of any dtype -> (..., V) float32 in (-SOFTCAP, SOFTCAP); the tanh of Gemma 2, arXiv
+    2408.00118."""
     return SOFTCAP * torch.tanh(logits.float() / SOFTCAP)
 
 
@@ -20,9 +20,9 @@ def _plain(x, weight, targets, reduction):
 def softcapped_cross_entropy(x, weight, targets, reduction="mean", chunk_rows=0):
     """Cross-entropy of softcap(x @ weight.T), in nats, float32.
 
-    x (N, C), weight (V, C), targets (N,) int64, -1 = not scored. `chunk_rows` > 0 holds the logits of that
-    many rows at a time and computes them again in the backward pass: memory for one third more work in the
-    head.
+    x (N, C), weight (V, C), targets (N,) int64; a target of -1 is not scored. With `chunk_rows` > 0 only the
+    logits of so many rows are in memory at a time. The backward pass computes them again: less memory for one
+    third more work in the head.
     """
     if not chunk_rows or x.size(0) <= chunk_rows:
         return _plain(x, weight, targets, reduction)

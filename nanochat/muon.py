@@ -1,18 +1,18 @@
-"""Muon's update of matrices: momentum, orthogonalised, each neuron to its size, with cautious weight decay.
+"""Muon's update of matrices: orthogonalized momentum, normalized by neuron, with cautious weight decay.
 
-Muon (Jordan et al. 2024) replaces each matrix's momentum by the nearest orthogonal matrix: every direction
-moves at the same speed. Here the polar factor comes from Polar Express (arXiv 2505.16932), each neuron's
-update is then normalised by its own running size (NorMuon, arXiv 2510.05491), and weight decay acts only
-where it agrees with the update (cautious, arXiv 2510.12402, without its jump).
+Muon (Jordan et al. 2024) replaces the momentum of each matrix by the nearest orthogonal matrix, so that every
+direction moves at the same speed. The orthogonal matrix, called the polar factor, comes from Polar Express
+(arXiv 2505.16932). Each neuron's update is then divided by its own running size (NorMuon, arXiv 2510.05491).
+Weight decay acts only where it agrees with the update (cautious, arXiv 2510.12402, without its jump).
 """
 
 import math
 
 import torch
 
-# (a, b, c) of X <- a X + (b A + c A A) X with A = X X^T, five steps that take every singular value in
-# [0.001, 1] close to 1: algorithm 1 of Polar Express for lower bound 1e-3, safety 2e-2, cushion 2e-2
-# (tests/test_optim.py derives them).
+# (a, b, c) of X <- a X + (b A + c A A) X with A = X X^T. The five steps take every singular value in
+# [0.001, 1] close to 1. They are algorithm 1 of Polar Express for lower bound 1e-3, safety 2e-2, cushion
+# 2e-2; tests/test_optim.py derives them.
 POLAR_EXPRESS = [
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -23,16 +23,15 @@ POLAR_EXPRESS = [
 
 
 def orthogonalize(G, dtype):
-    """The polar factor U V^T of each matrix of G (N, rows, columns) float32, computed in `dtype`, returned
-    in it.
+    """The polar factor U V^T of each matrix of G (N, rows, columns) float32, in `dtype`.
 
-    Singular values end between 0.85 and 1.15, which is all that Muon needs.
+    Its singular values are between 0.85 and 1.15, which is near enough to 1 for Muon.
     """
     return _polar_factor(_scaled(G, dtype))
 
 
 def _scaled(G, dtype):
-    """G in `dtype`, each matrix so small that no singular value is above 1."""
+    """G in `dtype`, each matrix divided so that no singular value is above 1."""
     return (G / (G.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)).to(dtype)
 
 
@@ -49,11 +48,12 @@ def _polar_factor(X):
 
 
 def _gram_iteration(X, coefficients):
-    """The same iteration on the small A = X X^T alone: X <- P X makes it P A P, and the P's are gathered in Q
-    (Gram Newton-Schulz); all of them are symmetric. For sides of 4 : 1 it needs 67 % of the multiplications.
+    """The same iteration on the small matrix A = X X^T alone (Gram Newton-Schulz).
 
-    Rounding grows with each step on A, so it begins again from X after two steps, and in small matrices,
-    where bfloat16's rounding does not average out, the plain iteration is better.
+    A step X <- P X turns A into P A P; Q collects the product of all P, which are symmetric. For sides of
+    4 : 1 this needs 67 % of the multiplications. Rounding grows with each step on A, so the caller starts
+    again from X after two steps. In small matrices bfloat16's rounding does not average out; there the
+    plain iteration is better.
     """
     tall = X.size(-2) > X.size(-1)
     A, Q = X.mT @ X if tall else X @ X.mT, None
@@ -66,17 +66,16 @@ def _gram_iteration(X, coefficients):
     return X @ Q if tall else Q @ X
 
 
-# On a CPU its products are library calls and little is left to fuse: eager it is 9 % faster on one thread
-# (the whole step, laptop recipe) and 1 % slower on two
+# On a CPU the products are library calls and little is left to fuse. Eager, the whole step of the laptop
+# recipe is 9 % faster on one thread and 1 % slower on two.
 _polar_factor_eagerly = torch.compiler.disable(_polar_factor)
 
 
 def muon_update(params, grads, momentum, second_moment, lr, beta, beta2, weight_decay, skip, dtype):
-    """One Muon step of stacked matrices, in place; all (N, rows, columns) float32, second_moment (N, rows
-    or columns).
+    """One Muon step of stacked matrices (N, rows, columns) float32, in place.
 
-    lr, beta, beta2 and weight_decay are 0-dim float32 tensors, so that compiled code is not compiled again
-    when they change; skip is a 0-dim bool, with which nothing changes whatever the gradients are.
+    second_moment is (N, rows or columns). lr, beta, beta2 and weight_decay are 0-dim float32 tensors, so that
+    nothing is compiled again when they change. If skip, a 0-dim bool, is true, nothing changes.
     """
     lr, weight_decay = torch.where(skip, 0.0, lr), torch.where(skip, 0.0, weight_decay)
     beta, beta2 = torch.where(skip, 1.0, beta), torch.where(skip, 1.0, beta2)
@@ -91,10 +90,11 @@ def muon_update(params, grads, momentum, second_moment, lr, beta, beta2, weight_
     scaled = (size * scale.square()).sum(-1, keepdim=True)
     scale = scale * (size.sum(-1, keepdim=True) / scaled.clamp_min(1e-10)).sqrt()  # the update keeps its norm
     update = update * scale.unsqueeze(neuron)
-    # A matrix of r rows and c columns has an update of RMS 1 / sqrt(max(r, c)); this makes the step of a
-    # neuron's output independent of its fan-in.
+    # The update of a matrix of r rows and c columns has an RMS of 1 / sqrt(max(r, c)). With this factor
+    # the step of a neuron's output does not depend on its number of inputs.
     lr = lr * math.sqrt(max(1.0, update.size(-2) / update.size(-1)))
-    # Cautious decay: where the update shrinks a weight anyway. In full from a tenth of the update's RMS on,
-    # in proportion below, for a jump at 0 would make of rounding another run (docs/ablations.md).
+    # Cautious decay acts where the update shrinks a weight anyway: fully where the update is at least a
+    # tenth of its RMS, in proportion below. A jump at 0 would turn rounding into another run
+    # (docs/ablations.md).
     agree = (update * params.sign() * (10 * math.sqrt(max(update.shape[-2:])))).clamp(0, 1)
     params.sub_(lr * (update + weight_decay * params * agree))

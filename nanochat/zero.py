@@ -1,20 +1,21 @@
-"""Which process updates which weights: the optimizer's work and state shared out, ZeRO-1 (arXiv 1910.02054).
+"""Which process updates which weights: ZeRO-1 (arXiv 1910.02054).
 
-Matrices of Muon have to stay whole and go to the process that has the least to do so far. Tables of AdamW can
-be cut between any two rows, and are cut so that every process holds as many bytes of state as the others:
-nothing has to divide by the number of processes. The plan follows from shapes and the number of processes
-alone, so every process makes the same one.
+A matrix of Muon stays whole and goes to the process with the least work so far. A table of AdamW can be
+cut between any two rows; it is cut so that all processes hold about as many bytes of state. No size has
+to divide by the number of processes. The result depends only on the shapes and the number of processes,
+so every process computes the same one.
 """
 
 import itertools
 from collections.abc import Sequence
 
-REPLICATED = 1024  # a tensor of fewer elements is updated by every process: sending it would take longer
+REPLICATED = 1024  # every process updates a tensor with fewer elements: sending it would take longer
 MUON_BYTES, ADAMW_BYTES = 4, 8  # of state for an element: momentum; first and second moment
 
 
 def is_shared_out(shape: Sequence[int]) -> bool:
-    """Whether a tensor of that shape has an owner; all others are updated by every process alike."""
+    """Whether a tensor of that shape has an owner. Every process updates the other tensors in the same
+    way."""
     return len(shape) == 2 and shape[0] * shape[1] >= REPLICATED
 
 
@@ -24,7 +25,7 @@ def share_out(
     """Owners of matrices and cuts of tables, given their shapes (rows, columns).
 
     Returns the process of each matrix, and for each table world_size + 1 row numbers: process r holds the
-    rows from its number r to its number r + 1.
+    rows from number r to number r + 1.
     """
     work = [0] * world_size  # multiplications of the orthogonalization, up to a factor
     held = [0] * world_size  # bytes of state
@@ -35,7 +36,7 @@ def share_out(
         work[owners[i]] += costs[i]
         held[owners[i]] += MUON_BYTES * matrices[i][0] * matrices[i][1]
 
-    # Lay all tables behind one another and cut that line where each process is full
+    # Put all tables in one line and cut it where each process is full
     room = _room_up_to_a_level(held, ADAMW_BYTES * sum(rows * columns for rows, columns in tables))
     ends = list(itertools.accumulate(room))[:-1]
     start, cuts = 0, []
@@ -47,7 +48,7 @@ def share_out(
 
 
 def _room_up_to_a_level(held: list[int], amount: int) -> list[float]:
-    """How much each process takes of `amount` so that all end level, or as level as what they hold allows."""
+    """How much of `amount` each process takes, so that all hold about the same in the end."""
     order = sorted(held)
     for count in range(1, len(order) + 1):  # pour over the emptiest `count`
         level = (amount + sum(order[:count])) / count
