@@ -175,6 +175,7 @@ def test_overflow_underflow_and_a_lost_addition():
     says(32, "90,112", f"{figures['bfloat16']['1e-8']:.4g}")
 
 
+@pytest.mark.slow  # 300 steps
 def test_mixed_precision_learns_like_float32_and_bfloat16_weights_learn_less():
     figures = asked.default_dtype()
     assert figures["under autocast, the default and a new tensor"] == (torch.float32, torch.float32)
