@@ -34,7 +34,7 @@ def plan_of(depth: int) -> planning.Plan:
 
 def table() -> str:
     lines = [
-        "| depth | width | parameters | tokens | batch, tokens | steps | FLOPs | memory of a GPU | time | shards |",
+        "| depth | width | parameters | tokens | batch | steps | FLOPs | memory of a GPU | time | shards |",
         "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for depth in DEPTHS:
@@ -44,8 +44,8 @@ def table() -> str:
         one_row = replace(plan, device_batch_size=1)
         lines.append(
             f"| {depth} | {plan.config.width} | {plan.parameters['total'] / 1e6:,.0f} M | "
-            f"{plan.tokens / 1e9:.2f} B | {plan.total_batch_size:,} | {plan.num_iterations:,} | {flops:.2g} | "
-            f"{planning.gib(one_row.expected_bytes)} to {planning.gib(plan.expected_bytes)} | "
+            f"{plan.tokens / 1e9:.2f} B | {plan.total_batch_size:,} | {plan.num_iterations:,} | "
+            f"{flops:.2g} | {planning.gib(one_row.expected_bytes)} to {planning.gib(plan.expected_bytes)} | "
             f"{planning.duration(seconds)} | {plan.public_shards} |"
         )
     return "\n".join(lines)

@@ -58,7 +58,7 @@ class MuonAdamW(torch.optim.Optimizer):
     `betas` and `weight_decay` between steps. State is float32 and filed under the parameter's name.
     """
 
-    _step_supports_amp_scaling = True  # GradScaler hands us its found_inf instead of asking the device for it
+    _step_supports_amp_scaling = True  # GradScaler gives us grad_scale and found_inf; nothing waits for them
 
     def __init__(self, groups, compute_dtype=torch.float32, compile=False, rank=0, world_size=1):
         super().__init__(groups, {})
@@ -118,6 +118,10 @@ class MuonAdamW(torch.optim.Optimizer):
             raise UserError(
                 f"{', '.join(unused)} got no gradient; use it in the model's forward, or remove it"
             )
+        if (
+            grad_scale := getattr(self, "grad_scale", None)
+        ) is not None:  # of a GradScaler, still in the gradients
+            torch._foreach_div_([p.grad for _, p in self._named_parameters()], grad_scale)
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and found_inf.device.type == "mps" and found_inf.item():
             return  # MPS's fused AdamW ignored found_inf until 2026 (pytorch/pytorch#186360)

@@ -95,7 +95,7 @@ def is_measured(number: str) -> bool:
 
 # Those that no page has: recomputed below, or timings of experiments/faq_measurements.py
 OWN = {
-    28: {"1,024", "675.4", "0.6595", "2.1"},
+    28: {"1,024", "675.4", "0.6595"},
     29: {"2.4423"},
     31: {"1,024", "0.0028", "2.5e-07"},
     32: {"90,000", "90,112", "1e-8", "1.001e-08", "0.0001"},
@@ -121,16 +121,13 @@ def test_every_other_figure_stands_on_a_page_that_the_answer_links_to(question):
 # The figures come out again
 
 
-def test_scaler_step_divides_for_torchs_optimizers_and_not_for_ours():
+def test_scaler_step_divides_for_torchs_optimizers_and_for_ours():
     figures = asked.without_unscale()
-    for name in ("SGD", "AdamW(fused=True)"):
-        assert figures[name]["before"] == pytest.approx(1024 * figures[name]["after"], rel=1e-3)
-        assert figures[name]["update apart"] == 0
-    ours = figures["ours (MuonAdamW)"]
-    assert ours["before"] == ours["after"] and 0.005 < ours["update apart"] < 0.1
-    says_about(28, ours["before"])
+    for figure in figures.values():
+        assert figure["before"] == pytest.approx(1024 * figure["after"], rel=1e-3)
+        assert figure["update apart"] == 0
+    says_about(28, figures["SGD"]["before"])
     says_about(28, figures["SGD"]["after"])
-    says_about(28, 100 * ours["update apart"], rel=0.3)
 
 
 def test_who_names_the_operator_that_overflows():
