@@ -1,0 +1,107 @@
+"""What the tests of the data share: corpora whose tokens are all different, and batches joined again."""
+
+import hashlib
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from nanochat.data import packing
+from nanochat.data.loader import TrainLoader
+from nanochat.data.parquet import RowGroups, iterate_documents
+
+BOS = 0
+
+
+class Numbers:
+    """A tokenizer for texts that are numbers: "7 8 9" -> [7, 8, 9]."""
+
+    bos_id = BOS
+    fingerprint = "numbers"
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(text.split(), dtype=np.uint32)
+
+    def copy(self) -> "Numbers":
+        return self
+
+
+class Corpus:
+    """Documents of given lengths in shards of given row groups; all their tokens differ, and none is BOS."""
+
+    def __init__(self, folder: Path, lengths: list[int], group_size: int, shards: int = 1):
+        numbers = itertools.count(1)
+        self.documents = [[next(numbers) for _ in range(n)] for n in lengths]
+        texts = [" ".join(map(str, document)) for document in self.documents]
+        per_shard = -(-len(texts) // shards)
+        self.shards = [
+            write_shard(
+                Path(folder) / f"s{i}.parquet",
+                texts[i * per_shard : (i + 1) * per_shard],
+                row_group_size=group_size,
+            )
+            for i in range(shards)
+        ]
+        self.sizes = RowGroups(self.shards).sizes
+
+    def deal(self, n_lanes: int, seed: int, epoch: int) -> list[list[list[int]]]:
+        """The documents of each lane in an epoch, dealt one by one, or by row groups if these are many."""
+        sizes = self.sizes
+        starts = np.cumsum([0, *sizes])
+        groups = [
+            [self.documents[starts[g] + i] for i in packing._permutation(sizes[g], seed, epoch, g + 1)]
+            for g in packing._permutation(len(sizes), seed, epoch, 0).tolist()
+        ]
+        whole = len(sizes) >= 8 * n_lanes
+        dealt = groups if whole else [[document] for group in groups for document in group]
+        return [flat(dealt[lane::n_lanes]) for lane in range(n_lanes)]
+
+
+def write_shard(path: Path, texts, **options) -> Path:
+    """A parquet file with a column `text`; `options` are those of pyarrow's write_table."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    texts = texts if isinstance(texts, pa.Array) else pa.array(texts, pa.string())
+    pq.write_table(pa.table({"text": texts}), path, **options)
+    return path
+
+
+def documents(dataset) -> tuple[list[str], list[str]]:
+    """The training documents and the validation documents of a data set."""
+    return list(iterate_documents(dataset.train_shards)), list(iterate_documents(dataset.val_shards))
+
+
+def is_validation(text: str) -> bool:
+    """The rule of docs/data.md, by hand."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % 40 == 0
+
+
+def flat(lists) -> list:
+    return list(itertools.chain.from_iterable(lists))
+
+
+def run(
+    shards, steps, *, n_lanes, T, B=None, W=1, seed=0, state=None, tokenizer=None
+) -> tuple[np.ndarray, list]:
+    """The rows of `steps` global batches, (steps, n_lanes, T + 1), put together from W ranks, and states.
+
+    B is the rows of a micro-batch (None: all rows of a process at once).
+    """
+    rows = np.zeros((steps, n_lanes, T + 1), dtype=np.int64)
+    states = []
+    B = B or n_lanes // W
+    for rank in range(W):
+        with TrainLoader(
+            shards, tokenizer or Numbers(), n_lanes, T, B, rank, W, seed=seed, state=state
+        ) as loader:
+            for step in range(steps):
+                batches = [next(loader) for _ in range(n_lanes // W // B)]
+                inputs = torch.cat([inputs for inputs, _ in batches])
+                targets = torch.cat([targets for _, targets in batches])
+                assert torch.equal(inputs[:, 1:], targets[:, :-1])
+                rows[step, rank::W, :-1] = inputs
+                rows[step, rank::W, -1] = targets[:, -1]
+            states.append(loader.state())
+    return rows, states
