@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from corpora import write_shard
+from shards import write_shard
 
 from nanochat.data.tokenizer import train
 

@@ -1,17 +1,15 @@
-"""What the tests of the data share: corpora whose tokens are all different, and batches joined again."""
+"""What the tests of the stream share: corpora whose tokens are all different, and batches joined again."""
 
-import hashlib
 import itertools
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
+from shards import flat, write_shard
 
 from nanochat.data import packing
 from nanochat.data.loader import TrainLoader
-from nanochat.data.parquet import RowGroups, iterate_documents
+from nanochat.data.parquet import RowGroups
 
 BOS = 0
 
@@ -58,28 +56,6 @@ class Corpus:
         whole = len(sizes) >= 8 * n_lanes
         dealt = groups if whole else [[document] for group in groups for document in group]
         return [flat(dealt[lane::n_lanes]) for lane in range(n_lanes)]
-
-
-def write_shard(path: Path, texts, **options) -> Path:
-    """A parquet file with a column `text`; `options` are those of pyarrow's write_table."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    texts = texts if isinstance(texts, pa.Array) else pa.array(texts, pa.string())
-    pq.write_table(pa.table({"text": texts}), path, **options)
-    return path
-
-
-def documents(dataset) -> tuple[list[str], list[str]]:
-    """The training documents and the validation documents of a data set."""
-    return list(iterate_documents(dataset.train_shards)), list(iterate_documents(dataset.val_shards))
-
-
-def is_validation(text: str) -> bool:
-    """The rule of docs/data.md, by hand."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % 40 == 0
-
-
-def flat(lists) -> list:
-    return list(itertools.chain.from_iterable(lists))
 
 
 def run(

@@ -4,9 +4,8 @@ import random
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from shards import write_shard
 
 from nanochat.data.dataset import PUBLIC, TOKENS_PER_SHARD, open_dataset
 from nanochat.data.imported import Dataset
@@ -36,17 +35,15 @@ def documents(chars: int) -> list[str]:
 
 def imported(folder: Path, texts: list[str]) -> Dataset:
     """As our import writes them: sorted, in row groups of about 500,000 characters."""
-    folder.mkdir()
-    pq.write_table(pa.table({"text": texts}), folder / "all.parquet")
+    write_shard(folder / "all.parquet", texts)
     return open_dataset(folder, base_dir=folder / "base")
 
 
 def in_place(folder: Path, texts: list[str], **options) -> Dataset:
     """Two shards that are used as they are."""
-    folder.mkdir()
     for i in range(2):
-        pq.write_table(pa.table({"text": texts[i::2]}), folder / f"{i}.parquet", **options)
-    pq.write_table(pa.table({"text": texts[:1]}), folder / "val.parquet")
+        write_shard(folder / f"{i}.parquet", texts[i::2], **options)
+    write_shard(folder / "val.parquet", texts[:1])
     return open_dataset(folder, folder / "val.parquet", base_dir=folder / "base")
 
 

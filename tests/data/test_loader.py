@@ -10,9 +10,10 @@ import tempfile
 
 import numpy as np
 import pytest
-from corpora import BOS, Corpus, Numbers, flat, run
+from corpora import BOS, Corpus, Numbers, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shards import flat
 
 from nanochat import UserError
 from nanochat.data import loader as loader_module

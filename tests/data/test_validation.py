@@ -5,9 +5,10 @@ import tempfile
 
 import pytest
 import torch
-from corpora import BOS, Corpus, Numbers, flat
+from corpora import BOS, Corpus, Numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shards import flat
 
 from nanochat import UserError
 from nanochat.data.parquet import iterate_documents
