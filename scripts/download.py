@@ -1,9 +1,10 @@
-"""Get data before a run: download public shards, or import text of your own.
+"""Get data before a run: download public shards, or import your own text.
 
     python -m scripts.download --name=climbmix --num_shards=8   # public shards: climbmix, fineweb-edu
-    python -m scripts.download --data=my_texts/                 # text files, JSON, parquet; once
+    python -m scripts.download --data=my_texts/                 # text, JSON and parquet files
 
-A download that is stopped goes on where it was. docs/data.md says what becomes a document.
+Then train with --data=climbmix or --data=my_texts/. If a download stops, the same command continues it.
+docs/data.md says how many shards a model needs, and which documents come out of your files.
 """
 
 import sys
@@ -17,44 +18,45 @@ from nanochat.data.imported import writing
 from nanochat.data.parquet import footer_digest
 
 # Public shards
-name: str | None = None  # public data to download: climbmix, fineweb-edu
-num_shards = 8  # training shards; the validation shard always comes too (-1 = all there are)
-workers = 4  # files downloaded at once
-mirror = "https://huggingface.co"  # another host with the same paths, /datasets/REPO/resolve/main/FILE
-timeout = 30.0  # seconds without a byte before a connection counts as broken
-retries = 8  # times in a row that a file may fail without any progress before it is given up
+name: str | None = None  # public data set: climbmix or fineweb-edu
+num_shards = 8  # training shards, about 47 million tokens and 100 MB each; validation comes too (-1 = all)
+workers = 4  # files downloaded at the same time
+mirror = "https://huggingface.co"  # another host with the same paths: /datasets/REPO/resolve/main/FILE
+timeout = 30.0  # seconds without a byte after which a connection counts as broken
+retries = 8  # failures in a row, without a new byte, after which a file is given up
 
 # Your own text
-data: str | None = None  # instead of a download: text to import, as in base_train
-val_data: str | None = None  # with data: a file or folder that is the validation split
-text_field = "text"  # with data: field of JSON objects, or column of parquet files, with the text
+data: str | None = None  # a file or folder of text to import, as in base_train
+val_data: str | None = None  # a file or folder that is the validation split (none = one document in 40)
+text_field = "text"  # the field of JSON objects, or the column of parquet files, that holds the text
 
 # Place
-base_dir = "~/.cache/nanochat"  # where data lie (environment: NANOCHAT_BASE_DIR)
+base_dir = "~/.cache/nanochat"  # where data are kept (environment: NANOCHAT_BASE_DIR)
 
 settings = configurator.configure(globals())
 
 if (name is None) == (data is None):
     raise UserError(f"give either --name={'|'.join(PUBLIC)} to download, or --data=PATH to import text")
 if data is not None:
-    opened = open_dataset(data, val_data, base_dir=base_dir, text_field=text_field)
-    print(f"{opened.name}: {opened.note}, fingerprint {opened.fingerprint[:12]}")
+    dataset = open_dataset(data, val_data, base_dir=base_dir, text_field=text_field)
+    print(f"{dataset.name}: {dataset.note}, fingerprint {dataset.fingerprint[:12]}")
     sys.exit(0)
+if val_data is not None:
+    raise UserError(f"--val_data goes with --data; {name} has its own validation shard, so leave it out")
 if name not in PUBLIC:
     raise UserError(f"there is no public data set {name}; choose one of {', '.join(PUBLIC)}")
 public = PUBLIC[name]
 if not -1 <= num_shards < public.shards or num_shards == 0:
-    raise UserError(f"num_shards {num_shards} is not -1 (all) or 1 to {public.shards - 1}")
+    raise UserError(f"num_shards {num_shards} is not possible; use 1 to {public.shards - 1}, or -1 for all")
 
-numbers = range(public.shards - 1 if num_shards == -1 else num_shards)
-files = [public.validation, *(public.file(number) for number in numbers)]
+training_shards = public.shards - 1 if num_shards == -1 else num_shards
+files = [public.validation, *(public.file(number) for number in range(training_shards))]
 root = f"{mirror.rstrip('/')}/datasets/{public.repo}/resolve/main"
+urls = {file: f"{root}/{file}" for file in files}
 folder = Path(base_dir).expanduser() / "data" / name
 try:
     with writing(folder):
-        missing = download(
-            {f: f"{root}/{f}" for f in files}, folder, footer_digest, workers, timeout, retries
-        )
+        missing = download(urls, folder, footer_digest, workers, timeout, retries)
 except KeyboardInterrupt:
-    sys.exit("stopped; the same command goes on where it was")
+    sys.exit("stopped; the same command continues the download")
 sys.exit(1 if missing else 0)

@@ -1,10 +1,10 @@
-"""Train a tokenizer on a data set and say how well it compresses, beside GPT-2's and GPT-4's.
+"""Train a tokenizer on a data set, and compare how many bytes of text a token holds with GPT-2 and GPT-4.
 
     python -m scripts.tok_train --vocab_size=4096                        # on the embedded text
     python -m scripts.tok_train --data=my_texts/ --vocab_size=16384
 
-Without --out it is written where base_train looks for the tokenizer of that data and size. Those of OpenAI
-are compared where tiktoken has them on this machine already: nothing is downloaded.
+Without --out the file is written where base_train looks for a tokenizer of this data and size. Nothing is
+downloaded: the tokenizers of GPT-2 and GPT-4 are compared only if tiktoken has their files on this machine.
 """
 
 import json as json_module
@@ -18,21 +18,26 @@ from nanochat.data.parquet import iterate_documents
 from nanochat.data.tokenizer import TIKTOKEN_FILES, from_tiktoken, is_cached, tokenizer_path, train
 
 # Text
-data = "embedded"  # as in base_train: embedded, a public data set, or a file or folder of text
+data = "embedded"  # embedded (Python's standard library), a file or folder of text, climbmix or fineweb-edu
 val_data: str | None = None  # a file or folder that is the validation split (none = what the data set pins)
-text_field = "text"  # field of JSON objects, or column of parquet files, that holds the text
+text_field = "text"  # the field of JSON objects, or the column of parquet files, that holds the text
 max_chars = 500_000_000  # characters to train on (-1 = all of the training split)
 
 # Tokenizer
-vocab_size = -1  # ids, special tokens included (-1 = 4096 for the embedded text, else up to 32768)
-base_dir = "~/.cache/nanochat"  # where data and tokenizers are (environment: NANOCHAT_BASE_DIR)
+vocab_size = -1  # tokens, special ones included (-1 = 4096 for the embedded text, else up to 32768)
+base_dir = "~/.cache/nanochat"  # where data and tokenizers are kept (environment: NANOCHAT_BASE_DIR)
 out: str | None = None  # the JSON file to write (none = where base_train looks for it)
 
 # Report
-sample_chars = 1_000_000  # characters of each kind of text that are compressed
+sample_chars = 1_000_000  # characters of each kind of text in the comparison
 json = False  # print one JSON object as the last line
 
 settings = configurator.configure(globals())
+
+if max_chars != -1 and max_chars < 1:
+    raise UserError(f"max_chars {max_chars} is no text to train on; use -1 (all) or a positive number")
+if sample_chars < 1:
+    raise UserError(f"sample_chars {sample_chars} is no text to compare; use a positive number")
 
 OTHER_SCRIPTS = (
     "Сегодня утром шёл дождь, и мы остались дома. Το βιβλίο είναι πάνω στο τραπέζι. 今天早上下雨了，"  # noqa: RUF001
@@ -42,7 +47,7 @@ OTHER_SCRIPTS = (
 
 
 def samples() -> dict[str, str]:
-    """Texts of several kinds, all of them on this machine."""
+    """{kind: text} for the comparison; all of them are on this machine."""
     import argparse
     import pydoc_data.topics
 
@@ -67,7 +72,8 @@ def samples() -> dict[str, str]:
 
 base_path = Path(base_dir).expanduser()
 dataset = open_dataset(data, val_data, base_dir=base_path, text_field=text_field)
-size, exact = (vocab_size, True) if vocab_size != -1 else (4096 if data == "embedded" else 32768, False)
+exact = vocab_size != -1  # a size that you give is an error if the text yields less
+size = vocab_size if exact else 4096 if data == "embedded" else 32768
 path = Path(out).expanduser() if out else tokenizer_path(dataset.tokenizer_folder(base_path), size)
 print(f"data: {dataset.name}, {dataset.note}")
 began = time.perf_counter()
@@ -83,19 +89,20 @@ print(f"trained {tokenizer.vocab_size:,} tokens in {seconds:.1f} s, fingerprint 
 print(f"written: {path}\n")
 
 # ------------------------------------------------------------------------------------------------------
-# Compare: bytes a token, more is better; a table that Markdown understands
+# Compare bytes a token: more is better. The table is Markdown
 
 cached = [name for name in TIKTOKEN_FILES if is_cached(name)]
-encodings = {"this one": tokenizer} | {name: from_tiktoken(name) for name in cached}
+tokenizers = {"this one": tokenizer} | {name: from_tiktoken(name) for name in cached}
 results = {}
 for kind, text in samples().items():
-    results[kind] = {name: len(text.encode()) / len(each.encode(text)) for name, each in encodings.items()}
-print("| bytes a token | " + " | ".join(f"{name} ({e.vocab_size:,})" for name, e in encodings.items()) + " |")
-print("|---|" + "---|" * len(encodings))
-for kind, row in results.items():
-    print(f"| {kind} | " + " | ".join(f"{value:.2f}" for value in row.values()) + " |")
+    results[kind] = {name: len(text.encode()) / len(each.encode(text)) for name, each in tokenizers.items()}
+heads = [f"{name} ({each.vocab_size:,})" for name, each in tokenizers.items()]
+print("| bytes a token | " + " | ".join(heads) + " |")
+print("|---|" + "---|" * len(tokenizers))
+for kind, values in results.items():
+    print(f"| {kind} | " + " | ".join(f"{value:.2f}" for value in values.values()) + " |")
 if missing := [name for name in TIKTOKEN_FILES if name not in cached]:
-    print(f"\nnot on this machine, so not compared: {', '.join(missing)}")
+    print(f"\nnot compared, because their files are not on this machine: {', '.join(missing)}")
 if json:
     record = {"path": str(path), "vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint}
     print(json_module.dumps({**record, "seconds": seconds, "bytes_per_token": results}))

@@ -130,7 +130,7 @@ class _Fetcher:
                 failures = 1 if _size(part) > most else failures + 1
                 most = max(most, _size(part))  # only bytes that never came before are progress
                 if failures > self._retries:
-                    raise _GivenUp(f"{error} ({failures} failures in a row)") from error
+                    raise _GivenUp(f"{error} (failures in a row: {failures})") from error
                 pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 1)) * random.uniform(0.5, 1)
                 if error.after is not None:
                     pause = min(LONGEST_RETRY_AFTER_S, error.after)

@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from nanochat.data.dataset import open_dataset
 from nanochat.data.parquet import iterate_documents
-from nanochat.data.tokenizer import Tokenizer, open_tokenizer
+from nanochat.data.tokenizer import Tokenizer, open_tokenizer, train
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,7 +43,7 @@ def test_it_writes_the_tokenizer_that_base_train_then_finds(tmp_path):
     by_hand = len(text.encode()) / len(found.encode(text))
     assert abs(record["bytes_per_token"]["validation split"]["this one"] - by_hand) < 0.02 * by_hand
     assert "training the tokenizer" in done.stderr and "| digits (squares) |" in done.stdout
-    assert "not compared: gpt2, cl100k_base" in done.stdout
+    assert "not compared, because their files are not on this machine: gpt2, cl100k_base" in done.stdout
 
 
 def test_the_size_follows_the_text_unless_it_is_asked_for(tmp_path):
@@ -56,14 +58,21 @@ def test_the_size_follows_the_text_unless_it_is_asked_for(tmp_path):
 
 def test_only_so_many_characters_are_read(tmp_path):
     path = texts(tmp_path)
-    few = tok_train(tmp_path, f"--data={path}", "--text_field=body", "--vocab_size=280", "--max_chars=2000")
-    all_ = tok_train(tmp_path, f"--data={path}", "--text_field=body", "--vocab_size=280")
-    fingerprints = [done.stdout.split("fingerprint ")[1].split()[0] for done in (few, all_)]
-    assert fingerprints[0] != fingerprints[1]
+    done = tok_train(tmp_path, f"--data={path}", "--text_field=body", "--vocab_size=280", "--max_chars=2000")
+    data = open_dataset(path, base_dir=tmp_path / "base", text_field="body")
+    few, all_ = (train(data.train_texts(), 280, max_chars=n).fingerprint for n in (2000, -1))
+    assert few != all_ and done.stdout.split("fingerprint ")[1].split()[0] == few[:12]
 
 
-def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path):
-    (tmp_path / "file").write_text("")
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--out={tmp_path}/texts.jsonl/t.json", "cannot be written"),
+        ("--max_chars=0", "max_chars 0 is no text to train on; use -1 (all)"),
+        ("--sample_chars=0", "sample_chars 0 is no text to compare; use a positive number"),
+    ],
+)
+def test_bad_input_is_one_sentence(tmp_path, argument, message):
     arguments = [f"--data={texts(tmp_path)}", "--text_field=body", "--vocab_size=270"]
-    done = tok_train(tmp_path, *arguments, f"--out={tmp_path}/file/t.json", status=2)
-    assert "cannot be written" in done.stderr and "Traceback" not in done.stderr
+    done = tok_train(tmp_path, *arguments, argument.format(tmp_path=tmp_path), status=2)
+    assert message in done.stderr and "Traceback" not in done.stderr
