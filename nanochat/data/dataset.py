@@ -27,7 +27,7 @@ from nanochat.data.parquet import footer_digest
 from nanochat.data.progress import bar
 from nanochat.data.textfiles import find_files, read_documents
 
-# Tokens in one public shard. Its author takes 240 shards for 11.2 billion tokens of fineweb-edu, 10 % more
+# Tokens in one public shard. Its author takes 240 shards for 11.2 billion tokens of fineweb-edu, 11 % more
 # than computed from 250 million characters a shard and 4.8 characters a token (karpathy/nanochat:
 # speedrun.sh of 2025-10-13), and 150 shards for 7 billion tokens of climbmix (dev/LOG.md, 2026-03-04): the
 # same number twice.
@@ -55,8 +55,7 @@ class Public:
     def shards_for(self, tokens: int) -> int:
         """About how many training shards hold `tokens` tokens: at least 1, at most all.
 
-        The tokens are those of a vocabulary of 32,768 ids or more. A smaller one makes more tokens of a
-        shard.
+        They are tokens of a vocabulary of 32,768 ids. A smaller one makes more tokens of a shard.
         """
         return min(max(1, -(-tokens // TOKENS_PER_SHARD)), self.shards - 1)
 
@@ -78,8 +77,7 @@ def open_dataset(
 
     `data` is "embedded", a name in PUBLIC, or paths with commas between them. `val_data` are the paths of
     the validation split. `text_field` is the field of JSON objects, or the column of parquet files, that
-    holds the text. Raises UserError if files are missing, damaged or without text, or if a split would be
-    empty.
+    holds the text. Raises UserError if files are missing, damaged or without text, or if a split is empty.
     """
     base_dir = Path(base_dir).expanduser()
     if str(data) == "embedded":

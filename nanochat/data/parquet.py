@@ -1,5 +1,4 @@
-"""Shards, which are parquet files: read their row groups in any order, write sorted documents in bounded
-memory.
+"""Shards are parquet files. We read their row groups in any order, and write sorted documents.
 
 A row group is the part of a parquet file that is read at once: some hundred documents. We write documents in
 the order of their SHA-256. So neighbours in a batch do not come from one source file, and the shards, like
@@ -208,12 +207,11 @@ class _Writer:
 
 
 class _Buckets:
-    """Sorts documents by SHA-256, in memory that does not grow with their number. Yields (hash, split,
-    content).
+    """Sorts documents by SHA-256 in bounded memory. Iterate over it for (hash, split, content) in that order.
 
-    Documents wait in memory. When they are too many, each goes to the bucket file of its hash's leading bits;
-    in the end one bucket after another is sorted. Equal documents are stored once and counted: a text that
-    comes a million times would otherwise fill one bucket.
+    Documents wait in memory. When they are too many, the first bits of a hash say which bucket file a
+    document goes to; in the end one bucket after another is sorted. Equal documents are stored once and
+    counted: a text that comes a million times would otherwise fill one bucket.
     """
 
     HEADER = struct.Struct("<32s5sQQ")  # hash, split, how often, bytes of the content after the header
