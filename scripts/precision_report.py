@@ -1,10 +1,10 @@
-"""Which operator ran in which dtype, recorded in one real training step and in generation.
+"""Record which operator runs in which dtype, in one real training step and in generation.
 
-    python -m scripts.precision_report                       # the page, also written to a file
-    python -m scripts.precision_report --dtype=float16       # another precision
-    python -m scripts.precision_report --measure             # and what each precision costs here, in minutes
+    python -m scripts.precision_report                       # print the page and write it to a file
+    python -m scripts.precision_report --dtype=float16       # the same for another precision
+    python -m scripts.precision_report --measure             # and what each precision costs here; minutes
 
-docs/precision.md answers the usual questions about precision with its output.
+docs/precision.md answers the usual questions about precision with this output.
 """
 
 import sys
@@ -23,6 +23,7 @@ from nanochat.data.tokenizer import open_tokenizer
 from nanochat.diagnostics import precision_cost
 from nanochat.diagnostics.precision_page import name_of, page
 from nanochat.diagnostics.recorder import record_step
+from nanochat.diagnostics.step import scaled_rates
 from nanochat.gpt import GPT
 
 # Model
@@ -36,26 +37,27 @@ vocab_size = 4096  # tokens
 # The step
 device_batch_size = 4  # rows
 grad_clip = 1.0  # the most the gradient's norm may be (-1 = off)
-max_tokens = 2  # generated after a prompt of 8 (0 = none)
+max_tokens = 2  # tokens to generate after a prompt of 8 (0 = none)
 seed = 42  # of weights and tokens
 
 # What each precision costs
 measure = False  # train and infer in every precision, each in a process of its own, in turns
-precisions = "auto"  # which, separated by commas (auto = all that this machine can do); the first is the base
+precisions = "auto"  # names with commas between them (auto = all that work here); the first is the base
 measure_steps = 40  # training steps, the same batches for all; the loss is the mean over the last round
-measure_rounds = 5  # turns that each precision gets
-measure_seconds = 100.0  # for the training of each but the first; one that is slower makes fewer steps
-measure_tokens = 32  # generated in each turn
-data = "embedded"  # what is trained on: as in base_train
+measure_rounds = 5  # turns of each precision
+measure_seconds = 100.0  # most seconds to train each but the first; a slower one makes fewer steps
+measure_tokens = 32  # tokens to generate in each turn
+data = "embedded"  # text to train on, as in base_train
 
 # Machine
 device_type: Literal["auto", "cuda", "cpu", "mps"] = "auto"  # auto = cuda, else mps, else cpu
-dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of what is recorded; as in base_train
-base_dir = "~/.cache/nanochat"  # for the page, data and tokenizer (environment: NANOCHAT_BASE_DIR)
+dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # compute dtype of the recorded step
+base_dir = "~/.cache/nanochat"  # where data, tokenizer and the page are (environment: NANOCHAT_BASE_DIR)
 out: str | None = None  # file of the page (none = <base_dir>/precision_report.md)
 
-settings = configurator.configure(globals())
+configurator.configure(globals())
 
+DEFAULTS = configurator.defaults(Path(__file__).with_name("base_train.py"))
 POSITIVE = ["depth", "aspect_ratio", "head_dim", "max_seq_len", "vocab_size", "device_batch_size"]
 for name in [*POSITIVE, "measure_rounds", "measure_tokens"]:
     if globals()[name] < 1:
@@ -69,7 +71,7 @@ config = scaling.model_config(depth, aspect_ratio, head_dim, max_seq_len, vocab_
 
 
 def to_measure() -> list[str]:
-    """The precisions to measure; UserError where this machine cannot do one, or the settings do not fit."""
+    """The precisions to measure. UserError if the machine lacks one or the settings do not fit."""
     names = [name.strip() for name in precisions.split(",")]
     names = precision_cost.possible(device) if names == ["auto"] else names
     for name in names:
@@ -78,19 +80,19 @@ def to_measure() -> list[str]:
         precision.resolve_dtype(name, device)
     if measure_steps % measure_rounds or measure_steps < 2 * measure_rounds:
         raise UserError(
-            f"measure_steps {measure_steps} do not give each of {measure_rounds} rounds as many, at least 2; "
-            f"use {max(2, round(measure_steps / measure_rounds)) * measure_rounds}"
+            f"measure_steps {measure_steps} does not give each of {measure_rounds} rounds the same number, "
+            f"at least 2; use {max(2, round(measure_steps / measure_rounds)) * measure_rounds}"
         )
     if measure_tokens > max_seq_len - precision_cost.PROMPT:
         raise UserError(
-            f"measure_tokens {measure_tokens} and a prompt of {precision_cost.PROMPT} are more than "
+            f"a prompt of {precision_cost.PROMPT} tokens and measure_tokens {measure_tokens} do not fit in "
             f"max_seq_len {max_seq_len}; lower --measure_tokens"
         )
     return names
 
 
 wanted = to_measure() if measure else []
-processes = len(wanted) + 2  # at once: one each, one more of the first, and this one
+processes = len(wanted) + 2  # at the same time: one each, one more for the first, and this one
 memory = machine.free_memory() // processes
 needed = scaling.training_bytes(config, device_batch_size * max_seq_len, torch.float32)
 if refusal := scaling.memory_refusal(needed, memory):
@@ -98,11 +100,11 @@ if refusal := scaling.memory_refusal(needed, memory):
 
 
 def recorded_step():
-    """One training step and a little generation on random tokens: dtypes do not depend on what they are."""
+    """One training step and some generation, with random tokens: dtypes do not depend on the text."""
     model = GPT(config).to(device)
     model.init_weights(torch.Generator(device).manual_seed(seed))
-    rates = {"embedding_lr": 0.03, "unembedding_lr": 0.0004, "scalar_lr": 0.01, "matrix_lr": 0.002}
-    optimizer = optim.MuonAdamW(optim.parameter_groups(model, rates, weight_decay=0.1), compute_dtype)
+    rates = scaled_rates(DEFAULTS, config, device_batch_size * max_seq_len, steps=1)
+    optimizer = optim.MuonAdamW(optim.parameter_groups(model, *rates), compute_dtype)
     scaler = precision.make_scaler(device, compute_dtype)
     tokens = torch.randint(vocab_size, (device_batch_size, max_seq_len + 1), device=device)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -113,7 +115,7 @@ def recorded_step():
 
 
 def costs() -> str:
-    """The two tables of --measure, as Markdown."""
+    """The page of --measure: two tables as Markdown."""
     dataset = open_dataset(data, base_dir=base_path)
     tokenizer = open_tokenizer("auto", vocab_size, dataset.tokenizer_folder(base_path), dataset.train_texts)
     loader = TrainLoader(
@@ -124,11 +126,14 @@ def costs() -> str:
     batches = torch.stack([torch.cat((x, y[:, -1:]), 1) for x, y in pairs]).cpu()  # (steps, B, T + 1)
     seconds = measure_seconds / measure_rounds
     own_config = replace(config, vocab_size=tokenizer.vocab_size)
+    rates, _ = scaled_rates(DEFAULTS, own_config, device_batch_size * max_seq_len, measure_steps)
     common = {"config": own_config, "device": device, "rounds": measure_rounds}
     common["say"] = lambda text: print(text, file=sys.stderr)
     with tempfile.TemporaryDirectory() as name:
         common["folder"] = Path(name)
-        trained = precision_cost.measure_training(wanted, batches, seed=seed, seconds=seconds, **common)
+        trained = precision_cost.measure_training(
+            wanted, batches, rates=rates, seed=seed, seconds=seconds, **common
+        )
         inferred = precision_cost.measure_inference(wanted, new_tokens=measure_tokens, **common)
     return cost_page(trained, inferred, dataset)
 
@@ -138,13 +143,13 @@ def against(value, base) -> str:
 
 
 def memory_cells(row, base) -> str:
-    """Three cells: the process, without what it held before there was a model, and against the base."""
+    """Three cells: the process's peak, the part since the model was made, and that part over the base's."""
     own, base_own = (r["peak"] - r["before"] for r in (row, base))
     return f"{row['peak'] / 2**30:.2f} GiB | {own / 2**30:.2f} GiB | {against(own, base_own)}"
 
 
 def training_table(rows: list[dict]) -> str:
-    """Markdown; every row against the first."""
+    """Markdown; each row is compared with the first."""
     base = rows[0]
     lines = [
         "| training in | tokens/s | | memory | of weights and step | | loss | difference |",
@@ -175,22 +180,23 @@ def inference_table(rows: list[dict]) -> str:
 
 
 def cost_page(trained: list[dict], inferred: list[dict], dataset) -> str:
-    """Both tables and how to read them."""
+    """Both tables, and how to read them."""
     parameters = scaling.on_meta(config).parameter_counts()["total"]
     short = [f"{r['name']} made {r['steps']} of {measure_steps} steps" for r in trained if r["loss"] is None]
     parts = [
         "## What each precision costs here",
-        f"Medians of processes that worked in turns; every ratio is to {trained[0]['name']}. Trained on "
-        f"{dataset.name} ({dataset.fingerprint[:12]}), eager, the same {measure_steps} batches for all. "
-        "*Loss* is the mean over the last round, and the last row says how far losses are apart by chance. "
-        "*Memory* is the most the process ever held; *of weights and step* leaves out what it held before "
-        f"there was a model, whose weights in float32 are {4 * parameters / 2**30:.2f} GiB."
-        + (f" In the time given {', '.join(short)}: no loss." if short else ""),
+        f"The processes work in turns, and the speeds are medians. Ratios are to {trained[0]['name']}. All "
+        f"train in eager mode on the same {measure_steps} batches of {dataset.name} "
+        f"({dataset.fingerprint[:12]}), with constant rates. *Loss* is the mean over the last round; the "
+        "last row shows how much losses differ by chance. *Memory* is the peak of the process; *of weights "
+        "and step* is the part since the model was made, whose float32 weights take "
+        f"{4 * parameters / 2**30:.2f} GiB."
+        + (f" Some had no time for all steps and have no loss: {', '.join(short)}." if short else ""),
         training_table(trained),
-        "Inference with the weights of the first row. *Autocast* keeps float32 weights and casts them at "
-        "every call; *cast once* stores them in the precision, as chat.py does. *Off*: from the first row's "
-        "logits, over all positions of one row of tokens; those are up to "
-        f"{inferred[0]['size']:.3g} in size.",
+        "Inference uses the weights of the first row. *Autocast* keeps float32 weights and casts them at "
+        "every call; *cast once* stores them in the precision, as chat.py does. *Off* compares the logits "
+        "with those of the first row, over all positions of one row of tokens; the largest of these is "
+        f"{inferred[0]['size']:.3g}.",
         inference_table(inferred),
     ]
     return "\n\n".join(parts) + "\n"
@@ -201,7 +207,9 @@ def write(text: str):
         out_path.parent.mkdir(parents=True, exist_ok=True)
         out_path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot write {out_path} ({error.strerror}); give another file with --out") from None
+        raise UserError(
+            f"cannot write {out_path} ({error.strerror}); choose another file with --out"
+        ) from None
 
 
 command = " ".join(["python -m scripts.precision_report", *sys.argv[1:]])
@@ -219,5 +227,5 @@ if measure:
     text += "\n" + (measured := costs())
     print(measured)
     write(text)
-print(f"written to {out_path}")
+print(f"written: {out_path}")
 machine.close()

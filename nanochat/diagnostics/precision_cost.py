@@ -1,9 +1,8 @@
 """What a precision costs on this machine: tokens per second, memory, loss, and how far logits are off.
 
-Every variant (a precision, in training or in inference) lives in a process of its own, because the most
-memory that a process ever held can only grow. The processes are asked in turns, one at a time, so that a busy
-moment of the machine falls on all of them; medians over turns are compared.
-`scripts/precision_report.py --measure` prints the result.
+Each variant (a precision, in training or in inference) has a process of its own, because the peak memory of
+a process never falls. The processes work in turns, one at a time, so a busy moment of the machine slows all
+of them. Medians over turns are compared. `scripts/precision_report.py --measure` prints the result.
 """
 
 import contextlib
@@ -21,11 +20,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from nanochat import UserError, optim, precision, runtime
+from nanochat.diagnostics.step import training_step
 from nanochat.engine import cast_weights, generate
 from nanochat.gpt import GPT, GPTConfig
 
-RATES = {"embedding_lr": 0.03, "unembedding_lr": 0.0008, "scalar_lr": 0.05, "matrix_lr": 0.002}
-PROMPT = 16  # tokens before those that are generated
+PROMPT = 16  # tokens that the generated ones follow
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -41,29 +40,25 @@ def build(config, device, seed, dtype=torch.float32):
 
 
 class Training:
-    """Steps of base_train.py's kind over the batches of a file, in one precision."""
+    """base_train's steps over the batches of a file, with constant rates and without weight decay."""
 
     def __init__(self, machine, config, job):
         self.machine, self.dtype = machine, precision.DTYPES[job["dtype"]]
         self.model = build(config, machine.device, job["seed"])
-        self.optimizer = optim.MuonAdamW(optim.parameter_groups(self.model, RATES, 0.0), self.dtype)
+        groups = optim.parameter_groups(self.model, job["rates"], weight_decay=0.0)
+        self.optimizer = optim.MuonAdamW(groups, self.dtype)
         self.scaler = precision.make_scaler(machine.device, self.dtype)
         self.batches = iter(load_file(job["tokens"])["tokens"])
 
     def step(self) -> float:
         rows = next(self.batches).to(self.machine.device)  # (B, T + 1)
-        with precision.autocast(rows.device, self.dtype):
-            loss = self.model(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
-        self.scaler.scale(loss).backward()
-        self.scaler.unscale_(self.optimizer)
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        inputs, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        loss = training_step(self.model, self.optimizer, self.scaler, self.dtype, inputs, targets)
         self.optimizer.zero_grad(set_to_none=True)
         return loss.item()
 
     def turn(self, steps: int, seconds: float) -> dict:
-        """Up to so many steps; none is begun after so many seconds, but for the first two."""
+        """Make at least two steps, then more, up to `steps`, until `seconds` have passed."""
         began, times, losses = time.perf_counter(), [], []
         while len(losses) < steps and (len(losses) < 2 or time.perf_counter() - began < seconds):
             started = time.perf_counter()
@@ -84,7 +79,7 @@ class Inference:
         self.machine, dtype = machine, precision.DTYPES[job["dtype"]]
         self.dtype = torch.float32 if job["cast"] else dtype  # of autocast
         self.model = build(config, machine.device, 0, dtype if job["cast"] else torch.float32)
-        for name, tensor in self.model.state_dict().items():  # one at a time: no second copy of all of them
+        for name, tensor in self.model.state_dict().items():  # one at a time: memory never holds two copies
             with safe_open(job["weights"], framework="pt") as file:
                 tensor.copy_(file.get_tensor(name))
         self.rows = load_file(job["tokens"])["tokens"][-1, :, :-1].contiguous().to(machine.device)
@@ -115,7 +110,7 @@ class Inference:
 
 
 def work():
-    """The worker: one JSON object a line, the job and then its commands, each answered with one."""
+    """The worker's program. stdin has a JSON object a line: the job, then commands. Each gets one answer."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     job = json.loads(sys.stdin.readline())
     machine = runtime.start(job["device_type"], job["seed"])
@@ -137,7 +132,7 @@ def work():
 
 
 class Worker:
-    """A process that does a job: `wait()` until it is ready, then `ask(name, ...)` for an answer."""
+    """A process that does a job: `wait()` until it is ready, then `ask()` it to run its methods."""
 
     def __init__(self, name: str, **job):
         self.name, self.job, self.answers = name, job, []
@@ -156,8 +151,8 @@ class Worker:
         line = self.process.stdout.readline()
         if not line:
             raise UserError(
-                f"the process that measures {self.name} ended with status {self.process.wait()} (its own "
-                "message is above); if memory ran out, lower --depth or --device_batch_size"
+                f"the process that measures {self.name} ended with status {self.process.wait()}; its own "
+                "message is above. If memory ran out, lower --depth or --device_batch_size"
             )
         return json.loads(line)
 
@@ -172,14 +167,14 @@ class Worker:
         self.answers.append(self.ask("turn", **arguments))
 
     def close(self):
-        with contextlib.suppress(BrokenPipeError):  # it has ended already
+        with contextlib.suppress(BrokenPipeError):  # the process has ended already
             self.process.stdin.close()
         self.process.wait()
 
 
 @contextlib.contextmanager
 def working(jobs):
-    """Workers for (name, job) pairs, all of them ready; they end with the block."""
+    """Workers for (name, job) pairs. All are ready; they end with the block."""
     with contextlib.ExitStack() as stack:
         workers = []
         for name, job in jobs:
@@ -191,7 +186,7 @@ def working(jobs):
 
 
 def possible(device) -> list[str]:
-    """The precisions this device can compute in; float32 comes first, the others are compared with it."""
+    """The precisions that this device can compute in. float32 is first: the others are compared with it."""
     names = []
     for name in ("float32", "bfloat16", "float16"):
         with contextlib.suppress(UserError):
@@ -200,25 +195,27 @@ def possible(device) -> list[str]:
     return names
 
 
-def measure_training(names, tokens, folder, config, device, seed, rounds, seconds, say=print) -> list[dict]:
-    """Train in every precision on the same batches; the weights of the first are left in `folder`.
+def measure_training(
+    names, tokens, folder, config, device, rates, seed, rounds, seconds, say=print
+) -> list[dict]:
+    """Train in every precision on the same batches, and leave the weights of the first in `folder`.
 
-    tokens (steps, B, T + 1) int64. Another precision that takes longer than `seconds` a round makes fewer
-    steps, and its loss is not compared. The last row is the first precision from other initial weights: how
-    far losses are apart by chance.
+    tokens (steps, B, T + 1) int64. The first precision makes all steps. Another one that takes longer than
+    `seconds` a round makes fewer, and then it has no loss. The last row is the first precision again with
+    other initial weights: it shows how much losses differ by chance.
     """
     steps = len(tokens) // rounds
     common = {"kind": "training", "config": asdict(config), "device_type": device.type}
-    common["tokens"] = str(folder / "tokens.safetensors")
+    common |= {"rates": rates, "tokens": str(folder / "tokens.safetensors")}
     save_file({"tokens": tokens}, common["tokens"])
     jobs = [(name, common | {"dtype": name, "seed": seed}) for name in names]
     again = common | {"dtype": names[0], "seed": seed + 1}
     with working([*jobs, (f"{names[0]}, other initial weights", again)]) as workers:
         for round_number in range(rounds):
             say(f"training, round {round_number + 1} of {rounds}")
-            for worker in workers:  # the first precision always goes all the way
-                slow = worker.job["dtype"] != names[0]
-                worker.turn(steps=steps, seconds=seconds if slow else math.inf)
+            for worker in workers:
+                limit = math.inf if worker.job["dtype"] == names[0] else seconds
+                worker.turn(steps=steps, seconds=limit)
         workers[0].ask("save", path=str(folder / "weights.safetensors"))
         return [_training_row(worker, steps * rounds, tokens[0, :, 1:].numel()) for worker in workers]
 
@@ -237,7 +234,10 @@ def _training_row(worker, steps, tokens_a_step):
 
 
 def measure_inference(names, folder, config, device, rounds, new_tokens, say=print) -> list[dict]:
-    """Read a batch and generate, in every precision, by autocast and with the weights in `folder` cast."""
+    """Read a batch and generate in every precision, by autocast and with cast weights.
+
+    The weights are those that `measure_training` left in `folder`.
+    """
     common = {"kind": "inference", "config": asdict(config), "device_type": device.type, "seed": 0}
     common |= {key: str(folder / f"{key}.safetensors") for key in ("tokens", "weights")}
     jobs = []

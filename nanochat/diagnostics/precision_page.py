@@ -1,4 +1,4 @@
-"""A recorded step as a page: statements and tables, each computed from the record and from nothing else."""
+"""A recorded step as a page of statements and tables. Each of them comes from the record alone."""
 
 import re
 from collections import Counter, defaultdict
@@ -9,9 +9,9 @@ NORMS = {"mean", "rsqrt", "_fused_rms_norm", "native_layer_norm", "native_group_
 CROSS_ENTROPY = {"_log_softmax", "nll_loss_forward", "nll_loss2d_forward"}
 FUSED_ATTENTION = ("scaled_dot_product", "_flash_attention", "_efficient_attention")
 _FLASH = (
-    "fused attention, which never holds the whole matrix of scores. Inside, {source}: products of the inputs "
-    "summed in float32; scores and softmax in float32; probabilities rounded to the inputs' dtype for the "
-    "second product, whose sums are float32 again"
+    "fused attention, which never holds the whole matrix of scores. By {source} it sums the products of its "
+    "inputs in float32 and keeps scores and softmax in float32. It rounds the probabilities to the inputs' "
+    "dtype for the second product, and sums that in float32 too"
 )
 GLOSSARY = {
     "_foreach_copy_": "copies a list of tensors",
@@ -19,24 +19,24 @@ GLOSSARY = {
     "_foreach_norm": "the norm of each tensor of a list",
     "_fused_adamw_": "AdamW's whole update of a list of parameters in one kernel",
     "_log_softmax": "with nll_loss_forward: the cross-entropy",
-    "_scaled_dot_product_cudnn_attention": "fused attention of cuDNN; its inside is not documented",
-    "_scaled_dot_product_efficient_attention": "fused attention; its inside was not looked into",
+    "_scaled_dot_product_cudnn_attention": "fused attention of cuDNN, which does not document its inside",
+    "_scaled_dot_product_efficient_attention": "fused attention; we did not read its source",
     "_scaled_dot_product_flash_attention": _FLASH.format(
-        source="by FlashAttention-2's source (flash_fwd_kernel.h)"
+        source="FlashAttention-2's source (flash_fwd_kernel.h)"
     ),
     "_scaled_dot_product_flash_attention_for_cpu": _FLASH.format(
-        source="by PyTorch's source (FlashAttentionKernel.cpp)"
+        source="PyTorch's source (FlashAttentionKernel.cpp)"
     ),
     "_softmax": "softmax",
-    "_to_copy": "a cast: a copy in another dtype (between equal dtypes: to another device or layout)",
+    "_to_copy": "a cast: a copy in another dtype (or, if the dtypes are equal, on another device)",
     "addmm": "matrix product plus bias",
     "baddbmm": "batched matrix product, added to another matrix",
     "bmm": "batched matrix product",
-    "copy_": "writes into existing memory, with a cast where the dtypes differ",
+    "copy_": "writes into existing memory, with a cast if the dtypes differ",
     "embedding": "looks up rows of a table",
     "linalg_vector_norm": "the root of a sum of squares",
     "linear": "matrix product, plus bias if there is one",
-    "linear_backward": "its gradients: two matrix products",
+    "linear_backward": "the gradients of linear: two matrix products",
     "mm": "matrix product: every `nn.Linear` without bias",
     "pow": "x^n: the squares of RMSNorm and of ReLU²",
 }
@@ -57,7 +57,7 @@ def without_layer(name: str) -> str:
 
 
 def percent(part, whole) -> str:
-    """100 % and 0 % are said only of exactly all and none."""
+    """A share in words. 100 % and 0 % mean exactly all and exactly none."""
     if part in (0, whole):
         return "100 %" if part else "0 %"
     return f"{min(max(100 * part / whole, 0.1), 99.9):.1f} %"
@@ -72,7 +72,7 @@ def is_attention(op: Op) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------
-# Statements. Each function gives the sentences that the record allows, and none where it says nothing.
+# Statements. Each function gives the sentences that the record supports; there may be none.
 
 
 def _autocast(record):
@@ -105,14 +105,13 @@ def _attention(record):
     for name, ops in by_name.items():
         inputs, outputs, kept = ([d for op in ops for d in part(op)] for part in _ATTENTION_PARTS)
         kept = [d for d in kept if d.is_floating_point]
-        extra = (
-            f"; what it keeps for the backward pass (the logarithm of the softmax's sums): {names_of(kept)}"
-        )
+        phases = ", ".join(dict.fromkeys(op.phase for op in ops))
+        extra = f" For the backward pass it kept the logarithm of the softmax's sums in {names_of(kept)}."
         yield (
-            f"Attention ran as one fused operator ({', '.join(dict.fromkeys(op.phase for op in ops))}), "
-            f"`{name}`: q, k, v in {names_of(inputs)}, "
-            f"result in {names_of(outputs)}{extra if kept else ''}. "
-            "Its softmax and its two products are inside and were not seen (what is known stands below)."
+            f"Attention ran as one fused operator, `{name}` (in {phases}). It took q, k and v in "
+            f"{names_of(inputs)} and gave its result in {names_of(outputs)}.{extra if kept else ''} "
+            "The record does not see the softmax and the two products inside; the list of names says what is "
+            "known of them."
         )
     softmaxes = [
         op for op in record.ops if op.phase == "forward" and op.name in ("_softmax", "_safe_softmax")
@@ -158,13 +157,13 @@ def _backward(record):
             f"{name_of(example.dtype)} backward."
         )
     if len(matched) < len(products):
-        yield f"{len(products) - len(matched)} backward matmuls belong to no recorded forward matmul."
+        yield f"{len(products) - len(matched)} backward matmuls have no recorded forward matmul."
     rest = [op for op in record.ops if op.differentiates is not None and not (op.cast or op.is_view)]
     same = sum(op.dtype == record.ops[op.differentiates].dtype for op in rest)
     if rest:
         yield (
-            f"{percent(same, len(rest))} of all backward operators, casts apart ({same:,} of {len(rest):,}), "
-            "ran in the dtype of the forward operator that they differentiate."
+            f"{percent(same, len(rest))} of the backward operators ({same:,} of {len(rest):,}, casts not "
+            "counted) ran in the dtype of their forward operator."
         )
 
 
@@ -182,8 +181,8 @@ def _weight_casts(record):
         named = _patterns(casts)
         named = f" ({', '.join(named)})" if len(named) <= 3 else ""
         never = _patterns(name for name in record.parameters if name not in casts)
-        never = f"; never: {', '.join(never)}" if 0 < len(never) <= 3 else ""
-        when = "the forward pass" if phase == "forward" else f"{phase}, for {record.generated} tokens"
+        never = f"; not cast: {', '.join(never)}" if 0 < len(never) <= 3 else ""
+        when = "the forward pass" if phase == "forward" else f"{phase} of {record.generated} tokens"
         if not casts:
             yield f"No parameter was cast in {when}."
             continue
@@ -222,9 +221,7 @@ def _update(record):
     if any(op.phase == "backward" for op in record.ops):
         scale = record.loss_scale
         yield (
-            "No GradScaler was at work."
-            if scale is None
-            else f"GradScaler multiplied the loss by {scale:,.0f}."
+            "No GradScaler was used." if scale is None else f"GradScaler multiplied the loss by {scale:,.0f}."
         )
 
 
@@ -239,8 +236,10 @@ def statements(record: Record) -> list[str]:
 
 
 def rows(record: Record, phase: str) -> list[dict]:
-    """The phase's operators in the order of their first call, equal ones of all layers together; views left
-    out."""
+    """One row for each kind of call in a phase, in the order of first calls. Layers share rows.
+
+    Views are left out: they compute nothing.
+    """
     table = {}
     ops = [op for op in record.ops if op.phase == phase]
     total = sum(op.flops for op in ops)
@@ -282,31 +281,31 @@ def summary(record: Record) -> str:
 
 
 HOW_TO_READ = """\
-- **A row** is an operator of PyTorch's core (ATen), in the order of its first call. Equal calls of all layers
-  stand together, with `*` for the number of the layer.
-- **Inputs and output** are the dtypes of its tensors: what it takes and gives. Inside it may compute in a
-  wider one and round at the end. A cast is an operator of its own, `_to_copy`.
-- **FLOPs** is its share of the phase's. They are counted for matrix products and attention (the full square,
-  not halved for causality); everything else has next to none.
-- **Module**: in the backward pass that of the forward operator whose gradient is computed. None: code of the
-  model outside of its submodules, or no code of the model.
-- **Phases**: *clip* includes undoing GradScaler's scale. *Generation* makes a few tokens under autocast, as
-  base_train.py's samples are made; *chat* makes them with weights cast once, as scripts/chat.py does.
-- **Left out**: `view`, `transpose` and the like, which only give memory another shape.
-- **Not seen**: what happens inside one kernel. A fused operator (attention, AdamW) is one row whatever it
-  computes inside; a product, a sum or a softmax in bfloat16 may add up in float32 (docs/precision.md).
-- **Eager**: inside code made by `torch.compile` there are no operators to record. It may keep in float32 what
-  eager code rounds to bfloat16 between two operators."""
+- **A row** is an operator of ATen, PyTorch's core. Rows are in the order of the first call. Equal calls of
+  all layers share a row, and `*` stands for the number of the layer.
+- **Inputs and output** are the dtypes of its tensors. Inside it may compute in a wider dtype and round at the
+  end. A cast is an operator of its own, `_to_copy`.
+- **FLOPs** is its share of the phase's FLOPs. Matrix products and attention are counted (attention in full,
+  not half for causality); everything else has very few.
+- **Module**: in the backward pass it is the module of the forward operator whose gradient is computed. It is
+  empty for code of the model outside of its submodules, and for code outside of the model.
+- **Phases**: *clip* includes the division by GradScaler's scale. *Generation* makes tokens under autocast, as
+  base_train.py makes its samples; *chat* makes them with weights cast once, as scripts/chat.py does.
+- **Left out**: `view`, `transpose` and others that only give memory another shape.
+- **Not seen**: what happens inside one kernel. A fused operator (attention, AdamW) is one row. A product, a
+  sum or a softmax of bfloat16 numbers may add up in float32 (docs/precision.md).
+- **Eager**: code made by `torch.compile` has no operators to record. It may keep in float32 what eager code
+  rounds to bfloat16 between two operators."""
 
 
 def page(record: Record, title: str, facts: list[str]) -> str:
-    """The whole report as Markdown; `facts` are lines about the machine and the settings."""
+    """The whole report as Markdown. `facts` are lines about the machine and the settings."""
     used = {op.name for op in record.ops}
     parts = [f"# {title}", "\n".join(f"- {fact}" for fact in facts), "## What ran in which precision"]
     parts += ["\n".join(f"- {sentence}" for sentence in statements(record)), summary(record)]
     parts += ["## How to read the tables", HOW_TO_READ]
     words = [f"- `{name}`: {meaning}" for name, meaning in GLOSSARY.items() if name in used]
-    parts += ["Names that need a word:", "\n".join(words)] if words else []
+    parts += ["Names:", "\n".join(words)] if words else []
     for phase in PHASES:
         if any(op.phase == phase for op in record.ops):
             parts += [f"## {phase.capitalize()}", table(record, phase)]

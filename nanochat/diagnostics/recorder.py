@@ -1,14 +1,13 @@
-"""What really ran in which dtype: a record of every operator that PyTorch executes, with dtypes and FLOPs.
+"""A record of every operator that PyTorch executes in a training step, with its dtypes and FLOPs.
 
-`Recorder` is a mode at the level where PyTorch dispatches an operator to its kernel, below autograd and
-autocast: casts that autocast inserts and operators that the backward pass runs are seen like any other. What
-happens inside one kernel (the softmax of fused attention, the accumulator of a matrix product) is not seen,
-nor is anything inside compiled code. docs/precision.md reads such a record.
+`Recorder` works at the level where PyTorch hands an operator to its kernel. That is below autograd and
+autocast, so it sees the casts that autocast inserts and the operators of the backward pass too. It does not
+see what happens inside a kernel (the softmax of fused attention, the sums of a matrix product), nor inside
+compiled code. docs/precision.md explains such a record.
 """
 
 import contextlib
 import copy
-import math
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
@@ -19,35 +18,35 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 import nanochat.gpt
 import nanochat.loss
+from nanochat.diagnostics.step import training_step
 from nanochat.engine import cast_weights, generate
-from nanochat.precision import autocast
 
 PHASES = ("forward", "loss", "backward", "clip", "optimizer", "generation", "chat")
-CASTS = {"_to_copy": 0, "copy_": 1}  # operators that may be nothing but a cast: the place of their source
+CASTS = {"_to_copy": 0, "copy_": 1}  # operators that may be casts: which of their inputs is the source
 
 
 @dataclass(frozen=True)
 class Op:
-    """One call of one ATen operator. `inputs` and `outputs` are the dtypes of its tensors, in order."""
+    """One call of one operator of ATen, PyTorch's core. `inputs` and `outputs` are its tensors' dtypes."""
 
     phase: str
-    module: str  # the nn.Module it ran in, or, in the backward pass, whose operator it differentiates
-    name: str  # as PyTorch calls it, without "aten." and the overload
+    module: str  # the nn.Module it ran in; in the backward pass, that of the forward operator
+    name: str  # PyTorch's name, without "aten." and the overload
     inputs: tuple[torch.dtype, ...] = ()
     outputs: tuple[torch.dtype, ...] = ()
-    flops: int = 0  # of matrix products and attention, by torch.utils.flop_counter; 0 for everything else
-    is_view: bool = False  # another shape or name for the same memory: nothing is computed
-    parameter: str = ""  # of a cast: the parameter that is cast
+    flops: int = 0  # matrix products and attention, by torch.utils.flop_counter; 0 for everything else
+    is_view: bool = False  # it only gives memory another shape or name
+    parameter: str = ""  # if it casts a parameter: its name
     differentiates: int | None = None  # in the backward pass: index of the forward operator
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of its first floating-point tensor: the only one, for a matrix product, q's for attention."""
+        """The dtype it runs in: that of its first floating-point tensor (for attention that is q)."""
         return next((d for d in (*self.inputs, *self.outputs) if d.is_floating_point), None)
 
     @property
     def cast(self) -> tuple[torch.dtype, torch.dtype] | None:
-        """(from, to) for an operator that does nothing but change the floating-point dtype."""
+        """(from, to) if the operator only changes the floating-point dtype, else None."""
         source = CASTS.get(self.name)
         if source is None or len(self.inputs) <= source or not self.outputs:
             return None
@@ -56,15 +55,15 @@ class Op:
 
 
 def _flops(func, args, kwargs, out) -> int:
-    """FLOPs by PyTorch's own formulas; attention is not halved for causality."""
+    """FLOPs by PyTorch's own formulas. Causal attention counts in full, not by half."""
     packet = func._overloadpacket
-    if packet.__name__ == "linear":  # of MPS, where these two are not made of other operators
+    if packet.__name__ == "linear":  # on MPS, where this and the next are not made of other operators
         return 2 * args[0].numel() * args[1].shape[0]
-    if packet.__name__ == "linear_backward":  # its products: of the input, of the weight, or both
+    if packet.__name__ == "linear_backward":  # gradients of the input, the weight, or both
         return 2 * args[0].numel() * args[1].shape[-1] * sum(args[3][:2])
     if packet in flop_registry:
         return flop_registry[packet](*args, **kwargs, out_val=out)
-    if "scaled_dot_product" in packet.__name__:  # of the CPU and MPS, which PyTorch has no entry for
+    if "scaled_dot_product" in packet.__name__:  # on CPU and MPS, for which PyTorch has no entry
         backward = packet.__name__.endswith("_backward")
         shapes = [t.shape for t in args[: 4 if backward else 3]]
         return (sdpa_backward_flop_count if backward else sdpa_flop_count)(*shapes)
@@ -72,17 +71,17 @@ def _flops(func, args, kwargs, out) -> int:
 
 
 class Recorder(TorchDispatchMode):
-    """Records into `ops` inside `with recorder.recording():`; `at()` names the phase and the module.
+    """Inside `with recorder.recording():` it adds every operator to `ops`. `at()` names the phase.
 
-    Operators of the backward pass are matched with those of the forward pass by autograd's sequence numbers:
-    each node of the graph gets the next number when its forward operator runs. The same numbers do not come
-    up again, so one recorder can see several steps.
+    It finds the forward operator of a backward operator by autograd's sequence numbers: each node of the
+    graph gets the next number when its forward operator runs. No number comes twice, so one recorder can
+    see several steps.
     """
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()
         self.model, self.ops, self.phase, self.module = model, [], "forward", ""
-        self.autocast = defaultdict(set)  # phase -> autocast's dtypes at the modules' calls, None = off
+        self.autocast = defaultdict(set)  # phase -> dtypes of autocast when modules are called, None = off
         self._device_type = next(model.parameters()).device.type
         self._by_number = defaultdict(list)  # autograd's sequence number -> indices of forward operators
 
@@ -97,7 +96,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def recording(self):
-        # By its place in memory: several parameters may lie in one storage
+        # The key is the place in memory: several parameters may share one storage
         self._parameters = {(p.data_ptr(), p.numel()): name for name, p in self.model.named_parameters()}
         self._first_number, self._stack, hooks = torch.autograd._get_sequence_nr(), [], []
         for name, module in self.model.named_modules():
@@ -119,13 +118,13 @@ class Recorder(TorchDispatchMode):
         self.module = self._stack.pop()
 
     def note_autocast(self, *_):
-        """Remember whether autocast is on here, in this phase; also a hook for a tensor's gradient."""
+        """Remember whether autocast is on now, in this phase. It can be a hook for a tensor's gradient."""
         on = torch.is_autocast_enabled(self._device_type)
         self.autocast[self.phase].add(torch.get_autocast_dtype(self._device_type) if on else None)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        # In inference mode operators made of others arrive whole; those with a kernel of their own stay so
+        # Inference mode does not split operators that are made of others, so split them here
         if not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), self._device_type.upper()):
             with self:
                 out = func.decompose(*args, **kwargs)
@@ -161,13 +160,15 @@ class Recorder(TorchDispatchMode):
         self.ops.append(op)
 
     def _differentiated(self, flops) -> int | None:
-        """Index of the forward operator whose gradient is being computed, None outside of a backward pass.
+        """Index of the forward operator whose gradient is computed now; None outside of a backward pass.
 
-        A number belongs to the operator that made the node and to those after it that needed none; a matrix
-        product goes back to the matrix product among them.
+        Several operators may have one number: the one that made the node, and those after it that made none.
+        The gradient of a matrix product belongs to the matrix product among them.
         """
         node = torch._C._current_autograd_node()
-        if node is None or torch.is_grad_enabled():  # with gradients on: checkpointing repeats a forward pass
+        if (
+            node is None or torch.is_grad_enabled()
+        ):  # gradients are on when checkpointing repeats a forward pass
             return None
         found = self._by_number.get(node._sequence_nr(), [])
         return next((i for i in found if self.ops[i].flops and flops), found[0] if found else None)
@@ -175,22 +176,24 @@ class Recorder(TorchDispatchMode):
 
 @dataclass
 class Record:
-    """A recorded step: its operators, and the dtypes of what lasts."""
+    """A recorded step: its operators, and the dtypes of weights, gradients and optimizer state."""
 
     ops: list[Op]
     parameters: dict[str, torch.dtype] = field(default_factory=dict)
     gradients: dict[str, torch.dtype] = field(default_factory=dict)
-    state: dict[str, torch.dtype] = field(default_factory=dict)  # of the optimizer
+    state: dict[str, torch.dtype] = field(default_factory=dict)  # the optimizer's
     autocast: dict[str, set] = field(default_factory=dict)
     loss_dtype: torch.dtype | None = None
-    loss_scale: float | None = None  # None: no GradScaler at work
+    loss_scale: float | None = None  # None: no GradScaler is used
     generated: int = 0  # tokens
 
 
 @contextlib.contextmanager
 def _loss_apart(recorder):
-    """While this is active the loss phase begins where the head's matrix product is done (the only one: with
-    `loss_chunk_rows` those of later chunks would count as loss)."""
+    """While this is active, the phase "loss" begins after the head's matrix product.
+
+    There must be one such product: with `loss_chunk_rows` those of later chunks would count as loss.
+    """
     softcapped_cross_entropy, softcap = nanochat.gpt.softcapped_cross_entropy, nanochat.loss.softcap
 
     def at_head(*args, **kwargs):
@@ -213,27 +216,15 @@ def _loss_apart(recorder):
 def record_step(model, optimizer, scaler, dtype, inputs, targets, prompt=(), max_tokens=2, grad_clip=1.0):
     """One training step as base_train.py makes it, then `max_tokens` tokens after `prompt` -> Record.
 
-    inputs, targets (B, T) int64; prompt a list of ids, empty: nothing is generated. The step is a real one:
-    it changes the model. Tokens are generated twice: under autocast, as base_train.py's samples are, and by
-    a copy whose weights are cast once, as chat.py does it.
+    inputs, targets (B, T) int64; prompt is a list of ids, and nothing is generated if it is empty. The step
+    changes the model. Tokens are generated twice: under autocast, as base_train.py makes its samples, and
+    with a copy whose weights are cast once, as chat.py does it.
     """
-    recorder, device = Recorder(model), inputs.device
+    recorder = Recorder(model)
+    scale = scaler.get_scale() if scaler.is_enabled() else None
     with recorder.recording(), _loss_apart(recorder):
-        with recorder.at("forward"), autocast(device, dtype):
-            loss = model(inputs, targets)
-        loss.register_hook(recorder.note_autocast)
-        with recorder.at("backward"):
-            scaler.scale(loss).backward()
-        with recorder.at("clip"):
-            scaler.unscale_(optimizer)
-            grad_norm = torch.nn.utils.clip_grad_norm_(
-                model.parameters(), grad_clip if grad_clip > 0 else math.inf
-            )
-            optimizer.found_inf = 1 - grad_norm.isfinite().float()
-        scale = scaler.get_scale() if scaler.is_enabled() else None
-        with recorder.at("optimizer"):
-            scaler.step(optimizer)
-            scaler.update()
+        with _backward_noted(recorder):
+            loss = training_step(model, optimizer, scaler, dtype, inputs, targets, grad_clip, at=recorder.at)
         if prompt:
             with recorder.at("generation"):
                 generated = list(generate(model, list(prompt), max_tokens, dtype))
@@ -251,8 +242,22 @@ def record_step(model, optimizer, scaler, dtype, inputs, targets, prompt=(), max
     )
 
 
+@contextlib.contextmanager
+def _backward_noted(recorder):
+    """While this is active, the recorder also notes autocast when the backward pass begins."""
+
+    def hook(model, arguments, loss):
+        loss.register_hook(recorder.note_autocast)
+
+    handle = recorder.model.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def _record_chat(recorder, prompt, max_tokens, dtype):
-    """Add what a copy of the model with cast weights does to generate."""
+    """Record how a copy of the model with cast weights generates."""
     cast = Recorder(cast_weights(copy.deepcopy(recorder.model), dtype))
     with cast.recording(), cast.at("chat"):
         list(generate(cast.model, list(prompt), max_tokens))

@@ -1,7 +1,7 @@
-"""The training step of scripts/base_train.py as one function, for those who look at it from outside.
+"""The training step of scripts/base_train.py as one function, for programs that observe or time it.
 
-The script keeps its step in plain sight, with micro-steps and processes. Here it is for one micro-step on one
-process; tests/diagnostics/test_step.py compares the losses of the two to the last digit.
+The script writes its step out, for micro-steps and processes. Here it is for one micro-step on one process.
+tests/diagnostics/test_step.py compares the losses of the two to the last digit.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from nanochat import scaling
+from nanochat import optim, scaling
 from nanochat.precision import autocast
 
 
@@ -29,7 +29,7 @@ def training_step(
         scaler.unscale_(optimizer)
         max_norm = grad_clip if grad_clip > 0 else math.inf
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.found_inf = 1 - grad_norm.isfinite().float()  # a step that is not finite changes nothing
+        optim.skip_if_not_finite(optimizer, grad_norm)
     with at("optimizer"):
         scaler.step(optimizer)
         scaler.update()

@@ -1,0 +1,205 @@
+"""The page says what the record holds: flip a dtype in the record, and its sentence changes."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from helpers import run
+from small_model import BF16, F16, F32, PAGE, gpt, record_gpt
+
+from nanochat.diagnostics.precision_page import name_of, page, percent, rows, statements, summary
+from nanochat.diagnostics.recorder import PHASES, Op, Record
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+def test_the_statements_about_our_model_in_each_precision(dtype):
+    low, muon = name_of(dtype), "bfloat16" if dtype == BF16 else "float32"
+    said = statements(record_gpt(dtype))
+    expected = [
+        f"100 % of forward FLOPs ran in {low}.",
+        f"100 % of backward FLOPs ran in {low}.",
+        f"100 % of optimizer FLOPs ran in {muon}.",
+        f"100 % of generation FLOPs ran in {low}.",
+        f"100 % of chat FLOPs ran in {low}.",
+        "Norms (the mean of squares and its root) ran in float32.",
+        f"The residual stream (sums in `blocks.*`) ran in {low}.",
+        "Cross-entropy ran in float32.",
+        "The loss came out in float32.",
+        "Each backward matmul ran in the dtype of its forward matmul (30 of 30, attention included).",
+        "Parameters, `.grad` and optimizer state: float32.",
+        "The gradient's norm, for clipping, was computed in float32.",
+        "AdamW's update (`_fused_adamw_`) ran in float32.",
+        "GradScaler multiplied the loss by 65,536." if dtype == F16 else "No GradScaler was used.",
+    ]
+    if dtype == F32:
+        off = "off in forward, off in loss, off in backward, off in generation, off in chat"
+        expected += [f"Autocast was {off}."]
+        whiles = ("the forward pass", "generation of 2 tokens", "chat of 2 tokens")
+        expected += [f"No parameter was cast in {what}." for what in whiles]
+    else:
+        expected += [
+            f"Autocast was on in forward ({low}), on in loss ({low}), off in backward, "
+            f"on in generation ({low}), off in chat."
+        ]
+        way = f"computed in {low} and cast to float32 on their way to `.grad`"
+        expected += [f"18 gradients of cast parameters were {way}."]
+    assert [s for s in expected if s not in said] == []
+
+
+def test_the_page_quotes_what_the_report_says_of_such_a_model():
+    for sentence in statements(record_gpt(BF16, depth=4, width=64)):
+        assert f"- {sentence}\n" in PAGE, sentence
+
+
+# ------------------------------------------------------------------------------------------------------
+# Every sentence comes from the record
+
+
+def swapped(dtype):
+    return {BF16: F32, F32: BF16}.get(dtype, dtype)
+
+
+def swap_op(op):
+    return replace(op, inputs=tuple(map(swapped, op.inputs)), outputs=tuple(map(swapped, op.outputs)))
+
+
+def swap_words(sentence):
+    return sentence.replace("bfloat16", "?").replace("float32", "bfloat16").replace("?", "float32")
+
+
+def test_with_all_dtypes_swapped_every_sentence_says_the_other_dtype(record):
+    other = Record(
+        [swap_op(op) for op in record.ops],
+        *({k: swapped(d) for k, d in n.items()} for n in (record.parameters, record.gradients, record.state)),
+        {phase: {swapped(d) for d in seen} for phase, seen in record.autocast.items()},
+        swapped(record.loss_dtype),
+        record.loss_scale,
+        record.generated,
+    )
+    said = statements(record)
+    assert statements(other) == [swap_words(s) for s in said]
+    with_dtypes = [s for s in said if re.search("float", s)]
+    assert len(with_dtypes) >= 15 and not set(with_dtypes) & set(statements(other))
+
+
+FLIPS = [  # phase, the operators whose dtype is flipped, and what sentences then say
+    ("loss", lambda op: op.name == "_log_softmax", ["Cross-entropy ran in bfloat16 and float32."]),
+    ("forward", lambda op: op.name == "rsqrt", ["its root) ran in float32 and bfloat16."]),
+    ("forward", lambda op: op.module == "head" and op.flops, ["of forward FLOPs ran in"]),
+    ("forward", lambda op: "attention" in op.name, ["q, k and v in float32"]),
+    ("forward", lambda op: (op.name, op.module) == ("add", "blocks.1"), ["ran in bfloat16 and float32."]),
+    (
+        "backward",
+        lambda op: op.module == "head" and op.flops,
+        ["2 of 30 backward matmuls ran in another dtype", "`head`: bfloat16 forward, float32 backward."],
+    ),
+    ("clip", lambda op: "norm" in op.name, ["norm, for clipping, was computed in bfloat16."]),
+    ("optimizer", lambda op: "adamw" in op.name, ["AdamW's update (`_fused_adamw_`) ran in bfloat16."]),
+    ("optimizer", lambda op: op.name == "bmm", ["of optimizer FLOPs ran in"]),
+]
+
+
+@pytest.mark.parametrize("phase, chosen, says", FLIPS)
+def test_a_flipped_dtype_flips_its_sentence_and_leaves_the_others(record, phase, chosen, says):
+    before = statements(record)
+    flipped = [op.phase == phase and bool(chosen(op)) for op in record.ops]
+    assert any(flipped)
+    ops = [swap_op(op) if flip else op for op, flip in zip(record.ops, flipped, strict=True)]
+    changed = [s for s in statements(replace(record, ops=ops)) if s not in before]
+    assert all(any(words in s for s in changed) for words in says)
+    assert len(changed) <= 4  # a forward product also has its part in three sentences about others
+    for shares in (re.findall(r"([\d.]+) %", s) for s in changed if "FLOPs ran" in s):
+        assert len(shares) == 2 and sum(map(float, shares)) == pytest.approx(100, abs=0.2)
+
+
+def test_a_parameter_gradient_or_state_in_another_dtype_is_told(record):
+    for what, name in (("parameters", "Parameters"), ("gradients", ".grad"), ("state", "optimizer state")):
+        named = dict(getattr(record, what))
+        named[next(iter(named))] = F16
+        said = next(s for s in statements(replace(record, **{what: named})) if s.startswith("Parameters"))
+        parts = said.rstrip(".").split("; ")
+        assert [p for p in parts if "float16" in p] == [f"{name}: float16 and float32"]
+    assert set(record.parameters.values()) == set(record.state.values()) == {F32}
+    assert record.parameters.keys() == record.gradients.keys() == dict(gpt().named_parameters()).keys()
+
+
+def test_casts_are_counted_and_a_product_without_its_forward_product_is_not_passed_over(record):
+    twice = [op for op in record.ops for _ in range(2 if op.parameter == "head.weight" else 1)]
+    said = [s for s in statements(Record(twice, record.parameters)) if "forward pass, each" in s]
+    assert said[0].startswith(
+        "18 of 20 parameters were cast to bfloat16 in the forward pass, each 1 to 2 times"
+    )
+    orphan = Op("backward", "", "mm", (BF16, BF16), (BF16,), flops=8)
+    assert "1 backward matmuls have no recorded forward matmul." in statements(Record([orphan]))
+
+
+def test_only_all_and_none_are_said_to_be_all_and_none():
+    assert [percent(n, 10_000_000) for n in (0, 1, 5_000_000, 9_999_999, 10_000_000)] == [
+        "0 %", "0.1 %", "50.0 %", "99.9 %", "100 %",
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------
+# The page and its script
+
+
+def test_tables_hold_every_call_that_computes_once(record):
+    for phase in PHASES:
+        ops = [op for op in record.ops if op.phase == phase and not op.is_view]
+        assert sum(row["calls"] for row in rows(record, phase)) == len(ops) > 0
+        assert sum(row["flops"] for row in rows(record, phase)) == sum(op.flops for op in ops)
+        assert re.search(rf"^\| {phase} \| {len(ops)} \|", summary(record), re.MULTILINE)
+    up = [row for row in rows(record, "forward") if row["module"] == "blocks.*.mlp.up" and row["flops"]]
+    assert [(row["operation"], row["inputs"], row["output"], row["calls"]) for row in up] == [
+        ("mm", "bfloat16", "bfloat16", 2)
+    ]
+    text = page(record, "Title", ["a fact"])
+    for phase in PHASES:
+        assert f"\n## {phase.capitalize()}\n" in text
+    assert all(f"- {s}\n" in text for s in statements(record))
+
+
+def report(*arguments: str, status: int = 0) -> str:
+    small = ["--depth=1", "--head_dim=32", "--max_seq_len=32", "--vocab_size=300", "--device_batch_size=2"]
+    return run(["scripts.precision_report", *small, *arguments], status)
+
+
+@pytest.mark.slow
+def test_the_script_prints_the_page_writes_it_and_measures_what_each_precision_costs(tmp_path):
+    for i in range(200):
+        (tmp_path / f"{i}.txt").write_text(f"words {i} about nothing in particular " * (i % 20 + 1))
+    out = tmp_path / "page" / "report.md"
+    output = report(
+        "--dtype=bfloat16", f"--out={out}", f"--base_dir={tmp_path / 'base'}", f"--data={tmp_path}",
+        "--measure", "--precisions=float32,bfloat16", "--measure_steps=4", "--measure_rounds=2",
+        "--measure_tokens=4",
+    )  # fmt: skip
+    text = out.read_text(encoding="utf-8")
+    assert output.startswith(text)
+    assert "100 % of forward FLOPs ran in bfloat16." in text and "## Backward\n" in text
+    cells = [[c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    training = [row for row in cells if len(row) == 8 and row[2].startswith("x")]
+    assert [row[0] for row in training] == ["float32", "bfloat16", "float32, other initial weights"]
+    assert training[0][2] == training[0][5] == "x 1.00" and training[0][7] == "+0.0000"
+    assert abs(float(training[1][6]) - float(training[0][6])) < 0.1 and float(training[0][6]) > 1
+    inference = [row for row in cells if len(row) == 10 and row[2].startswith("x")]
+    assert [row[0] for row in inference] == ["float32", "bfloat16, autocast", "bfloat16, weights cast once"]
+    off = [float(row[8]) for row in inference]
+    assert off[0] == 0 and all(0 < x < 0.2 for x in off[1:])
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--depth=0"], "depth is 0"),
+        (["--measure", "--precisions=int8"], "use bfloat16, float16, float32"),
+        (["--out=/dev/null/page.md"], "cannot write"),
+        (["--seed=-1"], "seed is -1; give a number from 0"),
+        (["--depth=99", "--aspect_ratio=1000"], "are free; lower --device_batch_size"),
+        (["--measure", "--measure_steps=41"], "use 40"),
+        (["--measure", "--measure_tokens=17"], "lower --measure_tokens"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_what_can(arguments, words, tmp_path):
+    output = report(f"--base_dir={tmp_path}", *arguments, status=2)
+    assert words in output and "Traceback" not in output

@@ -1,0 +1,231 @@
+"""The recorder sees what ran: compared with dtypes placed by hand, with hooks, and with formulas."""
+
+import pytest
+import torch
+import torch.nn as nn
+from small_model import BF16, CPU, F16, F32, gpt, optimizer_of
+
+import nanochat.gpt
+import nanochat.loss
+from nanochat import precision
+from nanochat.diagnostics import recorder as recorder_module
+from nanochat.diagnostics.precision_page import name_of, statements
+from nanochat.diagnostics.recorder import Record, Recorder, record_step
+from nanochat.diagnostics.step import training_step
+
+
+def recorded(model, x, dtype=F32, call=None) -> Record:
+    """A forward pass and, if there is something to differentiate, a backward pass of the sum."""
+    recorder = Recorder(model)
+    with recorder.recording():
+        with recorder.at("forward"), precision.autocast(CPU, dtype):
+            y = (call or model)(x)
+        with recorder.at("backward"):
+            y.sum().backward()
+    return Record(recorder.ops)
+
+
+def products(record: Record, phase=None) -> list:
+    return [op for op in record.ops if op.flops and phase in (None, op.phase)]
+
+
+# ------------------------------------------------------------------------------------------------------
+# Models with a dtype placed by hand in each layer
+
+
+class ThreeDtypes(nn.Module):
+    """(N, 8) float32 -> (N, 8) float16, through a layer of each dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.low, self.full, self.float16 = (nn.Linear(8, 8, bias=False, dtype=d) for d in (BF16, F32, F16))
+
+    def forward(self, x):
+        x = self.full(self.low(x.bfloat16()).float())
+        return self.float16(x.half())
+
+
+@pytest.mark.parametrize(
+    "autocast, expected",
+    [
+        (F32, {"low": BF16, "full": F32, "float16": F16}),
+        (BF16, dict.fromkeys(("low", "full", "float16"), BF16)),
+    ],
+    ids=["autocast off", "autocast on"],
+)
+def test_products_are_recorded_in_the_dtypes_that_were_placed(autocast, expected):
+    record = recorded(ThreeDtypes(), torch.randn(5, 8), autocast)
+    forward, backward = products(record, "forward"), products(record, "backward")
+    assert [(op.module, op.inputs, op.outputs) for op in forward] == [
+        (module, (dtype, dtype), (dtype,)) for module, dtype in expected.items()
+    ]
+    # Each layer has two backward products, but the first one needs no gradient of its input
+    assert [op.module for op in backward] == ["float16", "float16", "full", "full", "low"]
+    assert all(op.inputs == (expected[op.module],) * 2 for op in backward)
+    assert {(op.name, op.flops) for op in forward + backward} == {("mm", 2 * 5 * 8 * 8)}
+    share = "100 % of forward FLOPs ran in bfloat16."
+    if autocast == F32:
+        share = "33.3 % of forward FLOPs ran in float32, 33.3 % in bfloat16, 33.3 % in float16."
+    same = "Each backward matmul ran in the dtype of its forward matmul (5 of 5, attention included)."
+    assert {share, same} <= {*statements(record)}
+
+
+def test_casts_of_weights_are_named_and_only_those_of_another_dtype_happen():
+    by_hand, by_autocast = (recorded(ThreeDtypes(), torch.randn(5, 8), dtype) for dtype in (F32, BF16))
+    assert not any(op.parameter for op in by_hand.ops)  # the layers' inputs are cast, no weight is
+    forward = [op for op in by_autocast.ops if op.phase == "forward"]
+    assert {op.parameter: op.cast for op in forward if op.parameter} == {
+        "full.weight": (F32, BF16),
+        "float16.weight": (F16, BF16),
+    }
+
+
+def test_a_cast_by_copying_into_memory_is_one_of_its_source():
+    model = nn.Linear(8, 8, bias=False)
+    recorder = Recorder(model)
+    with recorder.recording(), torch.no_grad():
+        torch.empty(8, 8, dtype=BF16).copy_(model.weight)
+        model.weight.copy_(torch.ones(8, 8, dtype=BF16))
+    assert [(op.cast, op.parameter) for op in recorder.ops if op.cast] == [
+        ((F32, BF16), "weight"),
+        ((BF16, F32), ""),
+    ]
+
+
+class BackwardInFloat32(torch.autograd.Function):
+    """x @ w.T in x's dtype, whose backward pass computes in float32 all the same."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return (grad.float() @ w.float()).to(x.dtype), (grad.float().t() @ x.float()).to(w.dtype)
+
+
+def test_a_backward_product_in_another_dtype_than_its_forward_product_is_told():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.odd, self.plain = (nn.Linear(8, 8, bias=False, dtype=BF16) for _ in range(2))
+
+        def forward(self, x):
+            return self.plain(BackwardInFloat32.apply(x, self.odd.weight))
+
+    record = recorded(Model(), torch.randn(4, 8, dtype=BF16, requires_grad=True))
+    assert [s for s in statements(record) if "backward matmul" in s] == [
+        "2 of 4 backward matmuls ran in another dtype than their forward matmul, such as `mm`: bfloat16 "
+        "forward, float32 backward."
+    ]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_attention_that_is_not_fused_is_told_with_the_dtype_of_its_softmax(dtype):
+    class ByHand(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query = nn.Linear(8, 8)
+
+        def forward(self, x):
+            q = self.query(x)
+            return (q @ q.mT).softmax(-1) @ q
+
+    said = statements(recorded(ByHand(), torch.randn(2, 4, 8), dtype))
+    # That is so on a CPU; on CUDA it is always float32
+    assert f"Softmax outside of fused operators took and gave {name_of(dtype)}." in said
+    assert not any("fused operator," in s for s in said)
+
+
+def test_checkpointed_products_are_not_taken_for_gradients():
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU(), nn.Linear(8, 8, bias=False))
+
+    def checkpointed(x):
+        return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+
+    record = recorded(model, torch.randn(4, 8, requires_grad=True), call=checkpointed)
+    assert [(op.phase, op.differentiates is not None) for op in products(record)] == [
+        ("forward", False),
+        ("forward", False),
+        ("backward", False),  # the first layer's product, repeated
+        *[("backward", True)] * 4,
+    ]
+
+
+def test_a_second_step_is_matched_with_its_own_forward_pass():
+    model = nn.Linear(8, 8, bias=False)
+    recorder = Recorder(model)
+    torch.ones(3, requires_grad=True).exp()  # this node is older than the record
+    with recorder.recording():
+        for dtype in (BF16, F32):
+            with recorder.at("forward"), precision.autocast(CPU, dtype):
+                y = model(torch.randn(4, 8))
+            with recorder.at("backward"):
+                y.sum().backward()
+    ops = products(Record(recorder.ops))
+    assert [op.dtype for op in ops] == [BF16, BF16, F32, F32]
+    assert [recorder.ops.index(ops[i]) for i in (0, 2)] == [ops[i].differentiates for i in (1, 3)]
+
+
+# ------------------------------------------------------------------------------------------------------
+# The project's model
+
+
+def test_the_record_agrees_with_what_hooks_see_and_with_the_formula_for_flops():
+    seen, model = {}, gpt()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda m, i, o, name=name: seen.__setitem__(name, o.dtype))
+    recorder, idx = Recorder(model), torch.randint(64, (2, 16))
+    with recorder.recording(), precision.autocast(CPU, BF16):
+        model(idx)
+    recorded = {op.module: op.outputs[0] for op in recorder.ops if op.name == "mm"}
+    assert recorded == seen and len(seen) == 2 * 6 + 1 + 1  # the layers, one gate, the head
+    assert sum(op.flops for op in recorder.ops) == model.flops_per_token() * idx.numel() // 3
+
+
+def test_the_loss_begins_after_the_heads_product_and_the_phases_follow_each_other(record):
+    phases = list(dict.fromkeys(op.phase for op in record.ops))
+    assert phases == ["forward", "loss", "backward", "clip", "optimizer", "generation", "chat"]
+    forward = [op for op in record.ops if op.phase == "forward"]
+    assert (forward[-1].name, forward[-1].module) == ("mm", "head")
+    loss = [op.name for op in record.ops if op.phase == "loss" and not op.is_view and op.name != "detach"]
+    assert loss == ["_to_copy", "div", "tanh", "mul", "_log_softmax", "nll_loss_forward"]
+    # What the recorder patches for the time of the step is as before
+    assert nanochat.gpt.softcapped_cross_entropy is nanochat.loss.softcapped_cross_entropy
+    assert nanochat.gpt.softcap is nanochat.loss.softcap
+
+
+def test_recording_does_not_change_what_is_computed():
+    idx = torch.randint(64, (2, 16))
+    plain, watched = gpt(), gpt()
+    before = plain.blocks[0].mlp.down.weight.clone()
+    scaler = precision.make_scaler(CPU, BF16)
+    training_step(plain, optimizer_of(plain, BF16), scaler, BF16, idx, idx)
+    assert not torch.equal(plain.blocks[0].mlp.down.weight, before)
+    record_step(watched, optimizer_of(watched, BF16), scaler, BF16, idx, idx, [1, 2, 3])
+    pairs = zip(plain.parameters(), watched.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_backward_pass_inside_of_autocast_is_told():
+    model = gpt()
+    recorder, idx = Recorder(model), torch.randint(64, (2, 16))
+    with recorder.recording(), precision.autocast(CPU, BF16):
+        loss = model(idx, idx)
+        loss.register_hook(recorder.note_autocast)
+        with recorder.at("backward"):
+            loss.backward()
+    said = statements(Record(recorder.ops, autocast=dict(recorder.autocast)))
+    assert "Autocast was on in forward (bfloat16), on in backward (bfloat16)." in said
+
+
+def test_the_linear_operators_of_mps_are_counted_like_the_products_they_stand_for():
+    x, weight, grad = torch.ones(2, 3, 8), torch.ones(5, 8), torch.ones(2, 3, 5)
+    one = 2 * 6 * 8 * 5
+    linear, backward = torch.ops.aten.linear.default, torch.ops.aten.linear_backward.default
+    assert recorder_module._flops(linear, (x, weight), {}, grad) == one
+    for wanted, products in (([True, True, False], 2), ([False, True, False], 1)):
+        assert recorder_module._flops(backward, (x, grad, weight, wanted), {}, ()) == products * one
