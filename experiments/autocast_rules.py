@@ -9,8 +9,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nanochat.diagnostics.precision_page import name_of
 from nanochat.diagnostics.recorder import Recorder
+from nanochat.precision import name_of
 
 
 def markdown(head: list, rows: list[list]) -> str:

@@ -21,10 +21,11 @@ from nanochat.data.dataset import open_dataset
 from nanochat.data.loader import TrainLoader
 from nanochat.data.tokenizer import open_tokenizer
 from nanochat.diagnostics import precision_cost
-from nanochat.diagnostics.precision_page import name_of, page
+from nanochat.diagnostics.precision_page import page
 from nanochat.diagnostics.recorder import record_step
 from nanochat.diagnostics.step import scaled_rates
 from nanochat.gpt import GPT
+from nanochat.precision import name_of
 
 # Model
 depth = 4  # Transformer layers

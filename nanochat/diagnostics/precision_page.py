@@ -4,6 +4,7 @@ import re
 from collections import Counter, defaultdict
 
 from nanochat.diagnostics.recorder import PHASES, Op, Record
+from nanochat.precision import name_of
 
 NORMS = {"mean", "rsqrt", "_fused_rms_norm", "native_layer_norm", "native_group_norm", "native_batch_norm"}
 CROSS_ENTROPY = {"_log_softmax", "nll_loss_forward", "nll_loss2d_forward"}
@@ -40,10 +41,6 @@ GLOSSARY = {
     "mm": "matrix product: every `nn.Linear` without bias",
     "pow": "x^n: the squares of RMSNorm and of ReLU²",
 }
-
-
-def name_of(dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def names_of(dtypes) -> str:

@@ -7,8 +7,9 @@ import pytest
 from helpers import run
 from small_model import BF16, F16, F32, PAGE, gpt, record_gpt
 
-from nanochat.diagnostics.precision_page import name_of, page, percent, rows, statements, summary
+from nanochat.diagnostics.precision_page import page, percent, rows, statements, summary
 from nanochat.diagnostics.recorder import PHASES, Op, Record
+from nanochat.precision import name_of
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])

@@ -9,9 +9,10 @@ import nanochat.gpt
 import nanochat.loss
 from nanochat import precision
 from nanochat.diagnostics import recorder as recorder_module
-from nanochat.diagnostics.precision_page import name_of, statements
+from nanochat.diagnostics.precision_page import statements
 from nanochat.diagnostics.recorder import Record, Recorder, record_step
 from nanochat.diagnostics.step import training_step
+from nanochat.precision import name_of
 
 
 def recorded(model, x, dtype=F32, call=None) -> Record:
