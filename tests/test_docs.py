@@ -4,6 +4,7 @@ import ast
 import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -12,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import command, losses, schedules
+from safetensors.torch import load_file
 
 from experiments import measurements as measured
 from nanochat import precision, scaling
@@ -196,7 +199,8 @@ def test_the_rules_of_scaling_are_the_ones_in_the_table():
     assert scaling.rate_scale(2**17, d12, d12) == pytest.approx(0.5)
     longer = scaling.rate_scale(2**19, 10 * d12, d12)
     assert longer == pytest.approx(10**-scaling.HORIZON_EXPONENT)
-    assert [round(scaling.muon_momentum(step, 1200), 9) for step in (0, 300, 1199)] == [0.85, 0.95, 0.95]
+    momentum = schedules(num_iterations=1200)[1]
+    assert [round(momentum(step), 9) for step in (0, 300, 1199)] == [0.85, 0.95, 0.95]
 
 
 def test_the_smallest_two_loop_script_runs_and_checks_itself():
@@ -429,11 +433,54 @@ def test_the_sections_of_the_precision_page_are_numbered_and_the_table_leads_to_
     assert len({linked for _, _, linked in rows}) == 15  # each question has a section of its own
 
 
+def test_the_lines_of_the_script_on_the_precision_page_stand_in_the_script():
+    text = (ROOT / "docs" / "precision.md").read_text(encoding="utf-8")
+    table = text.partition("| in `base_train.py` | precision |")[2].partition("\n\n")[0]
+    spans = [span for row in table.splitlines()[2:] for span in re.findall(r"`(.+?)`", row.split(" | ")[0])]
+    source = SCRIPT + (ROOT / "nanochat" / "gpt.py").read_text(encoding="utf-8")
+    assert len(spans) >= 10
+    for span in spans:
+        assert all(part in source for part in span.split("...")), span
+
+
 @pytest.mark.parametrize("name", ["walkthrough", "precision", "data"])
 def test_the_three_pages_link_each_other_at_the_top(name):
     top = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8").partition("\n## ")[0]
     for other in {"walkthrough", "precision", "data"} - {name}:
         assert f"({other}.md)" in top.partition("See also: ")[2].partition("\n\n")[0]
+
+
+# ------------------------------------------------------------------------------------------------------
+# The edits that the walkthrough shows
+
+
+def applied(diff: str, source: str) -> str:
+    """The source with a diff of the page in it; a line of dots separates the places that it changes."""
+    for hunk in re.split(r"^\.\.\.\n", diff, flags=re.MULTILINE):
+        lines = hunk.splitlines(keepends=True)
+        old, new = ("".join(line[1:] for line in lines if line[0] in signs) for signs in ("- ", "+ "))
+        assert source.count(old) == 1, f"not once in the file:\n{old}"
+        source = source.replace(old, new)
+    return source
+
+
+def test_the_edits_that_the_walkthrough_shows_train_together(tmp_path, corpus):
+    edits = re.findall(r"<!-- edit (\S+) -->\n```diff\n(.*?)```", WALKTHROUGH, re.DOTALL)
+    assert len(edits) == WALKTHROUGH.count("```diff") == 5
+    for name in ("nanochat", "scripts", "configurator.py"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    for path, diff in edits:
+        source = (tmp_path / path).read_text(encoding="utf-8")
+        (tmp_path / path).write_text(applied(diff, source), encoding="utf-8")
+    arguments = command(corpus, tmp_path / "run", "--greeting=ahoy", "--num_iterations=4")
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("ahoy") and len(losses(tmp_path / "run")) == 4
+    trained = load_file(tmp_path / "run" / "step_000004" / "model.safetensors")
+    assert (trained["blocks.1.norm_weight"] != 1).any()
 
 
 # ------------------------------------------------------------------------------------------------------
