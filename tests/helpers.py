@@ -1,12 +1,19 @@
-"""What several test modules share: a tiny run of the training script, and how to wait for it."""
+"""What several test modules share: tiny runs of the training script, small checkpoints, a small disk."""
 
 import ast
 import json
+import os
 import subprocess
 import sys
 import time
 import types
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
+import torch
+
+from nanochat import checkpoint
 
 ROOT = Path(__file__).parent.parent
 TINY = [
@@ -63,3 +70,47 @@ def schedules(num_iterations: int, warmup_steps=0, warmdown_ratio=0.65, final_lr
     tree.body = [node for node in tree.body if getattr(node, "name", None) in names]
     exec(compile(tree, "base_train.py", "exec"), values)
     return [values[name] for name in names]
+
+
+# ------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+def numbers(seed: int, n: int = 300) -> torch.Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+def save_step(out_dir: Path, step: int, **more) -> Path:
+    """Save a small checkpoint; every part of it tells its step."""
+    what = dict(
+        model={"wte": numbers(step), "head.weight": numbers(-step)},
+        optimizer={"wte.momentum": numbers(step + 1000)},
+        state={"step": step},
+        files={"tokenizer.json": b'{"pattern": "."}'},
+    )
+    return checkpoint.save(out_dir, step, **{**what, **more})
+
+
+def check(found: checkpoint.Checkpoint, step: int):
+    """The checkpoint is the one that `save_step` made of that step."""
+    assert found.step == found.state["step"] == step
+    assert torch.equal(found.load_model()["wte"], numbers(step))
+    assert torch.equal(found.load_optimizer()["wte.momentum"], numbers(step + 1000))
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@contextmanager
+def disk(path: Path, size: str):
+    """A real file system of that size, mounted at a new folder; skips the test without the right to mount."""
+    path.mkdir()
+    if sys.platform != "linux" or os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root on Linux")
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path]).returncode:
+        pytest.skip("no right to mount a file system")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)

@@ -1,21 +1,21 @@
-"""A run's folder: one lock, checkpoints that are complete or absent, restore that verifies, retention.
+"""A run's folder: it is locked while a run writes in it, and each checkpoint in it is complete or absent.
 
-A checkpoint is a folder `step_NNNNNN` (after N updates). It is written as `.tmp-...`, synced, and renamed:
-the name is what makes it exist. Inside:
+A checkpoint is a folder `step_NNNNNN`, after N updates. It is written under the name `.tmp-...`, synced to
+disk, and then renamed. A checkpoint exists once its folder has its name. Inside:
 
-    model.safetensors                      the model alone, usable by itself
-    optimizer-RRRRR-of-WWWWW.safetensors   what process R of W saved, each tensor under its parameter's name
-    state.json, tokenizer.json, ...        the rest, as JSON
-    manifest.json                          size and SHA-256 of each of these, and of itself; written last
+    model.safetensors                      the model; usable without the other files
+    optimizer-RRRRR-of-WWWWW.safetensors   the part of process R of W, each tensor under its parameter's name
+    state.json, tokenizer.json, ...        everything else, as JSON
+    manifest.json                          size and SHA-256 of each file and of itself; written last
 
-Nothing here is a pickle: loading a checkpoint from a stranger reads data and runs no code.
+There is no pickle in it, so loading a stranger's checkpoint reads data and runs no code.
 """
 
+from nanochat.checkpoint.background import AsyncSaver
 from nanochat.checkpoint.files import Damaged
 from nanochat.checkpoint.folder import changes, check_shared, checkpoints_in, lock_folder, prune, set_aside
 from nanochat.checkpoint.resume import enter, how_it_goes_on, load_weights, set_future_aside
 from nanochat.checkpoint.save_and_load import (
-    AsyncSaver,
     Checkpoint,
     SaveError,
     find,

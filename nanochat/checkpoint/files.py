@@ -1,4 +1,4 @@
-"""What checkpoint.py is made of: synced and hashed files, safetensors, strict JSON."""
+"""What a checkpoint is made of: synced and hashed files, safetensors, strict JSON."""
 
 import hashlib
 import json
@@ -11,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 
 from nanochat import UserError
 
-CHUNK = 1 << 20  # bytes hashed and then written at a time: few enough to be in cache still the second time
-DTYPES = {  # the names of the safetensors format
+CHUNK = 1 << 20  # bytes hashed and then written at a time: so few that the CPU's cache still holds them
+DTYPES = {  # their names in the safetensors format
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.bool: "BOOL", torch.uint8: "U8",
     torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
@@ -20,14 +20,17 @@ DTYPES = {  # the names of the safetensors format
 
 
 class Damaged(UserError):
-    """A checkpoint is not what its manifest says. The message names it, the file and the reason."""
+    """A checkpoint does not match its manifest. The message names the checkpoint, the file and the reason."""
 
 
 # Files
 
 
-def write(path, blocks):
-    """Write and sync blocks of bytes; returns {"size", "sha256"}. An OSError carries the file's name."""
+def write_file(path, blocks):
+    """Write blocks of bytes to a file and sync it; returns {"size", "sha256"}.
+
+    Raises OSError; its `filename` is always set.
+    """
     digest, size = hashlib.sha256(), 0
     try:
         with open(path, "wb") as f:
@@ -46,7 +49,7 @@ def write(path, blocks):
 
 
 def sync_folder(path):
-    """Make the names in a folder durable."""
+    """Make sure that the names in a folder survive a power failure."""
     if os.name == "nt":  # Windows cannot open a folder
         return
     fd = os.open(path, os.O_RDONLY)
@@ -56,8 +59,8 @@ def sync_folder(path):
         os.close(fd)
 
 
-def remove(path):
-    """Delete a checkpoint's folder; renamed first, so that it is never half there."""
+def remove_folder(path):
+    """Delete a checkpoint. It is renamed first, so no half of it ever stands under its name."""
     doomed = path.with_name(f".tmp-gone-{path.name}")
     attempt(shutil.rmtree, doomed)
     os.rename(path, doomed)
@@ -65,26 +68,27 @@ def remove(path):
 
 
 def attempt(function, *args):
-    """Call it and return its OSError, if any: clean-up must neither hide an error nor end a run."""
+    """Call a function. If it raises an OSError, return the error: clean-up must not hide another error or
+    end a run."""
     try:
         function(*args)
     except OSError as e:
         return e
 
 
-def reason(e):
-    """An OSError in a few words, with the file's name if it has one."""
-    return (f"{Path(e.filename).name}: " if e.filename else "") + (e.strerror or str(e))
+def reason(error):
+    """An OSError in a few words, with the name of the file if it has one."""
+    return (f"{Path(error.filename).name}: " if error.filename else "") + (error.strerror or str(error))
 
 
 # Tensors
 
 
 def write_tensors(path, tensors):
-    """Write {name: tensor} in the safetensors format; returns what `write` does.
+    """Write {name: tensor} in the safetensors format; returns and raises what `write_file` does.
 
-    Ours and not safetensors' own writer: it hashes in the same pass, holds neither a second copy nor Python's
-    lock, and its errors are the system's. Tied tensors are stored once per name.
+    Why not safetensors' own writer: this one hashes in the same pass, needs no second copy in memory, does
+    not hold Python's lock, and raises the system's own errors. Tied tensors are stored once for each name.
     """
     header, offset = {"__metadata__": {"format": "pt"}}, 0
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))  # keeps each one aligned
@@ -96,7 +100,7 @@ def write_tensors(path, tensors):
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
     text = json.dumps(header, ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    return write(path, _blocks(len(text).to_bytes(8, "little") + text, ordered))
+    return write_file(path, _blocks(len(text).to_bytes(8, "little") + text, ordered))
 
 
 def _blocks(head, ordered):
@@ -106,7 +110,10 @@ def _blocks(head, ordered):
 
 
 def read_tensors(path, wanted=lambda name: True):
-    """{name: tensor}, all or those where wanted(name), copied from the mapped file, which may be pruned."""
+    """{name: tensor} of a safetensors file, for the names where wanted(name) is true.
+
+    The tensors are copies: the file is memory-mapped, and it may be deleted later. Raises Damaged.
+    """
     try:
         with safe_open(path, framework="pt") as f:
             return {n: f.get_tensor(n).clone() for n in f.offset_keys() if wanted(n)}
@@ -114,16 +121,16 @@ def read_tensors(path, wanted=lambda name: True):
         raise damaged(path, f"cannot be read ({e})") from e
 
 
-# Verified reading
+# JSON and verification
 
 
 def to_json(value):
-    """Bytes of strict JSON: NaN and infinity are a ValueError."""
+    """Bytes of strict JSON. Raises ValueError for NaN and infinity, which JSON does not have."""
     return (json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False) + "\n").encode()
 
 
 def read_json(path):
-    """The raw bytes of a file and the JSON object in them; Damaged if it is not one."""
+    """The bytes of a file, and the JSON object in them. Raises Damaged if there is none."""
 
     def refuse(constant):
         raise ValueError(f"{constant} is not JSON")
@@ -140,8 +147,8 @@ def read_json(path):
     return raw, value
 
 
-def verify(path, size, sha256):
-    """Raise Damaged unless the file is there, whole and unchanged."""
+def verify_file(path, size, sha256):
+    """Raise Damaged if a file is missing or does not have this size and checksum."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK))
     try:
         with open(path, "rb", buffering=0) as f:
@@ -157,10 +164,10 @@ def verify(path, size, sha256):
 
 
 def damaged(path, what):
+    """The Damaged error for one file of a checkpoint."""
     return Damaged(f"checkpoint {path.parent} is damaged: {path.name} {what}")
 
 
 def _unreadable(path, e):
-    return damaged(
-        path, "is missing" if isinstance(e, FileNotFoundError) else f"cannot be read ({e.strerror})"
-    )
+    missing = isinstance(e, FileNotFoundError)
+    return damaged(path, "is missing" if missing else f"cannot be read ({e.strerror})")

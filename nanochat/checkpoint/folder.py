@@ -1,4 +1,4 @@
-"""A run's folder: who may write in it, which checkpoints stand in it, what goes and what stays."""
+"""A run's folder: which process may write in it, which checkpoints it holds, and which are deleted."""
 
 import errno
 import json
@@ -12,29 +12,28 @@ import uuid
 from pathlib import Path
 
 from nanochat import UserError
-from nanochat.checkpoint import files as io
+from nanochat.checkpoint.files import attempt, reason, remove_folder, to_json
 
 LOCK = ".lock"
-STEP = re.compile(r"(?:\.old-)?step_(\d{6,})")  # .old-: being replaced, good until its successor is there
+STEP = re.compile(r"(?:\.old-)?step_(\d{6,})")  # .old-: good until its successor is there
 
 
 def checkpoints_in(out_dir):
-    """{step: folder} of what is there, good or not."""
+    """{step: folder} of all checkpoints in a run's folder, unverified; empty if the folder does not exist."""
     try:
-        names = sorted(os.listdir(out_dir))  # .old-step_N stands before step_N, which wins
+        names = sorted(os.listdir(out_dir))  # .old-step_N before step_N, which wins
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as e:
-        raise UserError(f"cannot read {out_dir} ({io.reason(e)})") from e
+        raise UserError(f"cannot read {out_dir} ({reason(e)})") from e
     return {int(match[1]): Path(out_dir) / name for name in names if (match := STEP.fullmatch(name))}
 
 
 def changes(found, identity, accept=""):
-    """Names of what differs between `identity`, {name: value} of this run, and that of the checkpoint
-    `found`.
+    """Names of the values in `identity` ({name: value} of this run) that differ in the checkpoint `found`.
 
-    UserError that lists them with both values, unless every one is named in `accept` (comma between). Another
-    model is never accepted.
+    accept: the names that may differ, with commas between them; the model may never differ. Raises UserError,
+    with both values, for every other difference.
     """
     accepted, then = {name.strip() for name in accept.split(",")} - {""}, found.state["identity"]
     possible = identity.keys() - {"model"}
@@ -43,25 +42,26 @@ def changes(found, identity, accept=""):
     changed = [name for name in identity if then.get(name) != identity[name]]
     if refused := [name for name in changed if name not in accepted]:
         listed = "; ".join(f"{name} was {then.get(name)}, is {identity[name]}" for name in refused)
-        other = "" if "model" in refused else f", or go on all the same with --accept={','.join(refused)}"
+        other = "" if "model" in refused else f", or accept the change with --accept={','.join(refused)}"
         raise UserError(
-            f"{found.path} is from another run: {listed}. Go back to its settings, or start anew with "
-            f"--resume=never or another --model_tag{other}"
+            f"{found.path} is from another run: {listed}. Use the settings of that run, or start a new one "
+            f"with --resume=never or another --model_tag{other}"
         )
     return changed
 
 
 def lock_folder(out_dir, say=print):
-    """Make `out_dir` if need be, lock it, and clear away what a killed run left half done; returns the Lock.
+    """Make `out_dir` if it does not exist, lock it, and clean up after a run that was killed; returns the
+    Lock.
 
-    Held until close() or the end of the process. UserError if another live process holds it (a dead one's is
-    taken over), or if the folder cannot be made or written to.
+    The lock holds until close() or the end of the process; the lock of a dead process does not count. Raises
+    UserError if another live process holds it, or if the folder cannot be made or written to.
     """
     out_dir, lock = Path(out_dir), None
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         lock = Lock(out_dir / LOCK)
-        if lock.exclusive:  # clear away first: it may be what fills the disk
+        if lock.exclusive:  # clean up before the next write: the leftovers may be what fills the disk
             restore_replaced(out_dir)
             remove_temporary(out_dir)
         else:
@@ -76,22 +76,23 @@ def lock_folder(out_dir, say=print):
         if lock:
             lock.close()
         raise UserError(
-            f"cannot write to {out_dir} ({io.reason(e)}); make room, or choose a folder that you can "
+            f"cannot write to {out_dir} ({reason(e)}); make room, or choose a folder that you can "
             "write to with --out_dir, --base_dir or the variable NANOCHAT_BASE_DIR"
         ) from e
 
 
 def check_shared(out_dir, machine):
-    """A token that all processes of a run share and no other run has. Every process calls this.
+    """Check that every process sees what the first one writes to `out_dir`. Every process calls this.
 
-    UserError where some of them do not see what the first one writes to `out_dir`.
+    Returns the run id, a text that all processes of this run share and no other run has. Raises UserError,
+    on every process, with the ranks of those that do not see the folder.
     """
-    token = machine.all_gather(uuid.uuid4().hex)[0]
+    run_id = machine.all_gather(uuid.uuid4().hex)[0]
     if machine.world_size > 1:
-        note = Path(out_dir) / f".tmp-{token}"
+        note = Path(out_dir) / f".tmp-{run_id}"
         if machine.is_main:
             note.mkdir()
-        machine.all_gather(None)  # it is there
+        machine.all_gather(None)  # wait until it is there
         see = machine.all_gather(note.is_dir())
         if machine.is_main:
             note.rmdir()
@@ -100,27 +101,29 @@ def check_shared(out_dir, machine):
                 f"process {', '.join(map(str, blind))} does not see what process 0 writes to {out_dir}; "
                 "use an --out_dir on a file system that all machines share"
             )
-    return token
+    return run_id
 
 
 def prune(out_dir, keep, permanent_every=-1, say=print):
-    """Delete old checkpoints: all but the `keep` newest and those of every `permanent_every`-th step (-1:
-    none).
+    """Delete old checkpoints. The `keep` newest stay (keep <= 0: all), and so does every checkpoint whose
+    step is a multiple of `permanent_every` (-1: none).
 
-    keep <= 0 keeps all. Never raises for a deletion that fails: that is said, and training goes on.
+    A deletion that fails does not end training: it goes to `say`.
     """
     steps = checkpoints_in(out_dir)
     passing = [step for step in sorted(steps) if permanent_every <= 0 or step % permanent_every]
     for step in passing[:-keep] if keep > 0 else []:
-        if e := io.attempt(io.remove, steps[step]):
-            say(f"could not delete the old checkpoint of step {step} ({io.reason(e)}); training goes on")
+        if e := attempt(remove_folder, steps[step]):
+            say(f"could not delete the old checkpoint of step {step} ({reason(e)}); training goes on")
 
 
 def set_aside(out_dir, after=None):
-    """Move what an old run left in `out_dir` to the first free `<out_dir>.old-N`; returns that, or None.
+    """Move what an old run left in `out_dir` to the first free `<out_dir>.old-N`; returns that folder, or
+    None if there was nothing to move.
 
-    With `after` only the checkpoints beyond that step go: going on from an earlier one makes another history,
-    and a damaged one must not count as the newest. Newest first: a kill in between leaves a shorter run.
+    after: move only the checkpoints of later steps than this one. A run that continues from an earlier step
+    takes another course, and a damaged checkpoint must not count as the newest. The newest moves first, so
+    what a kill leaves behind is a shorter run without gaps. Raises UserError if a folder cannot be moved.
     """
     out_dir = Path(out_dir).resolve()
     steps = checkpoints_in(out_dir)
@@ -138,40 +141,40 @@ def set_aside(out_dir, after=None):
             os.rename(path, target / path.name)
     except OSError as e:
         raise UserError(
-            f"cannot set {out_dir} aside as {target} ({io.reason(e)}); move it or choose another --out_dir"
+            f"cannot set {out_dir} aside as {target} ({reason(e)}); move it or choose another --out_dir"
         ) from e
     return target
 
 
 def remove_temporary(out_dir, keep=None):
-    """What a killed or failed save or deletion left. Only for the holder of the lock."""
+    """Remove what saves and deletions left when they were killed or failed. Only the lock's holder may."""
     for stale in out_dir.glob(".tmp-*"):
         if stale != keep:
-            io.attempt(shutil.rmtree, stale)
+            attempt(shutil.rmtree, stale)
 
 
 def restore_replaced(out_dir):
-    """After a kill between the two renames of `_publish`: the old one gets its name back, or is removed."""
+    """Undo or finish a replacement (`save_and_load._publish`) that was killed between its two renames."""
     for old in out_dir.glob(".old-step_*"):
         final = out_dir / old.name.removeprefix(".old-")
-        io.attempt(io.remove, old) if final.exists() else io.attempt(os.rename, old, final)
+        attempt(remove_folder, old) if final.exists() else attempt(os.rename, old, final)
 
 
 # The lock
 
-_held = set()  # file descriptors, open and locked until close() or the end of the process
+_held = set()  # file descriptors; each stays open and locked until close() or the end of the process
 
 
 class Lock:
-    """A folder held by this process. close() gives it back, and so does the kernel when the process dies.
+    """A folder that this process holds. close() releases it; when the process dies, the kernel does.
 
-    Raises BlockingIOError, naming the holder, if another process has it.
+    Raises BlockingIOError, with the holder as its message, if another process holds the folder.
     """
 
     def __init__(self, path):
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            self.exclusive = _lock(self.fd)  # False: the file system knows no locks
+            self.exclusive = _lock(self.fd)  # False: the file system has no locks
         except OSError as e:
             holder = _holder(self.fd)
             os.close(self.fd)
@@ -181,12 +184,13 @@ class Lock:
         _held.add(self.fd)
 
     def sign(self):
-        """Say in the file who holds it: for the next one's error message, the lock does not depend on it."""
+        """Write into the file who holds it. Only the error message of another process needs this."""
         holder = {"pid": os.getpid(), "host": platform.node(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         os.truncate(self.fd, 0)
-        os.write(self.fd, io.to_json(holder))
+        os.write(self.fd, to_json(holder))
 
     def close(self):
+        """Release the folder. A second call does nothing."""
         if self.fd in _held:
             _held.discard(self.fd)
             os.close(self.fd)
@@ -197,17 +201,17 @@ def _let_go():
         os.close(_held.pop())
 
 
-if hasattr(os, "register_at_fork"):  # a forked worker that outlives us must not hold what we held
+if hasattr(os, "register_at_fork"):  # a forked worker may outlive this process; it must not keep the lock
     os.register_at_fork(after_in_child=_let_go)
 
 
 def _lock(fd):
-    """Take the lock at once or raise an OSError; False if this file system knows no locks."""
+    """Take the lock or raise an OSError, without waiting. False if this file system has no locks."""
     try:
         if sys.platform == "win32":
             import msvcrt
 
-            os.lseek(fd, 1 << 30, os.SEEK_SET)  # far behind the text, which others shall be able to read
+            os.lseek(fd, 1 << 30, os.SEEK_SET)  # far behind the text: other processes have to read that
             msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
             os.lseek(fd, 0, os.SEEK_SET)
         else:

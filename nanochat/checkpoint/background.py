@@ -1,0 +1,107 @@
+"""Saving on a background thread, so that training does not wait for the disk."""
+
+import json
+import os
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_jobs
+
+import torch
+
+from nanochat.checkpoint.files import attempt, to_json
+from nanochat.checkpoint.save_and_load import SaveError, save
+
+
+class AsyncSaver:
+    """Calls `save` on a background thread. Training stops only while tensors are copied to host memory.
+
+    The buffers for the copies are reused; for tensors of a GPU they are page-locked. One save runs at a time.
+    """
+
+    def __init__(self, out_dir, rank=0, world_size=1, run_id=None):
+        self._where = dict(out_dir=out_dir, rank=rank, world_size=world_size)
+        self._run_id, self._count = run_id, 0
+        self._buffers, self._job = {}, None
+        self._thread = ThreadPoolExecutor(1, "checkpoint", _lower_priority)
+
+    def reserve(self, model, optimizer):
+        """Make the buffers in the background, so that the first save takes no longer than the next ones."""
+        self.wait()
+        model = model if self._where["rank"] == 0 else {}
+        self._job = self._thread.submit(self._reserve, model=model, optimizer=optimizer)
+
+    def submit(self, step, *, model, optimizer, state, files=None, before_publish=None, after_publish=None):
+        """Wait for the previous save, copy all tensors and the state, and start `save` with them.
+
+        The arguments are those of `save`. before_publish and after_publish (to prune, for example) run on the
+        background thread of rank 0. If the previous save failed, this one starts, and then the SaveError of
+        the previous one is raised.
+        """
+        failure = None
+        try:
+            self.wait()
+        except SaveError as e:
+            failure = e
+        self._count += 1
+        run_id = self._run_id and f"{self._run_id}-{self._count}"  # a note of an older attempt does not count
+        what = dict(step=step, files=files, before_publish=before_publish, run_id=run_id, **self._where)
+        what["state"] = json.loads(to_json(state))  # a copy: the loop changes its own while this one is saved
+        what["model"] = self._copy("model", model) if self._where["rank"] == 0 else {}
+        what["optimizer"] = self._copy("optimizer", optimizer)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self._job = self._thread.submit(self._save, what, after_publish)
+        if failure:
+            raise failure
+
+    def _save(self, what, after_publish):
+        path = save(**what)
+        if after_publish and what["rank"] == 0:
+            after_publish()
+        return path
+
+    def _buffer(self, kind, name, tensor):
+        buffer = self._buffers.get((kind, name))
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._buffers[kind, name] = buffer
+        return buffer
+
+    def _copy(self, kind, tensors):
+        return {
+            name: self._buffer(kind, name, tensor).copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+            for name, tensor in tensors.items()
+        }
+
+    def _reserve(self, **kinds):
+        for kind, tensors in kinds.items():
+            for name, tensor in tensors.items():
+                self._buffer(kind, name, tensor).zero_()  # memory costs its time at the first write
+
+    def done(self):
+        """Whether wait() would return, or raise, at once."""
+        return self._job is None or self._job.done()
+
+    def wait(self):
+        """Wait for the running save. Return its Path, or None if no save runs; raise its SaveError."""
+        job, self._job = self._job, None
+        return job.result() if job else None
+
+    def finish(self, timeout_s):
+        """Wait up to timeout_s seconds for the running save. Its error, if any, is not raised."""
+        if self._job:
+            wait_for_jobs([self._job], timeout_s)
+
+    def close(self):
+        """Finish the running save and end the thread; returns and raises what wait() does."""
+        try:
+            return self.wait()
+        finally:
+            self._thread.shutdown()
+
+
+def _lower_priority():
+    """Where this thread and training want the same core, training goes first (Linux only)."""
+    if sys.platform == "linux":
+        attempt(os.setpriority, os.PRIO_PROCESS, threading.get_native_id(), 10)

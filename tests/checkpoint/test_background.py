@@ -1,0 +1,82 @@
+"""The background saver: it saves what the tensors held when it was called, and a failure ends nothing."""
+
+import threading
+import time
+
+import pytest
+import torch
+from helpers import names_in, numbers
+
+from nanochat.checkpoint import AsyncSaver, SaveError, find, open_checkpoint
+
+
+def test_the_saver_saves_what_the_tensors_held_when_it_was_called(tmp_path):
+    model, optimizer, state = {"w": numbers(0)}, {"w.m": numbers(1)}, {"list": [0]}
+    saver, calls = AsyncSaver(tmp_path), []
+    saver.reserve(model, optimizer)
+    assert saver.wait() is None and saver.done()
+    for step in range(3):
+        release = threading.Event()
+        saver.submit(
+            step, model=model, optimizer=optimizer, state=state,
+            before_publish=release.wait, after_publish=lambda: calls.append(names_in(tmp_path)),
+        )  # fmt: skip
+        assert not saver.done() and len(calls) == step
+        model["w"].add_(1)
+        optimizer["w.m"].mul_(2)
+        state["list"][0] += 1
+        release.set()
+    assert saver.close() == tmp_path / "step_000002"
+    assert calls == [[f"step_{n:06d}" for n in range(k)] for k in (1, 2, 3)]
+    for step in range(3):
+        found = find(tmp_path, step)
+        assert found.state == {"list": [step]}
+        assert torch.equal(found.load_optimizer()["w.m"], numbers(1) * 2**step)
+    assert torch.allclose(found.load_model()["w"], numbers(0) + 2)
+
+
+def test_a_failed_save_is_raised_once_and_the_next_one_runs(tmp_path):
+    what, run = dict(model={"w": numbers(0)}, optimizer={}, state={}), tmp_path / "run"
+    saver = AsyncSaver(run)
+    run.write_text("in the way")
+    saver.submit(1, **what)
+    saver.finish(60)
+    assert saver.done()
+    run.unlink()
+    with pytest.raises(SaveError, match="step_000001"):
+        saver.submit(2, **what)
+    assert saver.wait() == run / "step_000002" and saver.wait() is None
+    run.rename(tmp_path / "away")
+    run.write_text("in the way again")
+    saver.submit(3, **what)
+    with pytest.raises(SaveError, match="step_000003"):
+        saver.close()
+
+
+def test_savers_of_several_processes_need_no_collective(tmp_path):
+    state = {f"layer.{i}": numbers(i) for i in range(4)}
+    savers = [AsyncSaver(tmp_path, rank, 3, "run") for rank in range(3)]
+    for step in (1, 2, 2, 3):
+        for rank, saver in enumerate(savers):
+            mine = {n: t + step for i, (n, t) in enumerate(state.items()) if i % 3 == rank}
+            saver.submit(step, model={"w": numbers(step)} if rank == 0 else {}, optimizer=mine, state={})
+    paths = [saver.close() for saver in reversed(savers)]
+    assert paths == [tmp_path / "step_000003"] * 3 and len(names_in(tmp_path)) == 3
+    loaded = find(tmp_path).load_optimizer()
+    assert all(torch.equal(loaded[n], t + 3) for n, t in state.items())
+
+
+def test_a_part_of_a_failed_attempt_never_enters_the_next_one(tmp_path):
+    savers, what = [AsyncSaver(tmp_path, rank, 2, "run") for rank in range(2)], dict(model={}, state={})
+    savers[0].submit(1, optimizer={"a": numbers(0)}, files={"gone": tmp_path / "gone"}, **what)
+    with pytest.raises(SaveError, match="gone: No such file"):
+        savers[0].wait()
+    savers[1].submit(1, optimizer={"b": numbers(1)}, **what)  # late
+    savers[1].wait()
+    savers[0].submit(1, optimizer={"a": numbers(2)}, **what)
+    time.sleep(0.2)
+    assert not savers[0].done()
+    savers[1].submit(1, optimizer={"b": numbers(3)}, **what)
+    savers[1].close()
+    loaded = open_checkpoint(savers[0].close()).load_optimizer()
+    assert torch.equal(loaded["a"], numbers(2)) and torch.equal(loaded["b"], numbers(3))

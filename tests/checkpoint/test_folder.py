@@ -1,0 +1,143 @@
+"""A run's folder: one process holds it, old checkpoints go, old runs are set aside."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from helpers import ROOT, check, names_in, save_step
+
+from nanochat import UserError
+from nanochat.checkpoint import find, folder, lock_folder, prune, set_aside
+
+# What goes and what stays
+
+
+def test_never_sets_the_old_run_aside_and_keeps_the_lock(tmp_path):
+    run, said = tmp_path / "run", []
+    lock = lock_folder(run)
+    assert find(run, "never", said.append) is None and not said  # nothing to set aside
+    for n in (1, 2):
+        save_step(run, n)
+        (run / "metrics.jsonl").write_text("{}\n")
+        assert find(run, "never", said.append) is None
+        assert names_in(run) == [".lock"] and f"run.old-{n}" in said[-1]
+        check(find(tmp_path / f"run.old-{n}"), n)
+        assert (tmp_path / f"run.old-{n}" / "metrics.jsonl").exists()
+    with pytest.raises(UserError, match="in use"):
+        lock_folder(run)
+    lock.close()
+
+
+def test_a_run_that_continues_from_an_earlier_step_puts_the_later_ones_away(tmp_path):
+    run = tmp_path / "run"
+    for step in (1, 2, 3):
+        save_step(run, step)
+    assert names_in(set_aside(run, after=1)) == ["step_000002", "step_000003"]
+    assert set_aside(run, after=1) is None
+    check(find(run), 1)
+
+
+def test_prune_keeps_the_newest_and_the_permanent_ones(tmp_path):
+    for step in range(1, 8):
+        save_step(tmp_path, step)
+    for keep in (0, -1, 7):
+        prune(tmp_path, keep)
+        assert len(names_in(tmp_path)) == 7
+    prune(tmp_path, 2, permanent_every=3)
+    assert names_in(tmp_path) == [f"step_{n:06d}" for n in (3, 5, 6, 7)]
+    prune(tmp_path, 1)
+    assert names_in(tmp_path) == ["step_000007"]
+
+
+# The lock
+
+
+def test_a_run_keeps_others_out_until_it_is_killed(tmp_path):
+    """Even if a worker that it forked lives on."""
+    source = """
+        import os, sys, time
+        from nanochat.checkpoint import lock_folder
+        lock_folder(sys.argv[1])
+        worker = os.fork()
+        if worker:
+            print(worker, flush=True)
+        time.sleep(100)
+        """
+    (tmp_path / ".tmp-step_000001-99").mkdir()
+    command = [sys.executable, "-c", textwrap.dedent(source), str(tmp_path)]
+    holder = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    worker = int(holder.stdout.readline())
+    try:
+        assert names_in(tmp_path) == [".lock"]
+        (tmp_path / ".tmp-step_000002-99").mkdir()
+        with pytest.raises(UserError, match=f"in use by process {holder.pid} on host .* since .*--out_dir"):
+            lock_folder(tmp_path)
+        assert (tmp_path / ".tmp-step_000002-99").exists()  # only the holder may clean up
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        os.kill(worker, 0)
+        lock_folder(tmp_path).close()
+        assert names_in(tmp_path) == [".lock"]
+    finally:
+        holder.kill()
+        os.kill(worker, signal.SIGKILL)
+        holder.stdout.close()
+
+
+def test_a_lock_is_released_by_close_and_not_when_its_object_is_gone(tmp_path):
+    lock = lock_folder(tmp_path)
+    lock.close()
+    lock.close()
+    fd = lock_folder(tmp_path).fd
+    with pytest.raises(UserError, match=f"process {os.getpid()}"):
+        lock_folder(tmp_path)
+    os.close(fd)
+    folder._held.discard(fd)
+
+
+def test_a_file_system_without_locks_is_named_once_and_used(tmp_path, monkeypatch):
+    import fcntl
+
+    def no_locks(fd, how):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    (tmp_path / ".tmp-step_000001-99").mkdir()
+    said = []
+    lock_folder(tmp_path, say=said.append).close()
+    assert len(said) == 1 and "no locks" in said[0]
+    assert (tmp_path / ".tmp-step_000001-99").exists()  # it may be another run's
+
+
+def test_a_place_that_cannot_be_a_folder_is_one_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(UserError, match=r"^cannot write to .*--out_dir[^\n]*$"):
+            lock_folder(place)
+
+
+# Several processes
+
+
+class OneOfTwo:
+    """The machine of rank 0 beside a process that sees the folder, or does not."""
+
+    world_size, is_main = 2, True
+
+    def __init__(self, other_sees):
+        self.other_sees = other_sees
+
+    def all_gather(self, value):
+        return [value, self.other_sees if isinstance(value, bool) else value]
+
+
+def test_a_folder_that_a_process_does_not_see_is_refused_and_one_that_all_see_gets_an_id(tmp_path):
+    run_ids = {folder.check_shared(tmp_path, OneOfTwo(True)) for _ in range(2)}
+    assert len(run_ids) == 2 and all(run_ids)
+    with pytest.raises(UserError, match=r"process 1 does not see what process 0 writes to .*--out_dir"):
+        folder.check_shared(tmp_path, OneOfTwo(False))
+    assert names_in(tmp_path) == []

@@ -1,0 +1,297 @@
+"""Checkpoints: what is saved is what is found, by any number of processes; damage is found and named."""
+
+import json
+import os
+import pickle
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import check, names_in, numbers, save_step
+
+from nanochat import UserError
+from nanochat.checkpoint import Damaged, SaveError, find, find_weights, open_checkpoint, save, save_and_load
+from nanochat.checkpoint.files import write_file
+
+OPTIMIZER = "optimizer-00000-of-00001.safetensors"
+
+
+def read_manifest(path):
+    """The manifest without its checksum."""
+    body = json.loads((path / "manifest.json").read_bytes())
+    del body["checksum"]
+    return body
+
+
+def write_manifest(path, body):
+    """Write a manifest whose checksum fits."""
+    (path / "manifest.json").write_bytes(save_and_load._manifest(body))
+
+
+# What is saved is what is found
+
+
+def test_half_precision_in_the_model_file_comes_back_as_float32(tmp_path):
+    model = {n: numbers(1).to(d) for n, d in dict(b=torch.bfloat16, h=torch.float16, f=torch.float32).items()}
+    model["count"] = torch.tensor(3)
+    save(tmp_path, 1, model=model, optimizer={"b": model["b"]}, state={})
+    loaded = find(tmp_path)
+    for name in "bhf":
+        assert loaded.load_model()[name].dtype == torch.float32
+        assert torch.equal(loaded.load_model()[name].double(), model[name].double())
+    assert loaded.load_model()["count"].dtype == torch.int64
+    assert loaded.load_optimizer()["b"].dtype == torch.bfloat16
+
+
+def test_tied_tensors_and_parameters_are_stored_under_each_name(tmp_path):
+    weight = torch.nn.Parameter(numbers(1).reshape(20, 15))
+    save(tmp_path, 1, model={"wte": weight, "head": weight, "head.t": weight.t()}, optimizer={}, state={})
+    model = find(tmp_path).load_model()
+    assert torch.equal(model["wte"], weight) and torch.equal(model["head"], weight)
+    assert torch.equal(model["head.t"], weight.t()) and not model["wte"].requires_grad
+
+
+def test_the_checkpoint_holds_its_files_from_bytes_and_paths_and_is_usable_elsewhere(tmp_path):
+    (tmp_path / "config.json").write_text('{"depth": 4}')
+    files = {"tokenizer.json": b"{}", "config.json": tmp_path / "config.json"}
+    elsewhere = shutil.copytree(save_step(tmp_path / "run", 3, files=files), tmp_path / "best model")
+    shutil.rmtree(tmp_path / "run")
+    found = find(tmp_path / "run", str(elsewhere))
+    check(found, 3)
+    assert (found.path / "config.json").read_text() == '{"depth": 4}'
+    assert {"tokenizer.json", "config.json"} < set(found.files)
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [
+        ({"state": {"loss": float("nan")}}, ValueError),
+        ({"state": {"loss": float("inf")}}, ValueError),
+        ({"model": {"z": torch.zeros(2, dtype=torch.complex64)}}, KeyError),
+        ({"optimizer": {"__metadata__": torch.zeros(2)}}, ValueError),
+    ],
+)
+def test_a_state_or_tensor_that_cannot_be_stored_leaves_nothing_behind(tmp_path, bad, error):
+    with pytest.raises(error):
+        save_step(tmp_path, 1, **bad)
+    assert names_in(tmp_path) == []
+
+
+def test_a_step_saved_again_replaces_its_checkpoint_and_takes_nothing_from_leftovers(tmp_path):
+    save_step(tmp_path, 1)
+    stale = tmp_path / f".tmp-step_000001-{os.getpid()}"  # of a dead process with the same number
+    stale.mkdir()
+    (stale / "junk").touch()
+    path = save_step(tmp_path, 1, state={"step": 1, "again": True})
+    assert find(tmp_path).state["again"] and names_in(tmp_path) == ["step_000001"]
+    assert "junk" not in names_in(path)
+
+
+def test_everything_is_synced_before_the_name_and_the_name_after(tmp_path, monkeypatch):
+    events, fsync, rename = [], os.fsync, os.rename
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (fsync(fd), events.append(os.readlink(f"/proc/self/fd/{fd}")))
+    )
+    monkeypatch.setattr(os, "rename", lambda a, b: (rename(a, b), events.append("rename")))
+    path = save_step(tmp_path, 1, before_publish=lambda: events.append("before_publish"))
+    at = events.index("rename")
+    before = [Path(e) for e in events[: at - 1]]
+    assert events[at - 1 :] == ["before_publish", "rename", str(tmp_path)]
+    assert before[-1].parent == tmp_path and before[-2].name == "manifest.json"
+    assert {p.name for p in before[:-1]} == set(names_in(path))
+
+
+# Several processes
+
+
+def save_by_several(out_dir, step, tensors, world_size):
+    """Each rank saves in a thread of its own, with every world_size-th tensor."""
+    errors = []
+
+    def run(rank):
+        mine = {n: t for i, (n, t) in enumerate(sorted(tensors.items())) if i % world_size == rank}
+        try:
+            save(
+                out_dir, step, model={"w": numbers(step)}, optimizer=mine, state={"step": step},
+                rank=rank, world_size=world_size, run_id=f"run{step}", timeout_s=20,
+            )  # fmt: skip
+        except Exception as e:
+            errors.append(e)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in reversed(threads):  # rank 0 last: the folder of the save is there already
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+
+
+def test_one_then_three_then_two_processes_write_and_read_the_same_state(tmp_path):
+    state = {f"layer.{i}": numbers(i, 5 + i) for i in range(7)}
+    for step, world_size in enumerate([1, 3, 2], start=1):
+        save_by_several(tmp_path, step, state, world_size)
+        found = find(tmp_path)
+        assert found.step == step and len(list(found.path.glob("optimizer-*"))) == world_size
+        loaded = found.load_optimizer()
+        assert loaded.keys() == state.keys() and all(torch.equal(loaded[n], state[n]) for n in state)
+        assert found.load_optimizer({"layer.2", "layer.5"}.__contains__).keys() == {"layer.2", "layer.5"}
+        assert not list(found.path.glob(".*"))
+        state = {n: t + 1 for n, t in loaded.items()}
+
+
+def test_a_process_that_fails_or_stays_away_fails_the_save_of_rank_0_alone(tmp_path):
+    rank = dict(world_size=2, run_id="run", timeout_s=0.1)
+    with pytest.raises(SaveError, match="nothing from process 1 in 0 s"):
+        save_step(tmp_path, 1, rank=0, **rank)
+    assert names_in(tmp_path) == []
+    (tmp_path / ".tmp-step_000002-run" / "optimizer-00001-of-00002.safetensors").mkdir(parents=True)
+    save_step(tmp_path, 2, rank=1, **rank)  # cannot write its part: something is in the way
+    with pytest.raises(SaveError, match=r"process 1 failed: optimizer-00001.*directory"):
+        save_step(tmp_path, 2, rank=0, **rank)
+    save_step(tmp_path, 2, rank=1, **rank)  # too late
+    save_step(tmp_path, 3, rank=1, **rank)
+    save_step(tmp_path, 3, rank=0, **rank)
+    assert names_in(tmp_path) == ["step_000003"]
+
+
+# Damage
+
+
+def flip(position):
+    def damage(path):
+        raw = bytearray(path.read_bytes())
+        raw[int(position * (len(raw) - 1))] ^= 1 << 3
+        path.write_bytes(raw)
+
+    return damage
+
+
+DAMAGES = {
+    "truncated": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "emptied": lambda path: os.truncate(path, 0),
+    "lengthened": lambda path: path.write_bytes(path.read_bytes() + b"\n"),
+    "removed": lambda path: path.unlink(),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "a bit flipped at the start": flip(0),
+    "a bit flipped inside": flip(0.5),
+    "a bit flipped at the end": flip(1),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_every_damaged_file_is_named_and_the_checkpoint_before_is_taken(tmp_path, damage):
+    save_step(tmp_path, 10)
+    newest = save_step(tmp_path, 20)
+    shutil.copytree(newest, tmp_path / "good")
+    names = names_in(newest)
+    assert len(names) == 5
+    for name in names:
+        DAMAGES[damage](newest / name)
+        said = []
+        check(find(tmp_path, "auto", say=said.append), 10)
+        assert len(said) == 1 and "step_000020" in said[0] and name in said[0]
+        for chosen in (20, "step_000020", str(newest)):
+            with pytest.raises(UserError, match=name):
+                find(tmp_path, chosen)
+        shutil.rmtree(newest)
+        shutil.copytree(tmp_path / "good", newest)
+        check(find(tmp_path), 20)
+
+
+def test_any_flipped_bit_of_the_small_files_is_detected(tmp_path):
+    path = save_step(tmp_path, 1)
+    for name in ("manifest.json", "state.json"):
+        raw = (path / name).read_bytes()
+        for i in range(len(raw)):
+            (path / name).write_bytes(raw[:i] + bytes([raw[i] ^ (1 << i % 8)]) + raw[i + 1 :])
+            with pytest.raises(Damaged):
+                open_checkpoint(path)
+        (path / name).write_bytes(raw)
+    check(open_checkpoint(path), 1)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_silently_start_over(tmp_path):
+    for step in (1, 2):
+        (save_step(tmp_path, step) / "state.json").unlink()
+    said = []
+    with pytest.raises(UserError, match="--resume=never"):
+        find(tmp_path, "auto", say=said.append)
+    assert len(said) == 2
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path):
+    save_step(tmp_path, 1).rename(tmp_path / "step_000002")
+    with pytest.raises(Damaged, match="step 1"):
+        find(tmp_path, 2)
+
+
+@pytest.mark.parametrize("version", [0, 2, 99])
+def test_a_checkpoint_of_another_version_is_refused_by_its_number(tmp_path, version):
+    save_step(tmp_path, 1)
+    path = save_step(tmp_path, 2)
+    other = read_manifest(path) | {"version": version}
+    (path / "manifest.json").write_text(json.dumps(other | {"checksum": "that of version 1"}))
+    with pytest.raises(UserError, match=f"version {version}"):  # edited by hand
+        find(tmp_path, 2)
+    write_manifest(path, other)
+    for resume in ("auto", 2):  # a real one: to take the older checkpoint instead would lose work
+        with pytest.raises(UserError, match=f"version {version}.*reads 1"):
+            find(tmp_path, resume)
+
+
+class Bomb:
+    def __reduce__(self):
+        return (os.mkdir, (self.target,))
+
+
+def test_loading_runs_no_code_from_a_checkpoint_made_by_a_stranger(tmp_path):
+    bomb = Bomb()
+    bomb.target = str(tmp_path / "boom")
+    path = save_step(tmp_path / "run", 1)
+    body = read_manifest(path)
+    for name in ("model.safetensors", OPTIMIZER):
+        body["files"][name] = write_file(path / name, [pickle.dumps(bomb)])
+    write_manifest(path, body)
+    stranger = open_checkpoint(path)
+    for load in (stranger.load_model, stranger.load_optimizer):
+        with pytest.raises(UserError, match="cannot be read"):
+            load()
+    assert not (tmp_path / "boom").exists()
+    body["files"]["../../outside"] = body["files"]["state.json"]
+    write_manifest(path, body)
+    with pytest.raises(UserError, match="outside"):
+        open_checkpoint(path)
+
+
+# Which one to continue from
+
+
+def test_resume_takes_the_newest_a_step_or_a_folder(tmp_path):
+    run = tmp_path / "run"
+    assert find(run, "auto") is None
+    for step in (5, 999_999, 1_000_000):
+        save_step(run, step)
+    check(find(run), 1_000_000)
+    check(find(run, "999999"), 999_999)
+    check(find(tmp_path / "new", str(run)), 1_000_000)
+    check(find(tmp_path / "new", str(run / "step_000005")), 5)
+    with pytest.raises(UserError, match=r"no checkpoint of step 6; there are: 5, 999999, 1000000"):
+        find(run, 6)
+    for nothing in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(UserError, match="no checkpoint in"):
+            find(run, str(nothing))
+
+
+def test_weights_to_start_from_are_of_the_same_model_and_tokenizer(tmp_path):
+    identity = {"model": {"depth": 2}, "tokenizer": "abc"}
+    save_step(tmp_path, 3, state={"step": 3, "identity": identity | {"seed": 1}})
+    for path in (tmp_path, tmp_path / "step_000003"):
+        assert find_weights(path, identity | {"seed": 2}).step == 3
+    with pytest.raises(UserError, match=r"is {'depth': 2}, this one {'depth': 4}"):
+        find_weights(tmp_path, identity | {"model": {"depth": 4}})
+    with pytest.raises(UserError, match=r"--tokenizer=.*step_000003/tokenizer.json"):
+        find_weights(tmp_path, identity | {"tokenizer": "abd"})
+    with pytest.raises(UserError, match=r"no checkpoint in .*/nothing"):
+        find_weights(tmp_path / "nothing", identity)
