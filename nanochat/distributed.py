@@ -1,8 +1,8 @@
-"""Several processes as one run: they join, take turns, and end together, with the first cause named.
+"""Several processes as one run: they join, wait for each other, and end together. The log names the cause.
 
-What ends when: a process that raises or is killed ends the others within seconds, as their next exchange with
-it fails; one that hangs, when the others have waited for `timeout_s`. torchrun, which reports the first
-failure, then gives processes that do not answer 30 seconds more.
+When does the run end? If a process raises an exception or is killed, the next exchange of the others with it
+fails, and they end within seconds. If a process hangs, the others end after waiting `timeout_s` seconds.
+torchrun reports the first failure. It waits another 30 seconds for processes that do not answer.
 """
 
 import contextlib
@@ -19,22 +19,23 @@ import torch.distributed as dist
 
 from nanochat import UserError
 
-GRACE_S = 3.0  # in which processes that wait for each other find out who does not
-FINISH_S = 20.0  # in which what was begun before may end, a save above all; torchrun kills after 30
+GRACE_S = 3.0  # seconds in which the processes that wait find out which one does not
+FINISH_S = 20.0  # seconds for work in progress, such as a save, to end; torchrun kills after 30
 
-_to_finish = []  # functions of a time limit in seconds
+_to_finish = []  # functions that take a time limit in seconds
 
 
 def before_end(finish):
-    """Have finish(seconds) called before an exception ends this process and the others."""
+    """Register finish(seconds): it is called before an exception ends this process and the others."""
     _to_finish.append(finish)
 
 
 def join(backend: str, timeout_s: float, **options) -> dist.Store:
     """Join the process group that torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...) describe.
 
-    Returns the store through which processes find each other; it knows no time limit of ours. From here on
-    an exception ends all processes, see `_end_together`.
+    Returns the store through which the processes find each other; waiting for a key in it has no time limit.
+    From here on, an exception in one process ends all of them, see `_end_together`. Raises UserError if this
+    process cannot join.
     """
     try:
         store, rank, world_size = next(dist.rendezvous("env://"))
@@ -62,9 +63,9 @@ def join(backend: str, timeout_s: float, **options) -> dist.Store:
 
 
 def wait_for(store: dist.Store, key: str, given_up=lambda: ""):
-    """Wait, for hours if need be, until some process has done store.set(key, ...).
+    """Wait until some process has called store.set(key, ...); there is no time limit.
 
-    SystemExit with status 0 where given_up() is not empty: the name of a signal to stop.
+    given_up: returns the name of a signal to stop, or "". With a name, this raises SystemExit with status 0.
     """
     while not store.check([key]):
         if name := given_up():
@@ -74,10 +75,11 @@ def wait_for(store: dist.Store, key: str, given_up=lambda: ""):
 
 
 def _end_together(previous, store, rank, world_size, timeout_s, kind, error, trace):
-    """What becomes of an exception that nobody caught: say who failed first, then end at once.
+    """The last stop of an exception that nothing caught: name the cause, then end this process at once.
 
-    A process whose exchange with the others failed is not the cause. It leaves a mark and looks who has
-    left none: that one is dead or hangs. It also leaves time for torchrun to see that one first.
+    If an exchange with the other processes failed, the cause is in another process. This one leaves a mark
+    in the store and looks which processes leave none: those are dead or hang. The pause also lets torchrun
+    see their failure first.
     """
     if isinstance(error, (UserError, KeyboardInterrupt)) or not _is_exchange(error):
         _report_to_torchrun(error)
@@ -97,7 +99,7 @@ def _end_together(previous, store, rank, world_size, timeout_s, kind, error, tra
             sentence += ": it has ended, and its own message says why"
         print(f"error: {sentence}; all end, and the newest checkpoint is good", file=sys.stderr)
     for finish in _to_finish:
-        with contextlib.suppress(Exception):  # the first cause is said, and nothing else shall be
+        with contextlib.suppress(Exception):  # the cause is printed; a later error would hide it
             finish(FINISH_S)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -105,8 +107,8 @@ def _end_together(previous, store, rank, world_size, timeout_s, kind, error, tra
 
 
 def _say_once(store, rank, error):
-    """Print the sentence of a process that is not the first of its machine, whose own is printed in any case,
-    unless one of those has the same."""
+    """Print a UserError's sentence, unless the first process of a machine has the same one: that process
+    prints its own in any case."""
     key = f"said/{hashlib.sha256(str(error).encode()).hexdigest()}"
     with contextlib.suppress(Exception):  # the process that held the store has ended
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -119,7 +121,7 @@ def _say_once(store, rank, error):
 
 
 def _is_exchange(error) -> bool:
-    """Whether torch.distributed raised it; gloo's errors are plain RuntimeErrors."""
+    """Whether torch.distributed raised this error; gloo raises plain RuntimeErrors."""
     text = str(error)
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and ("gloo" in text or "NCCL" in text or "Connection" in text)
@@ -127,18 +129,18 @@ def _is_exchange(error) -> bool:
 
 
 def _without_mark(store, rank, world_size) -> list[int]:
-    """Ranks that have not come here within GRACE_S; empty where the store is gone too."""
+    """Ranks that have left no mark within GRACE_S; an empty list if the store is gone too."""
     try:
         store.set(f"waited/{rank}", "")
         time.sleep(GRACE_S)
         return [r for r in range(world_size) if not store.check([f"waited/{r}"])]
-    except Exception:  # the process that held it was the one that ended
+    except Exception:  # the process that held the store was the one that ended
         time.sleep(GRACE_S)
         return []
 
 
 def _report_to_torchrun(error):
-    """Leave the message where torchrun looks for it: a UserError's sentence alone, else the traceback."""
+    """Write the error where torchrun looks for it: the sentence of a UserError, else the traceback."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         trace = [str(error)] if isinstance(error, UserError) else traceback_module.format_exception(error)
         extra = {"py_callstack": "".join(trace), "timestamp": str(int(time.time()))}

@@ -1,5 +1,5 @@
-"""From a checkpoint to text: load a model for inference, and generate with a KV cache, where each new token
-costs one forward pass of that token alone."""
+"""From a checkpoint to text: load a model for inference, and generate with a KV cache. With the cache, a new
+token costs a forward pass of that token only."""
 
 import codecs
 import contextlib
@@ -17,11 +17,11 @@ from nanochat.precision import autocast
 
 
 def find_source(source: str | None, base_dir: Path, say=print) -> Checkpoint:
-    """The verified checkpoint that the setting `source` means: a run's tag, its folder, or a checkpoint's.
+    """The verified checkpoint that the setting `source` means.
 
-    None is the newest under base_dir/mid_checkpoints, or where there is none base_checkpoints; a tag is
-    looked up in the same order. Of a run the newest good checkpoint counts; damaged ones are named to `say`.
-    Raises UserError where there is none.
+    source: a run's tag, the folder of a run or of a checkpoint, or None for the run that was saved last. Runs
+    are looked up under base_dir/mid_checkpoints, then under base_dir/base_checkpoints. A run stands for its
+    newest good checkpoint; `say` gets the names of damaged ones. Raises UserError if nothing is found.
     """
     places = [Path(base_dir) / name for name in ("mid_checkpoints", "base_checkpoints")]
     runs = [
@@ -46,23 +46,23 @@ def find_source(source: str | None, base_dir: Path, say=print) -> Checkpoint:
 
 
 def _last_saved(run: Path) -> float:
-    """When the newest checkpoint of a run was written, in seconds since 1970."""
+    """When a run's last checkpoint was written, in seconds since 1970."""
     times = [0.0]
     for folder in checkpoints_in(run).values():
         try:
             times.append(os.path.getmtime(folder))
-        except FileNotFoundError:  # just now pruned by the run that writes here
+        except FileNotFoundError:  # the run that writes here has just deleted it
             continue
     return max(times)
 
 
 def cast_weights(model: GPT, dtype: torch.dtype) -> GPT:
-    """Cast the matrices and embeddings of a model to `dtype`, in place, once; returns the model.
+    """Cast the matrices and embeddings of a model to `dtype`, in place; returns the model.
 
-    For inference, in place of autocast, which casts every matrix anew for every token. The stream takes the
-    dtype of the embeddings. What stays float32: the two scalars of each block and the rotary tables, rounded
-    where they are used, as under autocast; a rounded table would be wrong for whoever turns to float32
-    again. The sums in norms and softmax are float32 inside their kernels, and the logits after the head.
+    It is for inference: autocast would cast every matrix again for every token. The residual stream takes the
+    dtype of the embeddings. The two scalars of each block and the rotary tables stay float32 and are rounded
+    where they are used, as under autocast; so the model can go back to float32 with exact tables. Norms
+    and softmax sum in float32 inside their kernels, and the logits are float32 after the head.
     """
     for p in model.parameters():
         if p.ndim == 2:
@@ -71,7 +71,8 @@ def cast_weights(model: GPT, dtype: torch.dtype) -> GPT:
 
 
 def load_for_inference(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> GPT:
-    """The model of a checkpoint with its weights cast once to `dtype`; UserError if it has none of ours."""
+    """The model of a checkpoint, on `device`, with its matrices in `dtype`. Raises UserError if it is a model
+    that this project does not know."""
     tensors, fits = checkpoint.load_model(), False
     with contextlib.suppress(KeyError, TypeError), torch.device("meta"):
         model = GPT(GPTConfig(**checkpoint.state["identity"]["model"]))
@@ -90,14 +91,13 @@ def load_for_inference(checkpoint: Checkpoint, device: torch.device, dtype: torc
 
 
 class LayerCache:
-    """Keys and values of one layer for the positions so far, (B, H, length, D) inside buffers of
-    max_seq_len."""
+    """Keys and values of one layer for the positions so far: (B, H, length, D), in buffers of max_seq_len."""
 
     def __init__(self, max_seq_len: int):
         self.max_seq_len, self.length, self.k, self.v = max_seq_len, 0, None, None
 
     def append(self, k, v):
-        """Add k and v (B, H, T, D) and return all there are."""
+        """Add k and v (B, H, T, D) of T new positions; returns those of all positions."""
         if self.k is None:
             B, H, _, D = k.shape
             self.k, self.v = (
@@ -110,7 +110,7 @@ class LayerCache:
 
 
 class KVCache:
-    """One LayerCache a layer; `length` is the number of positions held."""
+    """A LayerCache for each layer; `length` is the number of positions in it."""
 
     def __init__(self, config: GPTConfig):
         self.layers = [LayerCache(config.max_seq_len) for _ in range(config.depth)]
@@ -121,11 +121,11 @@ class KVCache:
 
 
 def sample_token(logits, temperature: float, top_k: int, top_p: float, generator):
-    """Draw from logits (B, V) float32 -> (B, 1) int64. temperature 0 takes the likeliest, and so does one so
-    near to it that dividing by it might overflow.
+    """Draw a token for each row of logits (B, V) float32; returns ids (B, 1) int64.
 
-    top_k > 0 keeps the k likeliest; then top_p < 1 the fewest likeliest that together have at least that
-    share of what is left (nucleus sampling, arXiv 1904.09751), and never none.
+    temperature: 0 takes the likeliest token; so does a value below 1e-6, since dividing by it may overflow.
+    top_k: only the k likeliest tokens are drawn (k <= 0: all). top_p: of those, only the likeliest ones that
+    together reach this share of the probability, at least one (nucleus sampling, arXiv 1904.09751).
     """
     if temperature < 1e-6:
         return logits.argmax(-1, keepdim=True)
@@ -135,7 +135,7 @@ def sample_token(logits, temperature: float, top_k: int, top_p: float, generator
     p = (logits / temperature).softmax(-1)
     if top_p < 1:
         sorted_p, order = p.sort(-1, descending=True)
-        before = sorted_p.cumsum(-1) - sorted_p  # what all likelier tokens have
+        before = sorted_p.cumsum(-1) - sorted_p  # the probability of all likelier tokens
         p = torch.zeros_like(p).scatter(-1, order, sorted_p.masked_fill(before >= top_p, 0))
     return torch.multinomial(p, 1, generator=generator)
 
@@ -144,12 +144,13 @@ def sample_token(logits, temperature: float, top_k: int, top_p: float, generator
 def generate(
     model, prompt, max_tokens, dtype=torch.float32, temperature=1.0, top_k=-1, seed=0, stop_ids=(), top_p=1.0
 ):
-    """Yield up to `max_tokens` token ids that continue `prompt` (a list of ids, its first normally <|bos|>).
+    """Yield up to `max_tokens` token ids that continue `prompt`, a list of ids that starts with <|bos|>.
 
-    dtype: autocast's; float32, for none, also where weights are cast already (`cast_weights`). Ends early at
-    an id of `stop_ids` (not yielded) or where the model's max_seq_len is full: no position beyond it was ever
-    trained, and dropping old ones would mean to compute all others anew. Of a longer prompt the end counts.
-    The same seed gives the same text, whatever was drawn before. Raises UserError for logits that are NaN.
+    A prompt that is too long keeps its end. Generation ends early at an id in `stop_ids` (it is not yielded),
+    or when max_seq_len positions are full: later positions were never trained, and without the oldest ones
+    all others would have to be computed again. dtype is autocast's; float32 means no autocast, which is right
+    after `cast_weights` too. The same seed gives the same text, whatever was drawn before. Raises UserError
+    if the logits are not finite.
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -158,7 +159,7 @@ def generate(
     for _ in range(min(max_tokens, model.config.max_seq_len - idx.size(1))):
         with autocast(device, dtype):
             logits = model(idx, cache=cache)[:, -1]  # (1, V)
-        if not logits.amax().isfinite():  # drawing from them would end a GPU's process
+        if not logits.amax().isfinite():  # on a GPU, drawing from such logits would kill the process
             raise UserError(
                 "the model's logits are not numbers: its training went wrong, or they overflow in this "
                 "dtype; use --dtype=float32 or an earlier checkpoint"
@@ -171,20 +172,23 @@ def generate(
 
 
 def continuations(model, tokenizer, prompts, dtype, seed, max_tokens=96) -> list[str]:
-    """The prompts, each with the text that the model goes on with, or the reason why it cannot."""
+    """Each prompt with its continuation by the model, or with the reason why there is none."""
     texts, options = [], {"temperature": 0.8, "top_k": 50, "seed": seed, "stop_ids": {tokenizer.bos_id}}
     for prompt in prompts:
         ids = [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()]
         try:
             texts.append(prompt + tokenizer.decode(list(generate(model, ids, max_tokens, dtype, **options))))
-        except UserError as error:  # not a reason to lose a run
+        except UserError as error:  # a bad sample must not end a training run
             texts.append(f"{prompt} ({error})")
     return texts
 
 
 def text_pieces(tokens, tokenizer):
-    """The text of a stream of token ids, as it comes. The bytes of a character that is not whole yet are held
-    back; what never becomes one is U+FFFD. Joined it is tokenizer.decode of all of them."""
+    """Yield the text of a stream of token ids as they come; joined, the pieces are tokenizer.decode(ids).
+
+    The bytes of an incomplete character wait for the next token. Bytes that never become a character give
+    U+FFFD.
+    """
     specials = {token: text.encode() for text, token in tokenizer.special_tokens.items()}
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token in tokens:

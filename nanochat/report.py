@@ -1,4 +1,4 @@
-"""report.md and its plot: what a run was, what it did, and what the model writes."""
+"""report.md and its plot: a run's plan, its losses and speed, and what its model writes."""
 
 import os
 from pathlib import Path
@@ -7,10 +7,10 @@ from nanochat.metrics import read_metrics
 
 
 def write_report(out_dir, title: str, plan: list[str], samples: list[str], final: bool, say=print):
-    """Write `<out_dir>/report.md` and loss.png from metrics.jsonl; each appears whole or not at all.
+    """Write `<out_dir>/report.md` and loss.png from metrics.jsonl; each file appears whole or not at all.
 
-    `plan` holds the lines a run prints at its start, `samples` texts the model has just written. What keeps a
-    report from being written (a full disk) is told to `say`, and ends no training.
+    plan: the lines that the run printed at its start. samples: texts by the model. final: False adds that the
+    run is still going on. An OSError, such as a full disk, does not end training: it goes to `say`.
     """
     try:
         _write(Path(out_dir), title, plan, samples, final)
@@ -19,6 +19,7 @@ def write_report(out_dir, title: str, plan: list[str], samples: list[str], final
 
 
 def _write(out_dir: Path, title, plan, samples, final):
+    """write_report without the handling of errors."""
     records = read_metrics(out_dir / "metrics.jsonl")
     steps = [r for r in records if r.get("loss") is not None]
     evals = [r for r in records if r.get("val_bpb") is not None]
@@ -39,6 +40,7 @@ def _write(out_dir: Path, title, plan, samples, final):
 
 
 def _summary(steps, evals) -> str:
+    """A table of what the run did; speed is that of the step whose time is the median."""
     if not steps:
         return "No step has been made."
     times = sorted(r["step_time_s"] for r in steps)
@@ -46,6 +48,7 @@ def _summary(steps, evals) -> str:
     typical = min(steps, key=lambda r: abs(r["step_time_s"] - median))
     waits = sorted(r["data_wait_s"] for r in steps)
     tail = [r["loss"] for r in steps[-max(1, len(steps) // 20) :]]
+    spikes = ", ".join(str(r["step"]) for r in steps if r.get("spike")) or "none"
     rows = [
         ("steps", f"{steps[-1]['step'] + 1:,}"),
         ("tokens trained on", f"{steps[-1]['tokens']:,}"),
@@ -57,16 +60,13 @@ def _summary(steps, evals) -> str:
         ("model FLOPs utilisation", f"{100 * typical['mfu']:.1f} %"),
         ("FLOPs", f"{steps[-1]['flops']:.3g}"),
         ("skipped steps (not finite)", f"{steps[-1].get('skipped', 0)}"),
-        (
-            "loss spikes (6 sigma), at steps",
-            ", ".join(str(r["step"]) for r in steps if r.get("spike")) or "none",
-        ),
+        ("loss spikes (6 sigma), at steps", spikes),
     ]
     return "\n".join(["| | |", "|:--|--:|", *(f"| {name} | {value} |" for name, value in rows)])
 
 
 def _plot(path: Path, steps, evals):
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow: only where there is a plot to draw
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # a slow import, so only before a plot
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")

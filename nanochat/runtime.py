@@ -1,4 +1,4 @@
-"""The machine a script runs on: device, processes, signals, and how fast the device can multiply."""
+"""The machine a script runs on: its device and memory, its processes, signals to stop, and peak FLOP/s."""
 
 import contextlib
 import gc
@@ -20,31 +20,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nanochat import UserError, distributed
 
-# Dense 16-bit matrix multiplication with float32 accumulation, in TFLOP/s, from the makers' data sheets.
-# The first name that stands as a word in torch.cuda.get_device_name() decides; others are measured.
+# TFLOP/s of dense 16-bit matrix products that are summed in float32, from the makers' data sheets. The first
+# name that is a whole word in torch.cuda.get_device_name() counts; a GPU without an entry is measured.
 DATA_SHEET_TFLOPS = [
-    ("GB200", 2500),
-    ("B200", 2250),
-    ("GH200", 989),
-    ("H200", 989),
-    ("H100 PCIe", 756),
-    ("H100 NVL", 835),
-    ("H100", 989),
-    ("A100", 312),
-    ("L40S", 362),
-    ("L4", 121),
-    ("A40", 149.7),
-    ("A10", 125),
-    ("RTX 4090", 165.2),
-    ("RTX 3090", 71),
-    ("V100", 125),
-    ("T4", 65),
-    ("MI300X", 1307),
-]
+    ("GB200", 2500), ("B200", 2250), ("GH200", 989), ("H200", 989), ("H100 PCIe", 756), ("H100 NVL", 835),
+    ("H100", 989), ("A100", 312), ("L40S", 362), ("L4", 121), ("A40", 149.7), ("A10", 125),
+    ("RTX 4090", 165.2), ("RTX 3090", 71), ("V100", 125), ("T4", 65), ("MI300X", 1307),
+]  # fmt: skip
 
 PATHS = {"data", "val_data", "tokenizer", "init_from", "base_dir", "out_dir"}  # settings that are paths
 
-# All processes have the same rotary tables, so DDP need not send them; newer torch renamed the option
+# DDP need not send the rotary tables: every process computes the same ones. Newer torch renamed the option.
 _renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 _no_buffers = {"forward_sync_buffers" if _renamed else "broadcast_buffers": False}
 DDP_OPTIONS = {"gradient_as_bucket_view": True, **_no_buffers}
@@ -52,25 +38,24 @@ DDP_OPTIONS = {"gradient_as_bucket_view": True, **_no_buffers}
 
 @dataclass(frozen=True)
 class Machine:
-    """Where this process runs: its device and its place among the processes that torchrun started (or
-    alone)."""
+    """Where this process runs: its device, and its place among the processes that torchrun started."""
 
     device: torch.device
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    store: dist.Store | None = None  # where processes leave notes for each other
+    store: dist.Store | None = None  # where processes leave notes for each other (None: one process)
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def print(self, *words, **options):
-        """print(), by the first process alone."""
+        """print() in the first process; nothing in the others."""
         if self.is_main:
             try:
                 print(*words, **options, flush=True)
-            except BrokenPipeError:  # Ctrl-C ends the `tee` behind a run too; the run is still to save
+            except BrokenPipeError:  # Ctrl-C also ends a `tee` that reads this; the run still has to save
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def all_sum(self, values: list[float]) -> list[float]:
@@ -83,7 +68,7 @@ class Machine:
         return total.tolist()
 
     def all_gather(self, value):
-        """The JSON-able values of all processes in order of rank, on every process."""
+        """A list of what each process gives, in order of rank, on every process. Values are pickled."""
         if self.world_size == 1:
             return [value]
         values = [None] * self.world_size
@@ -91,7 +76,7 @@ class Machine:
         return values
 
     def check_same(self, what: dict):
-        """UserError on every process, naming the first difference, unless all gave equal JSON-able values."""
+        """Raise UserError on every process, with the first difference, unless `what` is equal on all."""
         first, *others = self.all_gather(what)
         for rank, other in enumerate(others, start=1):
             for name, value in first.items():
@@ -107,8 +92,10 @@ class Machine:
 
     @contextlib.contextmanager
     def main_first(self, key: str, stop: "StopSignal | None" = None):
-        """The first process does what stands inside alone, then the first of every other machine, then the
-        rest: each finds what is there already. Waits without limit; `key` is the place's name.
+        """Run the body in the first process, then in the first process of every other machine, then in all
+        others, so that each finds what the earlier ones have made.
+
+        key: a name for this place in the script. The wait has no time limit; `stop` can end it.
         """
         turn = 0 if self.is_main else 1 if self.local_rank == 0 else 2
         if self.world_size > 1 and turn:
@@ -120,35 +107,35 @@ class Machine:
             self.store.set(f"{key}/{self.rank}", "")
 
     def synchronize(self):
-        """Wait until the device has done everything it was asked to do, so that a clock tells the truth."""
+        """Wait until the device has finished all its work, so that a clock measures that work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         elif self.device.type == "mps":
             torch.mps.synchronize()
 
     def free_memory(self) -> int:
-        """Bytes that this process may still take: of the GPU, else its share of the machine's memory."""
+        """Bytes that this process may still use: of its GPU, else its share of the machine's memory."""
         if self.device.type == "cuda":
             return torch.cuda.mem_get_info(self.device)[0]
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-        if not hasattr(os, "sysconf"):  # Windows does not say; what any machine has
+        if not hasattr(os, "sysconf"):  # Windows does not tell; any machine has 4 GiB
             return 4 * 2**30 // processes
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-        with contextlib.suppress(OSError, StopIteration):  # Linux: what is free or could be freed
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # a guess: half of the memory
+        with contextlib.suppress(OSError, StopIteration):  # Linux counts what is free or can be freed
             free = 1024 * _entry("/proc/meminfo", "MemAvailable:")
-        with contextlib.suppress(OSError, ValueError, StopIteration):  # a container's limit ("max" = none)
+        with contextlib.suppress(OSError, ValueError, StopIteration):  # a container's limit, or "max"
             limit, used = (int(Path(f"/sys/fs/cgroup/memory.{n}").read_text()) for n in ("max", "current"))
-            cached = _entry("/sys/fs/cgroup/memory.stat", "inactive_file")  # of files, which gives way
+            cached = _entry("/sys/fs/cgroup/memory.stat", "inactive_file")  # can be freed at any time
             free = min(free, limit - used + cached)
         return free // processes
 
     def peak_memory(self) -> int:
-        """Bytes: the most allocated on the GPU, else the most this process had resident (0: unknown)."""
+        """The most bytes so far: allocated on the GPU, else of this process in memory (0: unknown)."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        if self.device.type == "mps":  # what the driver gave torch; it hardly ever takes any back
+        if self.device.type == "mps":  # what torch holds now; it hardly ever gives any back
             return torch.mps.driver_allocated_memory()
-        with contextlib.suppress(OSError, StopIteration):  # Linux; getrusage begins with what the parent held
+        with contextlib.suppress(OSError, StopIteration):  # Linux; getrusage starts at the parent's peak
             return 1024 * _entry("/proc/self/status", "VmHWM:")
         try:
             import resource
@@ -172,71 +159,77 @@ class Machine:
         sys.exit(0)
 
     def close(self):
-        """Leave the other processes."""
+        """Leave the process group."""
         if dist.is_initialized():
-            # gloo's thread needs the GIL to let go of the last exchange's tensors. A DistributedDataParallel
-            # that ends later waits for that thread and holds the GIL (pytorch/pytorch#56297): let it go on.
+            # gloo's thread needs the GIL to release the tensors of the last exchange. Give it time: a model
+            # in DDP that is destroyed meanwhile holds the GIL and waits for it (pytorch/pytorch#56297).
             time.sleep(0.1)
             dist.destroy_process_group()
 
 
 def _entry(path: str, name: str) -> int:
-    """The number behind a name in a table of the kernel's; OSError or StopIteration where there is none."""
+    """The number after a name in a table of the kernel. Raises OSError or StopIteration without it."""
     lines = (line.split() for line in Path(path).read_text().splitlines())
     return int(next(words[1] for words in lines if words[:1] == [name]))
 
 
 def start(device_type: str, seed: int, timeout_s: float = 600.0) -> Machine:
-    """Choose the device (`auto`: cuda, else mps, else cpu), join torchrun's process group if there is one,
-    and seed.
+    """Choose the device, join torchrun's process group if there is one, and seed torch.
 
-    timeout_s: how long processes wait for one of them before they end. Raises UserError for a device this
-    machine does not have, and for a seed that a random number generator does not take.
+    device_type: cuda, mps, cpu or auto, the first of these that this machine has. timeout_s: seconds that
+    processes wait for one that does not answer before they all end. Raises UserError if the device is not
+    available, if there are more processes than GPUs, or if the seed is out of range.
     """
     if not 0 <= seed < 2**62:
         raise UserError(f"seed is {seed}; give a number from 0 to 2**62")
+    rank, local_rank, world_size = (
+        int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
+    )
+    device, store = _choose_device(device_type, local_rank), None
+    if world_size > 1:
+        if device.type == "mps":
+            raise UserError(
+                "MPS runs one process; start it with python, or use --device_type=cpu with torchrun"
+            )
+        options = {"device_id": device} if device.type == "cuda" else {}
+        store = distributed.join("nccl" if device.type == "cuda" else "gloo", timeout_s, **options)
+    torch.manual_seed(seed)
+    return Machine(device, rank, local_rank, world_size, store)
+
+
+def _choose_device(device_type: str, local_rank: int) -> torch.device:
     have = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if device_type == "auto":
         device_type = next(name for name, there in have.items() if there)
     if not have.get(device_type):
         there = ", ".join(name for name, yes in have.items() if yes)
         raise UserError(f"device_type {device_type} is not available here; this machine has: {there}")
-    rank, local_rank, world_size = (
-        int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
-    )
-    device, store = torch.device(device_type), None
-    if device_type == "cuda":
-        processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
-        if processes_here > torch.cuda.device_count():
-            raise UserError(
-                f"{processes_here} processes on this machine but it has {torch.cuda.device_count()} GPUs; "
-                "lower --nproc_per_node"
-            )
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    if world_size > 1:
-        if device_type == "mps":
-            raise UserError(
-                "MPS runs one process; start it with python, or use --device_type=cpu with torchrun"
-            )
-        options = {"device_id": device} if device_type == "cuda" else {}
-        store = distributed.join("nccl" if device_type == "cuda" else "gloo", timeout_s, **options)
-    torch.manual_seed(seed)
-    return Machine(device, rank, local_rank, world_size, store)
+    if device_type != "cuda":
+        return torch.device(device_type)
+    processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+    if processes_here > torch.cuda.device_count():
+        raise UserError(
+            f"{processes_here} processes on this machine but it has {torch.cuda.device_count()} GPUs; "
+            "lower --nproc_per_node"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """FLOP/s of dense matrix multiplication in `dtype`, and where the figure comes from.
+    """FLOP/s of dense matrix products in `dtype`, and where the figure comes from: (value, reason).
 
-    Known GPUs in 16 bit: the data sheet. Everything else is measured on the spot in about a third of a
-    second: the best of several products of two square matrices.
+    For known GPUs in 16 bit it is the data sheet's. Else it is measured in about a third of a second: the
+    fastest of several products of two square matrices.
     """
     if device.type == "cuda" and dtype != torch.float32:
         name = torch.cuda.get_device_name(device)
         for part, tflops in DATA_SHEET_TFLOPS:
-            if re.search(rf"\b{part}\b", name):  # "A40" is not in "RTX A4000"
+            if re.search(rf"\b{part}\b", name):  # a whole word: an "RTX A4000" is no "A40"
                 return tflops * 1e12, f"data sheet of {part}"
-    side = 8192 if device.type == "cuda" else 2048 if dtype != torch.float16 or device.type != "cpu" else 512
+    slow = device.type == "cpu" and dtype == torch.float16
+    side = 8192 if device.type == "cuda" else 512 if slow else 2048
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     machine, best, began, runs = Machine(device), float("inf"), time.perf_counter(), 0
     while runs < 3 or time.perf_counter() - began < 0.25:
@@ -249,7 +242,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """The states of torch's random number generators, of this process and its GPU, as uint8 tensors."""
+    """The states of torch's random number generators for the CPU and this process's GPU: uint8 tensors."""
     states = {"random_state/cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["random_state/cuda"] = torch.cuda.get_rng_state(device)
@@ -257,7 +250,7 @@ def random_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def set_random_state(states: dict[str, torch.Tensor], device: torch.device):
-    """Put back what `random_state` gave; other keys, and those of another kind of device, stay unread."""
+    """Restore what `random_state` returned. Other keys, and the states of other devices, are ignored."""
     if "random_state/cpu" in states:
         torch.set_rng_state(states["random_state/cpu"])
     if "random_state/cuda" in states and device.type == "cuda":
@@ -265,17 +258,18 @@ def set_random_state(states: dict[str, torch.Tensor], device: torch.device):
 
 
 def is_random_state(name: str) -> bool:
-    """Whether `random_state` gives a tensor of that name."""
+    """Whether a tensor of that name comes from `random_state`."""
     return name.startswith("random_state/")
 
 
 def decide_compile(
     setting: str, device: torch.device, expected_seconds: float, before: bool | None = None
 ) -> tuple[bool, str]:
-    """Whether to compile the model, for the setting `compile` (auto, on, off), and the reason.
+    """Whether to compile the model, for the setting `compile` (auto, on, off), and why: (decision, reason).
 
-    Compiling takes a GPU about a minute and a CPU about half a minute; it makes steps about 1.5 times as
-    fast. `before` is what a run that is resumed did until now: it stays so, where this machine can.
+    Compiling takes about a minute on a GPU and half a minute on a CPU. It makes steps about 1.5 times as
+    fast. expected_seconds: the time of all steps without it. before: the decision of the run that is resumed
+    (None: a new run); it stands, if this machine can compile.
     """
     if setting != "auto":
         return setting == "on", "as asked for"
@@ -299,8 +293,7 @@ def decide_compile(
 
 
 def git_commit() -> str | None:
-    """The commit of the working tree this runs from, with "+" where files differ from it; None outside of
-    git."""
+    """The commit of the current folder's working tree, with "+" if files differ from it; None outside git."""
     command = ["git", "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
@@ -309,7 +302,7 @@ def git_commit() -> str | None:
 
 
 def device_name(device: torch.device) -> str:
-    """The name of the GPU, or of the processor."""
+    """The name of the GPU, or of the processor with its number of cores."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -327,27 +320,27 @@ def freeze_garbage():
 
 
 class StopSignal:
-    """Remembers a SIGTERM, SIGINT or SIGUSR1, so that the loop can end at a step's boundary. A second
-    SIGINT stops at once. The death of the torchrun that started this process counts as a signal too."""
+    """Remembers a SIGTERM, SIGINT or SIGUSR1, so that the loop can end after its step. A second SIGINT ends
+    the process at once. If the torchrun that started this process dies, that counts as a signal too."""
 
     def __init__(self):
         self._name = ""
         self._torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
             if hasattr(signal, name):  # Windows has no SIGUSR1
-                with contextlib.suppress(ValueError):  # not in the main thread: the caller's handlers stay
+                with contextlib.suppress(ValueError):  # outside the main thread the handlers stay as they are
                     signal.signal(getattr(signal, name), self._remember)
 
     @property
     def name(self) -> str:
-        """What asked to stop; empty as long as nothing has."""
+        """What asked this process to stop, "" if nothing did."""
         if not self._name and self._torchrun and os.getppid() != self._torchrun:
             self._name = "the death of torchrun"
         return self._name
 
     def _remember(self, number, frame):
         if self._name == "SIGINT" and number == signal.SIGINT:
-            os._exit(130)  # checkpoints are whole or absent at any moment, so nothing has to be tidied up
+            os._exit(130)  # a checkpoint is complete or absent at any moment: there is nothing to clean up
         self._name = signal.Signals(number).name
-        with contextlib.suppress(OSError):  # nobody may read it any more; and print() is not safe here
+        with contextlib.suppress(OSError):  # stderr may be closed; print() is not safe in a signal handler
             os.write(2, f"\n{self._name}: finishing this step, then saving\n".encode())

@@ -1,11 +1,12 @@
 """Let a checkpoint write: it continues a prompt, or each line that you type.
 
-    python -m scripts.chat --prompt="def main("          # the newest checkpoint
-    python -m scripts.chat --source=laptop               # a run's tag, its folder, or a checkpoint's
-    echo "import" | python -m scripts.chat --top_p=0.9   # a line, a text
+    python -m scripts.chat --prompt="def main("          # with the newest checkpoint
+    python -m scripts.chat --source=laptop               # a run's tag, its folder or a checkpoint's folder
+    echo "import" | python -m scripts.chat --top_p=0.9   # each line of the input is a prompt
 
-Without a prompt an empty line or Ctrl-D ends it. A base model knows no conversation: it continues the text,
-and each line begins a new one. Text goes to stdout, everything else to stderr.
+Without --prompt, type a line and press Enter. An empty line or Ctrl-D ends the program. A base model knows
+no conversation: it continues the text, and each line starts a new text. The text goes to stdout, everything
+else to stderr.
 """
 
 import os
@@ -19,27 +20,27 @@ from nanochat import UserError, precision, runtime
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.engine import find_source, generate, load_for_inference, text_pieces
 
-# What writes
+# Model
 source: str | None = None  # a run's tag, its folder or a checkpoint's (none = the newest, mid before base)
 base_dir = "~/.cache/nanochat"  # where runs live (environment: NANOCHAT_BASE_DIR)
 
-# What it writes
-prompt: str | None = None  # text to continue (none = each line of the input)
-temperature = 0.8  # below 1 likely tokens are drawn more often than the model says (0 = always the likeliest)
-top_k = 50  # drawn from so many likeliest tokens (-1 = off)
-top_p = 1.0  # drawn from the likeliest tokens that have this share of all probability (1 = off)
-max_tokens = 256  # tokens to write (-1 = until the model's max_seq_len is full)
-seed = 42  # of what is drawn; line n of the input has seed + n
+# Text
+prompt: str | None = None  # text to continue (none = each line that you type)
+temperature = 0.8  # randomness; 1 = the model's own probabilities (0 = always the likeliest token)
+top_k = 50  # draw from this many likeliest tokens (-1 = off)
+top_p = 1.0  # draw from the likeliest tokens that together have this probability (1 = off)
+max_tokens = 256  # tokens to write (-1 = until the row is full)
+seed = 42  # of the random draws; line n of the input has seed + n
 
 # Machine
 device_type: Literal["auto", "cuda", "cpu", "mps"] = "auto"  # auto = cuda, else mps, else cpu
-dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of weights and arithmetic
+dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of weights and computation
 
 settings = configurator.configure(globals())
 
 
 def interrupted(number, frame):
-    """Ctrl-C: no traceback."""
+    """Ctrl-C ends the program without a traceback."""
     os.write(2, b"\n")
     sys.exit(130)
 
@@ -48,7 +49,7 @@ signal.signal(signal.SIGINT, interrupted)
 for name, fine, takes in (
     ("temperature", temperature >= 0, "a number from 0"),
     ("top_k", top_k == -1 or top_k >= 1, "a number from 1, or -1 for all tokens"),
-    ("top_p", 0 < top_p <= 1, "a share above 0, up to 1"),
+    ("top_p", 0 < top_p <= 1, "a probability above 0, up to 1"),
     ("max_tokens", max_tokens == -1 or max_tokens >= 1, "a number from 1, or -1 for as many as fit"),
 ):
     if not fine:
@@ -68,7 +69,7 @@ checkpoint = find_source(source, Path(base_dir).expanduser(), note)
 tokenizer = Tokenizer.load(checkpoint.path / "tokenizer.json")
 model = load_for_inference(checkpoint, machine.device, compute_dtype)
 room = model.config.max_seq_len
-for stream in (sys.stdin, sys.stdout):  # what a terminal cannot show, or bytes that are no text, end nothing
+for stream in (sys.stdin, sys.stdout):  # replace what is no text or cannot be shown
     stream.reconfigure(errors="replace")
 note(
     f"{checkpoint.path}: {sum(p.numel() for p in model.parameters()):,} parameters on {machine.device.type} "
@@ -77,17 +78,18 @@ note(
 
 
 def beginning(text: str) -> list[int]:
-    """Ids that the model continues. The end of a text that is too long, so that half of the row is free."""
+    """The ids that the model continues. A text that is too long keeps its end and leaves at least half of the
+    row free."""
     ids = tokenizer.encode(text).tolist()
     wanted = room if max_tokens == -1 else max_tokens
-    keep = max(room - 1 - wanted, room // 2 - 1)  # <|bos|> takes a place too
+    keep = max(room - 1 - wanted, room // 2 - 1)  # <|bos|> takes a position too
     if len(ids) > keep:
-        note(f"(the prompt has {len(ids)} tokens; of its end the model sees {keep}, its row has {room})")
+        note(f"(the prompt has {len(ids)} tokens; the model sees the last {keep}, its row has {room})")
     return [tokenizer.bos_id, *ids[max(0, len(ids) - keep) :]]
 
 
 def write(text: str, draw_seed: int):
-    """Print the text and what the model adds, as it comes."""
+    """Print the text, then what the model adds, piece by piece."""
     ids, written = beginning(text), []
     many = room if max_tokens == -1 else max_tokens
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "stop_ids": {tokenizer.bos_id}}
@@ -106,7 +108,7 @@ def write(text: str, draw_seed: int):
 
 
 def lines():
-    """What is typed, up to an empty line or the end of the input."""
+    """The lines of the input, up to an empty line or the end."""
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")
@@ -123,5 +125,5 @@ def lines():
 try:
     for number, text in enumerate(lines() if prompt is None else [prompt]):
         write(text, seed + number)
-except BrokenPipeError:  # whoever read it has gone, as `head` does
+except BrokenPipeError:  # the reader of the output, such as `head`, has ended
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

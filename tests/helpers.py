@@ -16,6 +16,7 @@ import torch
 from nanochat import checkpoint
 
 ROOT = Path(__file__).parent.parent
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}  # a second thread would wait for a busy core
 TINY = [
     "--depth=2", "--aspect_ratio=16", "--head_dim=16", "--max_seq_len=32", "--vocab_size=300",
     "--device_batch_size=2", "--total_batch_size=256", "--num_iterations=8", "--dtype=float32",
@@ -33,7 +34,9 @@ def run(arguments: list[str], status: int = 0, processes: int = 1) -> str:
     how = [sys.executable, "-m"]
     if processes > 1:
         how += ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
-    done = subprocess.run(how + arguments, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        how + arguments, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == status, done.stdout + done.stderr
     assert status == 0 or processes > 1 or "Traceback" not in done.stderr
     return done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""What becomes of a run of several processes when one of them differs, fails, dies or hangs."""
+"""A run of several processes in which one differs, fails, dies or hangs: all end, and the log says why."""
 
 import math
 import os
@@ -13,7 +13,7 @@ from helpers import ROOT, command, losses, records, wait_for_step
 
 from nanochat import UserError, checkpoint, distributed
 
-# Runs the real script; in process 1, when it asks for the batch of a step, what the test wants to happen does
+# Runs the real script. When process 1 asks for the first batch of the step, the fault happens there.
 FAULT = """
 import os, runpy, signal, sys, time
 from nanochat.data import loader as loader_module
@@ -27,9 +27,9 @@ if os.environ["RANK"] == "1":
         global calls
         batch = original(loader)
         calls += 1
-        if calls == 4 * step + 1:  # four micro-steps a step and process... the first of this one
+        if calls == 4 * step + 1:  # a process has four micro-steps a step; this is the first one of `step`
             while fault in ("kill", "stop") and not os.path.exists(os.environ["RUN_FOLDER"] + "/step_000003"):
-                time.sleep(0.02)  # the save of step 3 is to be over: nobody can finish it for a dead process
+                time.sleep(0.02)  # the save of step 3 needs both processes; let it end first
             if fault == "refuse":
                 from nanochat import UserError
 
@@ -114,7 +114,7 @@ def test_a_process_that_hangs_ends_all_after_the_time_set_and_is_named(tmp_path,
     status, printed, seconds = run_two(tmp_path, corpus, "stop", 5, "--process_timeout=5")
     assert status == 1
     assert "process 0: no answer from process 1 for 5 s: it hangs" in printed
-    assert seconds < 120  # 5 of ours and 30 of torchrun, and the start; it would be for ever
+    assert seconds < 120  # the start, our 5 s and torchrun's 30 s
     assert checkpoint.find(tmp_path / "run", "auto").step == 3
 
 
@@ -137,7 +137,9 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step_and_the_run_goes_on(
     assert status == 0 and sorted(losses(tmp_path / "run")) == list(range(8))
 
 
-@pytest.mark.parametrize(("name", "own", "first"), [("seed", 7, 42), ("sample_every", 3, -1)])
+@pytest.mark.parametrize(
+    ("name", "own", "first"), [("sample_every", 3, -1), pytest.param("seed", 7, 42, marks=pytest.mark.slow)]
+)
 def test_processes_with_different_settings_are_refused_by_name(tmp_path, corpus, name, own, first):
     status, printed, _ = run_two(tmp_path, corpus, f"--{name}={own}", 0)
     assert status == 1
@@ -160,7 +162,7 @@ def test_processes_whose_torchrun_was_killed_save_and_end(tmp_path, corpus):
     while not list(out.glob("step_*")) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert 2 < checkpoint.find(out, "auto").step < 100000
-    while time.monotonic() < deadline:  # the folder is free again: the processes are gone
+    while time.monotonic() < deadline:  # until the folder is free, because the processes have ended
         try:
             checkpoint.lock_folder(out).close()
             return
@@ -170,7 +172,7 @@ def test_processes_whose_torchrun_was_killed_save_and_end(tmp_path, corpus):
 
 
 class Empty:
-    """A store in which nobody has left anything."""
+    """A store without any key."""
 
     def check(self, keys):
         return False

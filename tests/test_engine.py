@@ -179,27 +179,27 @@ def test_temperature_zero_takes_the_likeliest_and_the_smallest_above_it_does_too
 # Text
 
 
-ENCODING = train(["naïve café 東京 🙂🙃 straße\n" * 20], 280, exact=False)
+TOKENIZER = train(["naïve café 東京 🙂🙃 straße\n" * 20], 280, exact=False)
 
 
 def ids_of(text):
-    return [ENCODING.bos_id, *ENCODING.encode(text).tolist()]
+    return [TOKENIZER.bos_id, *TOKENIZER.encode(text).tolist()]
 
 
 def test_a_character_appears_when_its_last_byte_has_come():
     ids = list("é🙂".encode())  # ids below 256 are the bytes themselves
-    assert [ENCODING.tokens[i] for i in ids] == [bytes([i]) for i in ids]
+    assert [TOKENIZER.tokens[i] for i in ids] == [bytes([i]) for i in ids]
     came = []
-    pieces = text_pieces((came.append(i) or i for i in ids), ENCODING)
+    pieces = text_pieces((came.append(i) or i for i in ids), TOKENIZER)
     assert [(piece, len(came)) for piece in pieces] == [("é", 2), ("🙂", 6)]
 
 
 def test_pieces_joined_are_the_decoded_whole_also_where_bytes_are_broken():
     draw = torch.Generator().manual_seed(0)
-    streams = [torch.randint(ENCODING.vocab_size, (60,), generator=draw).tolist() for _ in range(50)]
+    streams = [torch.randint(TOKENIZER.vocab_size, (60,), generator=draw).tolist() for _ in range(50)]
     streams += [ids_of("東京 🙂 naïve"), list("🙂".encode()[:3]), [0xFF, *"é".encode(), 0xE6, 0x9D], []]
     for ids in streams:
-        assert "".join(text_pieces(iter(ids), ENCODING)) == ENCODING.decode(ids)
+        assert "".join(text_pieces(iter(ids), TOKENIZER)) == TOKENIZER.decode(ids)
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def test_the_cache_agrees_with_a_full_pass_in_bfloat16_to_its_rounding(window_pa
 def save_run(folder, model, step=3, config=None):
     """A checkpoint as base_train leaves it, as far as inference looks at it."""
     state = {"identity": {"model": config or asdict(model.config)}}
-    files = {"tokenizer.json": ENCODING.to_bytes()}
+    files = {"tokenizer.json": TOKENIZER.to_bytes()}
     return checkpoint.save(folder, step, model=model.state_dict(), optimizer={}, state=state, files=files)
 
 

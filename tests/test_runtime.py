@@ -1,4 +1,4 @@
-"""The machine: device and dtype peaks, signals, and what two processes tell each other."""
+"""The machine: device, memory and peak FLOP/s, signals, and the exchanges between two processes."""
 
 import json
 import os
@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import ROOT
 
 from nanochat import UserError, runtime
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parent.parent
 
 
 def python(code, *arguments, **variables):
@@ -58,7 +58,7 @@ def test_auto_takes_cuda_before_mps_before_cpu(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(UserError, match="3 processes on this machine but it has 2 GPUs; lower"):
         runtime.start("auto", seed=0)
-    monkeypatch.setenv("LOCAL_RANK", "0")  # every process knows, so that the first one says it
+    monkeypatch.setenv("LOCAL_RANK", "0")  # the first process, which prints, notices it too
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(UserError, match="4 processes on this machine but it has 2 GPUs; lower"):
         runtime.start("auto", seed=0)
@@ -93,7 +93,7 @@ def test_memory_is_counted_in_bytes_and_shared_among_processes():
     assert block.nbytes < alone.peak_memory() < physical
 
 
-def test_a_containers_limit_counts_and_its_cache_of_files_as_free(tmp_path, monkeypatch):
+def test_free_memory_is_within_a_containers_limit_and_counts_its_file_cache_as_free(tmp_path, monkeypatch):
     monkeypatch.setattr(runtime, "Path", lambda path: Path(f"{tmp_path}/{path}"))
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc" / "meminfo").write_text("MemTotal: 64 kB\nMemAvailable:  8000 kB\n")
@@ -114,6 +114,7 @@ def test_a_containers_limit_counts_and_its_cache_of_files_as_free(tmp_path, monk
 TWO = """
 import json, sys, time
 from pathlib import Path
+import nanochat
 import torch
 from nanochat import runtime
 from nanochat.evaluate import bits_per_byte
@@ -122,6 +123,11 @@ from nanochat.gpt import GPT, GPTConfig
 folder = Path(sys.argv[1])
 machine = runtime.start("cpu", seed=0)
 out = {"world_size": machine.world_size}
+machine.check_same({"seed": 42, "data": ["a", "b"]})
+try:
+    machine.check_same({"seed": 42, "sample_every": [-1, 3][machine.rank], "depth": [4, 5][machine.rank]})
+except nanochat.UserError as error:
+    out["refused"] = str(error)
 out["sum"] = machine.all_sum([machine.rank + 0.5, 2.0**40 + machine.rank])
 out["gather"] = machine.all_gather({"rank": machine.rank, "text": "x" * (10 + machine.rank)})
 machine.print("only once")
@@ -147,7 +153,7 @@ machine.close()
 """
 
 
-def test_two_processes_sum_gather_and_wait_for_the_first(tmp_path):
+def test_two_processes_sum_gather_compare_and_wait_for_the_first(tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
@@ -173,6 +179,7 @@ def test_two_processes_sum_gather_and_wait_for_the_first(tmp_path):
     for rank in range(2):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert found["world_size"] == 2
+        assert found["refused"].startswith("process 1 has sample_every 3, process 0 has -1; give")
         assert found["sum"] == [2.0, 2.0**41 + 1]
         assert found["gather"] == [{"rank": 0, "text": "x" * 10}, {"rank": 1, "text": "x" * 11}]
         assert found["found0"] and found["found1"], "the second process did not wait"
@@ -198,14 +205,14 @@ while True:
 
 def test_signals_are_remembered_and_a_second_sigint_stops_at_once():
     child = python(WAITER)
-    watchdog = threading.Timer(60, child.kill)  # a signal that was lost must not hang the tests
+    watchdog = threading.Timer(60, child.kill)  # if a signal gets lost, the test fails and does not hang
     watchdog.start()
     try:
         assert child.stdout.readline() == "ready\n"
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             child.send_signal(number)
             assert child.stdout.readline().strip() == number.name
-        child.send_signal(signal.SIGTERM)  # a scheduler's second notice is no second Ctrl-C
+        child.send_signal(signal.SIGTERM)  # a scheduler's second signal is not a second Ctrl-C
         assert child.stdout.readline() == "SIGTERM\n"
         child.send_signal(signal.SIGINT)
         assert child.stdout.readline() == "SIGINT\n"
@@ -221,7 +228,7 @@ WITHOUT_READER = """
 import os, signal, sys
 from nanochat.runtime import StopSignal, start
 machine, stop = start("cpu", seed=0), StopSignal()
-sys.stdin.readline()  # until the readers of our output have gone
+sys.stdin.readline()  # wait until the readers of the output have gone
 os.kill(os.getpid(), signal.SIGINT)
 machine.print("x" * 10_000)
 sys.exit(0 if stop.name == "SIGINT" else 1)
@@ -272,7 +279,7 @@ def test_a_measured_peak_is_near_what_another_product_reaches():
         ("AMD Instinct MI300X", 1307),
     ],
 )
-def test_known_gpus_are_judged_by_their_data_sheet(name, tflops, monkeypatch):
+def test_a_known_gpu_has_the_peak_of_its_data_sheet(name, tflops, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     peak, source = runtime.peak_flops(torch.device("cuda", 0), torch.bfloat16)
     assert peak == tflops * 1e12 and "data sheet" in source
@@ -283,29 +290,27 @@ class Measured(Exception):
 
 
 @pytest.mark.parametrize(
-    "name", ["NVIDIA RTX A4000", "NVIDIA A10G", "NVIDIA L40", "NVIDIA T400 4GB", "RTX A1000"]
+    ("name", "dtype"),
+    [
+        ("NVIDIA RTX A4000", torch.bfloat16),  # its name only resembles a known one
+        ("NVIDIA A10G", torch.bfloat16),
+        ("NVIDIA L40", torch.bfloat16),
+        ("NVIDIA T400 4GB", torch.bfloat16),
+        ("RTX A1000", torch.bfloat16),
+        ("NVIDIA H200", torch.float32),  # the table is for 16 bit
+    ],
 )
-def test_a_gpu_whose_name_only_resembles_a_known_one_is_measured(name, monkeypatch):
+def test_a_gpu_or_dtype_that_is_not_in_the_table_is_measured(name, dtype, monkeypatch):
     def measure(*args, **kwargs):
         raise Measured
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(torch, "randn", measure)
     with pytest.raises(Measured):
-        runtime.peak_flops(torch.device("cuda", 0), torch.bfloat16)
+        runtime.peak_flops(torch.device("cuda", 0), dtype)
 
 
-def test_known_gpus_are_measured_in_float32_which_no_data_sheet_figure_here_is_for(monkeypatch):
-    def measure(*args, **kwargs):
-        raise Measured
-
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(torch, "randn", measure)
-    with pytest.raises(Measured):
-        runtime.peak_flops(torch.device("cuda", 0), torch.float32)
-
-
-def test_compiling_is_decided_by_setting_then_tools_then_by_what_it_saves(monkeypatch):
+def test_the_setting_decides_about_compiling_then_the_tools_then_the_time_it_saves(monkeypatch):
     assert runtime.decide_compile("on", CPU, 0) == (True, "as asked for")
     assert runtime.decide_compile("off", CPU, 1e9) == (False, "as asked for")
     monkeypatch.setattr(runtime.shutil, "which", lambda name: "/usr/bin/c++" if name == "c++" else None)
@@ -336,7 +341,7 @@ def git(folder, *words):
     ).stdout.strip()
 
 
-def test_the_commit_is_named_with_a_plus_where_files_differ_and_none_outside_of_git(tmp_path, monkeypatch):
+def test_the_commit_has_a_plus_if_files_differ_from_it_and_is_none_outside_of_git(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert runtime.git_commit() is None

@@ -11,7 +11,7 @@ import pytest
 from helpers import ROOT, check, names_in, save_step
 
 from nanochat import UserError
-from nanochat.checkpoint import find, folder, lock_folder, prune, set_aside
+from nanochat.checkpoint import changes, find, folder, lock_folder, prune, set_aside
 
 # What goes and what stays
 
@@ -51,6 +51,27 @@ def test_prune_keeps_the_newest_and_the_permanent_ones(tmp_path):
     assert names_in(tmp_path) == [f"step_{n:06d}" for n in (3, 5, 6, 7)]
     prune(tmp_path, 1)
     assert names_in(tmp_path) == ["step_000007"]
+
+
+# The same run or another one
+
+
+def test_what_differs_from_the_checkpoint_is_refused_by_name_and_accepted_by_name(tmp_path):
+    then = {"model": {"depth": 2}, "data": "a", "tokenizer": "b", "seed": 42}
+    save_step(tmp_path, 3, state={"step": 3, "identity": then})
+    found = find(tmp_path)
+    assert changes(found, then) == changes(found, then, accept="seed, data") == []
+    now = then | {"seed": 7, "data": "c"}
+    sentence = r"step_000003 is from another run: data was a, is c; seed was 42, is 7\. .*--accept=data,seed$"
+    with pytest.raises(UserError, match=sentence):
+        changes(found, now)
+    with pytest.raises(UserError, match=r"another run: seed was 42, is 7\. .*--accept=seed$"):
+        changes(found, now, accept="data")
+    assert sorted(changes(found, now, accept="seed, data")) == ["data", "seed"]
+    with pytest.raises(UserError, match="accept cannot name depth, model; it takes data, seed, tokenizer"):
+        changes(found, now, accept="model,depth,seed")
+    with pytest.raises(UserError, match=r"model was .*'depth': 2.*--resume=never or another --model_tag$"):
+        changes(found, now | {"model": {"depth": 4}}, accept="seed,data")
 
 
 # The lock

@@ -1,5 +1,5 @@
-"""Runs that are killed, moved between numbers of processes, and starved of disk. Real processes; most are
-slow."""
+"""Runs that are killed, moved to another number of processes, or on a full disk. They are real processes, and
+most of these tests are slow."""
 
 import os
 import random
@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, command, losses, records, run, wait_for_step
+from helpers import ENVIRONMENT, ROOT, command, disk, losses, records, run, wait_for_step
 
-from nanochat import checkpoint
+from nanochat import UserError, checkpoint
 
 LONG = ["--num_iterations=400", "--save_every=3", "--eval_every=100", "--keep_checkpoints=2"]
 
@@ -27,10 +27,10 @@ def test_a_run_killed_at_40_random_moments_is_bit_for_bit_the_undisturbed_one(co
     run(command(corpus, tmp_path / "calm", *LONG))
     out, draw, kills, inside_a_save = tmp_path / "killed", random.Random(1), 0, 0
     arguments = [sys.executable, "-m", *command(corpus, out, *LONG)]
-    # A run takes some seconds to start; what follows is spread over its first steps and saves
+    # A run takes some seconds to start; the kills are spread over its first steps and saves
     while kills < 40:
         process = subprocess.Popen(
-            arguments, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            arguments, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
         before = len(records(out)) if (out / "metrics.jsonl").exists() else 0
         if draw.random() < 0.5:  # in the middle of a save: as soon as its temporary folder is there
@@ -46,7 +46,7 @@ def test_a_run_killed_at_40_random_moments_is_bit_for_bit_the_undisturbed_one(co
             time.sleep(draw.random() * 0.1)
         if process.poll() is not None:
             assert process.returncode == 0, process.stderr.read()
-            break  # it got to its end before the 40 were used up
+            break  # it ended before the 40th kill
         process.send_signal(signal.SIGKILL)
         process.communicate()
         inside_a_save += bool(list(out.glob(".tmp-*")))
@@ -87,7 +87,7 @@ def test_one_to_four_processes_have_the_same_losses_also_when_a_run_moves_betwee
         if processes > 1:
             how += ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
         arguments = [*REAL, f"--out_dir={out}", f"--base_dir={tmp_path}"]
-        process = subprocess.Popen(how + arguments, cwd=ROOT, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(how + arguments, cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
         wait_for_step(process, out, stop_at)
         process.send_signal(signal.SIGTERM)  # torchrun passes it on
         assert process.wait(timeout=120) == (processes > 1)  # torchrun itself ends with 1
@@ -99,62 +99,60 @@ def test_one_to_four_processes_have_the_same_losses_also_when_a_run_moves_betwee
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="needs the right to mount a tmpfs")
 def test_a_disk_that_fills_up_costs_no_good_checkpoint_and_the_run_goes_on(corpus, tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)]).returncode:
-        pytest.skip("no right to mount a tmpfs")
-    try:
-        out = disk / "run"
+    with disk(tmp_path / "disk", "3m") as small:
+        out, filler = small / "run", small / "filler"
         run(command(corpus, out, "--num_iterations=4", "--save_every=2", "--keep_checkpoints=1"))
         good = checkpoint.find(out, "auto")
-        filler = disk / "filler"
-        with open(filler, "wb") as f:
-            f.write(
-                b"\0" * (shutil.disk_usage(disk).free - 40_000)
-            )  # room for metrics, none for a checkpoint
-        printed = run(
-            command(corpus, out, "--num_iterations=8", "--save_every=2", "--eval_every=-1"), status=2
-        )
+        room = 40_000  # bytes: enough for metrics, too little for a checkpoint
+        filler.write_bytes(bytes(shutil.disk_usage(small).free - room))
+        more = ["--num_iterations=8", "--save_every=2"]
+        printed = run(command(corpus, out, *more, "--eval_every=-1"), status=2)
         assert "could not save" in printed and "MB are free" in printed
         assert checkpoint.find(out, "auto").step == good.step
         filler.unlink()
-        run(command(corpus, out, "--num_iterations=8", "--save_every=2"))
+        run(command(corpus, out, *more))
         assert sorted(losses(out)) == list(range(8))
-    finally:
-        subprocess.run(["umount", "-l", str(disk)])
 
 
-def test_a_second_run_in_the_same_folder_is_refused_while_the_first_goes_on(corpus, tmp_path):
+def test_a_run_is_refused_in_a_folder_that_another_process_holds(corpus, tmp_path):
+    lock = checkpoint.lock_folder(tmp_path / "run")
+    assert f"is in use by process {os.getpid()}" in run(command(corpus, tmp_path / "run"), status=2)
+    lock.close()
+
+
+def test_a_run_holds_its_folder_and_minutes_alone_make_its_checkpoints(corpus, tmp_path):
+    """Each save by the clock starts after the one before it has ended."""
     out = tmp_path / "run"
-    more = ["--num_iterations=100000", "--eval_every=-1", "--save_every=-1"]
-    first = subprocess.Popen(
-        [sys.executable, "-m", *command(corpus, out, *more)], cwd=ROOT, stdout=subprocess.DEVNULL
-    )
+    often = ["--save_every=-1", "--save_minutes=0.0001", "--keep_checkpoints=-1", "--num_iterations=100000"]
+    arguments = [sys.executable, "-m", *command(corpus, out, *often, "--eval_every=-1")]
+    process = subprocess.Popen(arguments, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
     try:
-        wait_for_step(first, out, 1)
-        assert f"is in use by process {first.pid}" in run(command(corpus, out, *more), status=2)
-        assert first.poll() is None
+        wait_for_step(process, out, 20)
+        with pytest.raises(UserError, match=f"is in use by process {process.pid}"):
+            checkpoint.lock_folder(out)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
     finally:
-        first.kill()
-        first.wait()
+        process.kill()
+        process.wait()
+    steps = sorted(int(path.name.removeprefix("step_")) for path in out.glob("step_*"))
+    assert len(steps) > 2 and steps[0] < 20 and steps[-1] == len(losses(out))
+    checkpoint.lock_folder(out).close()
 
 
-def test_a_changed_seed_is_refused_by_name_and_accepted_by_name(corpus, tmp_path):
+def test_changes_are_refused_by_name_and_accepted_by_name(corpus, tmp_path):
     out = tmp_path / "run"
     run(command(corpus, out, "--num_iterations=3", "--eval_every=-1"))
-    longer = ["--num_iterations=5", "--eval_every=-1", "--seed=7"]
-    printed = run(command(corpus, out, *longer), status=2)
-    assert "seed was 42, is 7" in printed and "--accept=seed" in printed
-    assert "cannot name model" in run(command(corpus, out, *longer, "--accept=model"), status=2)
-    printed = run(command(corpus, out, *longer, "--accept=seed"))
+    longer = ["--num_iterations=5", "--eval_every=-1", "--seed=7", "--total_batch_size=512"]
+    printed = run(command(corpus, out, *longer, "--accept=seed"), status=2)
+    assert "total_batch_size was 256, is 512" in printed and "--accept=total_batch_size" in printed
+    assert "seed was" not in printed
+    printed = run(command(corpus, out, *longer, "--accept=seed,total_batch_size"))
     assert "the data begins anew" in printed and "the learning rate rises again" in printed
-    assert sorted(losses(out)) == list(range(5))
-    longer = ["--num_iterations=6", "--eval_every=-1", "--seed=7", "--total_batch_size=512"]
-    run(command(corpus, out, *longer, "--accept=total_batch_size"))
     steps = [record for record in records(out) if "loss" in record]
-    assert [record["tokens"] for record in steps] == [256, 512, 768, 1024, 1280, 1792]
+    assert [record["step"] for record in steps] == list(range(5))
+    assert [record["tokens"] for record in steps] == [256, 512, 768, 1280, 1792]
 
 
 def test_permanent_checkpoints_stay_beside_the_newest_ones(corpus, tmp_path):
@@ -190,14 +188,6 @@ def test_with_any_file_of_the_newest_checkpoint_damaged_the_one_before_is_used(c
         assert f"going on from {out / 'step_000006'}" in printed
         assert losses(out) == losses(calm)
         shutil.rmtree(out)
-
-
-def test_minutes_alone_make_checkpoints_each_when_the_one_before_is_written(corpus, tmp_path):
-    out = tmp_path / "run"
-    often = ["--save_every=-1", "--save_minutes=0.0001", "--keep_checkpoints=-1", "--num_iterations=40"]
-    run(command(corpus, out, *often, "--eval_every=-1"))
-    steps = sorted(int(p.name.removeprefix("step_")) for p in out.glob("step_*"))
-    assert len(steps) > 2 and steps[-1] == 40 and steps[0] < 20
 
 
 @pytest.mark.slow
