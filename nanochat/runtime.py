@@ -1,4 +1,4 @@
-"""The machine a script runs on: its device and memory, its processes, signals to stop, and peak FLOP/s."""
+"""The machine a script runs on: device, processes, memory, signals to stop, peak FLOP/s."""
 
 import contextlib
 import gc
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from nanochat import UserError, distributed
+from nanochat import UserError, distributed, memory
 
 # TFLOP/s of dense 16-bit matrix products that are summed in float32, from the makers' data sheets. The first
 # name that is a whole word in torch.cuda.get_device_name() counts; a GPU without an entry is measured.
@@ -115,34 +115,11 @@ class Machine:
 
     def free_memory(self) -> int:
         """Bytes that this process may still use: of its GPU, else its share of the machine's memory."""
-        if self.device.type == "cuda":
-            return torch.cuda.mem_get_info(self.device)[0]
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-        if not hasattr(os, "sysconf"):  # Windows does not tell; any machine has 4 GiB
-            return 4 * 2**30 // processes
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # a guess: half of the memory
-        with contextlib.suppress(OSError, StopIteration):  # Linux counts what is free or can be freed
-            free = 1024 * _entry("/proc/meminfo", "MemAvailable:")
-        with contextlib.suppress(OSError, ValueError, StopIteration):  # a container's limit, or "max"
-            limit, used = (int(Path(f"/sys/fs/cgroup/memory.{n}").read_text()) for n in ("max", "current"))
-            cached = _entry("/sys/fs/cgroup/memory.stat", "inactive_file")  # can be freed at any time
-            free = min(free, limit - used + cached)
-        return free // processes
+        return memory.free(self.device, int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)))
 
     def peak_memory(self) -> int:
         """The most bytes so far: allocated on the GPU, else of this process in memory (0: unknown)."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        if self.device.type == "mps":  # what torch holds now; it hardly ever gives any back
-            return torch.mps.driver_allocated_memory()
-        with contextlib.suppress(OSError, StopIteration):  # Linux; getrusage starts at the parent's peak
-            return 1024 * _entry("/proc/self/status", "VmHWM:")
-        try:
-            import resource
-        except ImportError:  # Windows
-            return 0
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return memory.peak(self.device)
 
     def environment(self) -> dict:
         """What a run's config.json says about the machine and the versions it ran on."""
@@ -165,12 +142,6 @@ class Machine:
             # in DDP that is destroyed meanwhile holds the GIL and waits for it (pytorch/pytorch#56297).
             time.sleep(0.1)
             dist.destroy_process_group()
-
-
-def _entry(path: str, name: str) -> int:
-    """The number after a name in a table of the kernel. Raises OSError or StopIteration without it."""
-    lines = (line.split() for line in Path(path).read_text().splitlines())
-    return int(next(words[1] for words in lines if words[:1] == [name]))
 
 
 def start(device_type: str, seed: int, timeout_s: float = 600.0) -> Machine:

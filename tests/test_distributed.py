@@ -81,7 +81,7 @@ def root_cause(printed: str) -> str:
     return printed.split("Root Cause (first observed failure):")[1]
 
 
-def test_an_exception_in_one_process_ends_all_and_is_named_as_the_first_cause(tmp_path, corpus):
+def test_an_exception_in_one_process_ends_all_and_torchrun_names_it_as_the_cause(tmp_path, corpus):
     status, printed, _ = run_two(tmp_path, corpus, "raise", 5)
     assert status == 1
     cause = root_cause(printed)
@@ -91,7 +91,7 @@ def test_an_exception_in_one_process_ends_all_and_is_named_as_the_first_cause(tm
 
 
 @pytest.mark.slow
-def test_a_sentence_of_one_process_alone_is_said_and_one_of_all_is_said_once(tmp_path, corpus):
+def test_an_error_of_one_process_is_printed_and_an_error_of_all_is_printed_once(tmp_path, corpus):
     status, printed, _ = run_two(tmp_path, corpus, "refuse", 5)
     assert status == 1 and printed.count("error: process 1: the tokens of process 1 are gone") == 1
     status, printed, _ = run_two(tmp_path, corpus, "nothing", 0, "--num_iterations=9", "--seed=7")
@@ -110,7 +110,7 @@ def test_a_killed_process_ends_all_and_the_other_says_which_one_is_gone(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP here")
-def test_a_process_that_hangs_ends_all_after_the_time_set_and_is_named(tmp_path, corpus):
+def test_a_process_that_hangs_ends_all_after_process_timeout_and_is_named(tmp_path, corpus):
     status, printed, seconds = run_two(tmp_path, corpus, "stop", 5, "--process_timeout=5")
     assert status == 1
     assert "process 0: no answer from process 1 for 5 s: it hangs" in printed

@@ -1,5 +1,5 @@
-"""From a checkpoint to text: what is loaded, that the KV cache gives what a full forward pass gives, that
-samples follow temperature, top_k and top_p, and that characters come out whole."""
+"""From a checkpoint to text: the right one is loaded, the KV cache equals a full pass, tokens follow
+temperature, top_k and top_p, and characters come out whole."""
 
 import itertools
 import os
@@ -50,7 +50,7 @@ def test_logits_through_the_cache_are_those_of_one_full_pass(window_pattern, spl
     torch.testing.assert_close(torch.cat(pieces, 1), model(idx), rtol=1e-4, atol=1e-4)
 
 
-def test_the_cache_of_one_text_knows_nothing_of_another():
+def test_a_text_does_not_depend_on_texts_generated_before():
     model = make_model()
     first = list(generate(model, [1, 2, 3], 8, seed=5))
     list(generate(model, [9, 9, 9, 9], 20, seed=6))
@@ -68,7 +68,7 @@ def test_greedy_generation_takes_the_likeliest_token_of_a_full_pass_each_time(wi
     assert list(generate(model, prompt, 1000, temperature=0)) == expected[4:]
 
 
-def test_generation_ends_after_max_tokens_at_a_stop_token_or_where_the_row_is_full():
+def test_generation_ends_after_max_tokens_at_a_stop_token_or_when_the_row_is_full():
     model = make_model()
     assert len(list(generate(model, [1, 2], 7))) == 7
     assert list(generate(model, [1, 2], 0)) == []
@@ -103,14 +103,14 @@ def test_generation_in_bfloat16_goes_through_autocast():
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_a_broken_model_is_named_instead_of_drawn_from(temperature):
+def test_a_model_with_nan_logits_is_refused(temperature):
     model = make_model()
     model.blocks[1].mlp.up.weight.data[3, 5] = torch.nan
     with pytest.raises(UserError, match="logits are not numbers"):
         list(generate(model, [1, 2, 3], 5, temperature=temperature))
 
 
-def test_what_overflows_in_float16_alone_is_named_too():
+def test_a_model_that_overflows_only_in_float16_is_refused_there():
     model = make_model()
     for block in model.blocks:
         block.mlp.up.weight.data *= 2000  # the square of its output passes 65504
@@ -139,7 +139,7 @@ def test_tokens_are_drawn_by_the_softmax_of_logits_over_temperature(temperature)
     torch.testing.assert_close(frequencies(temperature), expected, rtol=0, atol=0.015)
 
 
-def test_top_k_draws_from_the_k_likeliest_in_their_proportion():
+def test_top_k_draws_from_the_k_likeliest_by_their_probabilities():
     expected = torch.tensor([2.0, 1.0, -torch.inf, -torch.inf, 1.0]).softmax(-1)
     torch.testing.assert_close(frequencies(top_k=3), expected, rtol=0, atol=0.015)
     assert frequencies(top_k=1).tolist() == [1, 0, 0, 0, 0]
@@ -152,7 +152,7 @@ def test_top_k_draws_from_the_k_likeliest_in_their_proportion():
     ("top_p", "left"),
     [(0.3, [3]), (0.4, [3]), (0.41, [3, 0]), (0.69, [3, 0]), (0.71, [3, 0, 1]), (0.95, [3, 0, 1, 2])],
 )
-def test_top_p_draws_from_the_fewest_likeliest_that_have_that_share(top_p, left):
+def test_top_p_draws_from_the_fewest_likeliest_that_reach_that_probability(top_p, left):
     p = torch.tensor([0.3, 0.2, 0.1, 0.4])
     expected = torch.zeros(4)
     expected[left] = p[left] / p[left].sum()
@@ -161,16 +161,14 @@ def test_top_p_draws_from_the_fewest_likeliest_that_have_that_share(top_p, left)
     assert set(found.nonzero().flatten().tolist()) == set(left)
 
 
-def test_top_p_shares_out_what_temperature_and_top_k_have_left():
+def test_top_p_applies_to_the_probabilities_after_temperature_and_top_k():
     p = torch.tensor([[0.3, 0.2, 0.1, 0.4]])
     assert frequencies(top_k=2, top_p=0.56, logits=p.log()).tolist() == [0, 0, 0, 1]  # 0.4 of 0.7 is 0.571
-    flat = frequencies(
-        temperature=100.0, top_p=0.5, logits=p.log()
-    )  # nearly 1/4 each: two are enough or three
+    flat = frequencies(temperature=100.0, top_p=0.5, logits=p.log())  # nearly 1/4 each: two or three tokens
     assert 2 <= flat.count_nonzero() <= 3 and frequencies(top_p=0.39, logits=p.log())[3] == 1
 
 
-def test_temperature_zero_takes_the_likeliest_and_the_smallest_above_it_does_too():
+def test_temperature_zero_or_just_above_it_takes_the_likeliest():
     for temperature in (0, 1e-300, 1e-38, 1e-6, 1e-3):
         assert frequencies(temperature, logits=7 * LOGITS).tolist() == [1, 0, 0, 0, 0]
 
@@ -194,7 +192,7 @@ def test_a_character_appears_when_its_last_byte_has_come():
     assert [(piece, len(came)) for piece in pieces] == [("é", 2), ("🙂", 6)]
 
 
-def test_pieces_joined_are_the_decoded_whole_also_where_bytes_are_broken():
+def test_joined_pieces_are_the_decoded_text_even_with_broken_bytes():
     draw = torch.Generator().manual_seed(0)
     streams = [torch.randint(TOKENIZER.vocab_size, (60,), generator=draw).tolist() for _ in range(50)]
     streams += [ids_of("東京 🙂 naïve"), list("🙂".encode()[:3]), [0xFF, *"é".encode(), 0xE6, 0x9D], []]
@@ -252,7 +250,7 @@ def test_the_cache_agrees_with_a_full_pass_in_bfloat16_to_its_rounding(window_pa
 
 
 def save_run(folder, model, step=3, config=None):
-    """A checkpoint as base_train leaves it, as far as inference looks at it."""
+    """A checkpoint with what inference reads of it."""
     state = {"identity": {"model": config or asdict(model.config)}}
     files = {"tokenizer.json": TOKENIZER.to_bytes()}
     return checkpoint.save(folder, step, model=model.state_dict(), optimizer={}, state=state, files=files)
@@ -288,7 +286,7 @@ def test_a_checkpoint_of_another_model_is_refused_in_a_sentence(tmp_path):
 
 @pytest.fixture
 def base(tmp_path):
-    """Three runs of two checkpoints, the oldest first: talk, of mid training, then small and large."""
+    """Three runs of two checkpoints each, oldest first: talk (mid training), small and large."""
     model, ages = make_model(), itertools.count(1)
     for run in ("mid_checkpoints/talk", "base_checkpoints/small", "base_checkpoints/large"):
         for step in (1, 2):
@@ -297,7 +295,7 @@ def base(tmp_path):
     return tmp_path
 
 
-def test_the_newest_checkpoint_is_that_of_mid_training_else_of_the_base_run_saved_last(base):
+def test_the_default_source_is_the_mid_training_run_else_the_base_run_saved_last(base):
     assert find_source(None, base).path == base / "mid_checkpoints" / "talk" / "step_000002"
     (base / "mid_checkpoints").rename(base / "elsewhere")
     assert find_source(None, base).path == base / "base_checkpoints" / "large" / "step_000002"
@@ -314,14 +312,14 @@ def test_a_source_is_a_tag_a_run_or_a_checkpoint(base):
     assert find_source(str(copied), base / "nothing-here").step == 1
 
 
-def test_a_source_that_is_none_is_answered_with_the_tags_there_are(base):
+def test_an_unknown_source_is_refused_with_the_tags_that_exist(base):
     with pytest.raises(UserError, match=r"no checkpoint at d99; .* there are: talk, small, large\)"):
         find_source("d99", base)
     with pytest.raises(UserError, match=r"train one with python -m scripts\.base_train"):
         find_source(None, base / "nothing-here")
 
 
-def test_of_a_damaged_checkpoint_the_one_before_it_is_taken_and_a_damaged_one_asked_for_is_refused(base):
+def test_a_run_with_a_damaged_checkpoint_gives_the_one_before_but_not_if_that_one_is_named(base):
     small, said = base / "base_checkpoints" / "small", []
     with open(small / "step_000002" / "model.safetensors", "r+b") as file:
         file.seek(2000)

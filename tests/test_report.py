@@ -56,7 +56,7 @@ def fenced_blocks(markdown):
     return blocks
 
 
-def test_each_sample_stands_in_a_code_block_of_its_own(tmp_path):
+def test_each_sample_is_in_a_code_block_of_its_own(tmp_path):
     make_run(tmp_path)
     write_report(tmp_path, "A run", ["batch 512"], SAMPLES, final=True)
     blocks = fenced_blocks((tmp_path / "report.md").read_text(encoding="utf-8"))
@@ -81,7 +81,7 @@ def test_the_report_holds_title_plan_validation_and_what_the_run_did(tmp_path):
     assert "still going on" not in text
 
 
-def test_a_run_that_goes_on_says_so_and_is_rewritten(tmp_path):
+def test_the_report_of_an_unfinished_run_says_so_and_is_rewritten(tmp_path):
     make_run(tmp_path)
     write_report(tmp_path, "A run", [], ["first words"], final=False)
     assert "still going on" in (tmp_path / "report.md").read_text(encoding="utf-8")
@@ -101,14 +101,14 @@ def test_the_plot_is_a_png_with_something_on_it(tmp_path):
     assert reddish.sum() > 50 and bluish.sum() > 50  # validation, and the loss
 
 
-def test_nothing_is_left_but_the_two_files_and_they_belong_to_the_metrics(tmp_path):
+def test_the_report_leaves_no_other_file_than_its_two(tmp_path):
     make_run(tmp_path)
     write_report(tmp_path, "A run", [], SAMPLES, final=True)
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "loss.png", "report.md"}
 
 
 @pytest.mark.parametrize("fails_at", ["loss.png", "report.md"])
-def test_a_report_that_cannot_be_finished_leaves_the_one_before(tmp_path, monkeypatch, fails_at):
+def test_a_report_that_fails_leaves_the_one_before_and_says_so(tmp_path, monkeypatch, fails_at):
     make_run(tmp_path)
     write_report(tmp_path, "A run", [], ["old words"], final=False)
     before = {name: (tmp_path / name).read_bytes() for name in ("loss.png", "report.md")}
@@ -122,13 +122,13 @@ def test_a_report_that_cannot_be_finished_leaves_the_one_before(tmp_path, monkey
     monkeypatch.setattr(os, "replace", die)
     said = []
     write_report(tmp_path, "A run", [], ["new words"], final=True, say=said.append)
-    assert len(said) == 1 and "no report" in said[0], "training goes on, and says why there is none"
+    assert len(said) == 1 and "no report" in said[0], "one line says why there is no report"
     assert (tmp_path / fails_at).read_bytes() == before[fails_at]
     assert b"old words" in (tmp_path / "report.md").read_bytes()
 
 
 @pytest.mark.parametrize("records", [[], [{"step": 0, "val_bpb": 3.0, "tokens": 0}]])
-def test_before_the_first_step_there_is_a_report_without_a_plot(tmp_path, records):
+def test_the_report_before_the_first_step_has_no_plot(tmp_path, records):
     log = Metrics(tmp_path)
     for record in records:
         log.write(record)
@@ -139,7 +139,7 @@ def test_before_the_first_step_there_is_a_report_without_a_plot(tmp_path, record
     assert not (tmp_path / "loss.png").exists()
 
 
-def test_steps_whose_loss_is_no_number_do_not_spoil_the_report(tmp_path):
+def test_steps_with_a_loss_that_is_not_a_number_are_left_out_of_the_report(tmp_path):
     make_run(tmp_path)
     log = Metrics(tmp_path)
     log.write({"step": 40, "loss": float("nan"), "step_time_s": 0.1})

@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers import ROOT
 
-from nanochat import UserError, runtime
+from nanochat import UserError, memory, runtime
 
 CPU = torch.device("cpu")
 
@@ -36,7 +36,7 @@ def python(code, *arguments, **variables):
 # Device and seed
 
 
-def test_a_device_that_is_not_here_is_refused_with_those_that_are(monkeypatch):
+def test_a_device_that_this_machine_lacks_is_refused_with_those_that_it_has(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in ("cuda", "mps", "tpu"):
@@ -64,7 +64,7 @@ def test_auto_takes_cuda_before_mps_before_cpu(monkeypatch):
         runtime.start("auto", seed=0)
 
 
-def test_the_seed_decides_what_is_drawn():
+def test_the_seed_decides_the_random_numbers():
     drawn = []
     for seed in (1, 2, 1):
         runtime.start("cpu", seed)
@@ -94,7 +94,7 @@ def test_memory_is_counted_in_bytes_and_shared_among_processes():
 
 
 def test_free_memory_is_within_a_containers_limit_and_counts_its_file_cache_as_free(tmp_path, monkeypatch):
-    monkeypatch.setattr(runtime, "Path", lambda path: Path(f"{tmp_path}/{path}"))
+    monkeypatch.setattr(memory, "Path", lambda path: Path(f"{tmp_path}/{path}"))
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc" / "meminfo").write_text("MemTotal: 64 kB\nMemAvailable:  8000 kB\n")
     assert runtime.Machine(CPU).free_memory() == 8000 * 1024

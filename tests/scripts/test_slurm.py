@@ -1,4 +1,4 @@
-"""runs/slurm.sh with stand-ins for srun and scontrol: the warning saves the run and requeues the job."""
+"""runs/slurm.sh with substitutes for srun and scontrol: at the warning it saves and requeues the job."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from helpers import ROOT, command, losses, wait_for_step
 from nanochat import checkpoint
 
 SRUN = """#!{python}
-# Two tasks on this machine, as srun starts them; SIGUSR1 is passed on to them
+# Starts two tasks on this machine, as srun does, and passes SIGUSR1 on to them
 import os, signal, subprocess, sys
 tasks = [
     subprocess.Popen(sys.argv[3:], env={{**os.environ, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)}})
@@ -28,7 +28,7 @@ if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> "$SCONTROL_LOG"; fi
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="a shell script")
-def test_a_job_that_is_warned_saves_and_requeues_and_the_next_one_finishes(corpus, tmp_path):
+def test_a_job_saves_and_requeues_at_the_warning_and_the_next_one_finishes(corpus, tmp_path):
     tools, log, out = tmp_path / "bin", tmp_path / "log", tmp_path / "run"
     tools.mkdir()
     for name, text in (("srun", SRUN.format(python=sys.executable)), ("scontrol", SCONTROL)):
@@ -54,8 +54,8 @@ def test_a_job_that_is_warned_saves_and_requeues_and_the_next_one_finishes(corpu
     assert log.read_text() == "requeue 4711\n"
     stopped_at = checkpoint.find(out, "auto").step
     assert 3 < stopped_at < 400
-    job = submit(restarts=1)  # which --resume=never is not to begin anew
+    job = submit(restarts=1)  # --resume=never must not make it start over
     printed, _ = job.communicate(timeout=300)
     assert job.returncode == 0 and "going on from" in printed and "done:" in printed
     assert sorted(losses(out)) == list(range(400))
-    assert log.read_text() == "requeue 4711\n"  # finished: not once more
+    assert log.read_text() == "requeue 4711\n"  # the job has finished: no second requeue

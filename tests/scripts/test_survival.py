@@ -23,7 +23,7 @@ def weights(out: Path) -> dict:
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_40_random_moments_is_bit_for_bit_the_undisturbed_one(corpus, tmp_path):
+def test_a_run_killed_at_40_random_moments_equals_an_undisturbed_one_bit_for_bit(corpus, tmp_path):
     run(command(corpus, tmp_path / "calm", *LONG))
     out, draw, kills, inside_a_save = tmp_path / "killed", random.Random(1), 0, 0
     arguments = [sys.executable, "-m", *command(corpus, out, *LONG)]
@@ -72,7 +72,7 @@ REAL = [  # the real model and data, 12 rows a batch: for 1, 2, 3 and 4 processe
 
 
 @pytest.mark.slow
-def test_one_to_four_processes_have_the_same_losses_also_when_a_run_moves_between_them(tmp_path):
+def test_one_to_four_processes_have_the_same_losses_even_if_a_run_moves_between_them(tmp_path):
     def start(name, processes, *more):
         run([*REAL, f"--out_dir={tmp_path / name}", f"--base_dir={tmp_path}", *more], processes=processes)
         return losses(tmp_path / name)

@@ -1,4 +1,4 @@
-"""A run over two hosts, made of network namespaces: each has its own address and its own torchrun."""
+"""A run over two hosts. Each host is a network namespace with its own address and its own torchrun."""
 
 import os
 import shutil
@@ -36,7 +36,7 @@ def hosts():
 
 
 def on_two_hosts(hosts: list, arguments: list, port: int = 29400) -> list[tuple[int, str]]:
-    """Run the command with torchrun --nnodes=2 and two processes on each; status and output of both."""
+    """Run the command with torchrun --nnodes=2 and two processes on each; (status, output) of both."""
     started = []
     for rank, name in enumerate(hosts):
         how = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={rank}"]
@@ -59,21 +59,17 @@ def test_two_hosts_of_two_processes_have_the_losses_of_one_and_resume_as_one(hos
     out = tmp_path / "two"
     (status, printed), (other_status, other_printed) = on_two_hosts(hosts, command(corpus, out))
     assert status == other_status == 0, printed + other_printed
-    assert (
-        "x 4 processes" in printed and "x 4 processes" not in other_printed
-    )  # the first process alone speaks
+    assert "x 4 processes" in printed and "x 4 processes" not in other_printed  # only process 0 prints
     assert losses(out) == pytest.approx(expected, abs=1e-4)
     last = checkpoint.find(out, "auto")
     assert last.step == 8 and len(list(last.path.glob("optimizer-*-of-00004.safetensors"))) == 4
-    run(
-        command(corpus, out, "--num_iterations=10", "--warmdown_ratio=0")
-    )  # by one process, from their shards
+    run(command(corpus, out, "--num_iterations=10", "--warmdown_ratio=0"))  # one process reads all four parts
     assert sorted(losses(out)) == list(range(10))
 
 
 @pytest.mark.slow
 def test_a_run_folder_that_a_host_does_not_share_is_refused(hosts, corpus, tmp_path):
-    """Each host mounts a file system of its own over the run's parent folder."""
+    """Each host mounts its own file system over the folder in which the run's folder is."""
     place = tmp_path / "own"
     place.mkdir()
     script = f"mount -t tmpfs tmpfs {place} && exec "

@@ -1,0 +1,49 @@
+"""Memory in bytes: how much a process may still use, and the most it has used."""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+
+def free(device: torch.device, processes: int) -> int:
+    """Bytes that this process may still use: of its GPU, else its share of this machine's memory.
+
+    processes: how many processes share the machine.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if not hasattr(os, "sysconf"):  # Windows does not tell; any machine has 4 GiB
+        return 4 * 2**30 // processes
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # a guess: half of the memory
+    with contextlib.suppress(OSError, StopIteration):  # Linux counts what is free or can be freed
+        free = 1024 * _entry("/proc/meminfo", "MemAvailable:")
+    with contextlib.suppress(OSError, ValueError, StopIteration):  # a container's limit, or "max"
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{n}").read_text()) for n in ("max", "current"))
+        cached = _entry("/sys/fs/cgroup/memory.stat", "inactive_file")  # can be freed at any time
+        free = min(free, limit - used + cached)
+    return free // processes
+
+
+def peak(device: torch.device) -> int:
+    """The most bytes so far: allocated on the GPU, else of this process in memory (0: unknown)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "mps":  # what torch holds now; it hardly ever gives any back
+        return torch.mps.driver_allocated_memory()
+    with contextlib.suppress(OSError, StopIteration):  # Linux; getrusage starts at the parent's peak
+        return 1024 * _entry("/proc/self/status", "VmHWM:")
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _entry(path: str, name: str) -> int:
+    """The number after a name in a table of the kernel. Raises OSError or StopIteration without it."""
+    lines = (line.split() for line in Path(path).read_text().splitlines())
+    return int(next(words[1] for words in lines if words[:1] == [name]))
