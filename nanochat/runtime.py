@@ -28,7 +28,7 @@ DATA_SHEET_TFLOPS = [
     ("RTX 4090", 165.2), ("RTX 3090", 71), ("V100", 125), ("T4", 65), ("MI300X", 1307),
 ]  # fmt: skip
 
-PATHS = {"data", "val_data", "tokenizer", "init_from", "base_dir", "out_dir"}  # settings that are paths
+PATHS = {"data", "val_data", "tokenizer", "init_from", "base_dir", "out_dir"}  # settings that can be paths
 
 # DDP need not send the rotary tables: every process computes the same ones. Newer torch renamed the option.
 _renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -87,7 +87,7 @@ class Machine:
                     )
 
     def check_same_settings(self, values: dict):
-        """The same for the values of all settings but paths, which may differ from machine to machine."""
+        """check_same for all settings except paths, which may differ from machine to machine."""
         self.check_same({name: value for name, value in values.items() if name not in PATHS})
 
     @contextlib.contextmanager
@@ -122,7 +122,7 @@ class Machine:
         return memory.peak(self.device)
 
     def environment(self) -> dict:
-        """What a run's config.json says about the machine and the versions it ran on."""
+        """The machine and the versions that a run uses, for its config.json."""
         return {
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
             "git_commit": git_commit(),
@@ -131,7 +131,7 @@ class Machine:
         }
 
     def exit(self):
-        """Leave the other processes and end this one with status 0."""
+        """Leave the process group and end this process with status 0."""
         self.close()
         sys.exit(0)
 
@@ -285,7 +285,7 @@ def device_name(device: torch.device) -> str:
 
 
 def freeze_garbage():
-    """Keep garbage collection fast: what is allocated by now lives to the end and need not be looked at."""
+    """Keep garbage collection fast: objects that exist now live to the end, so it need not look at them."""
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""How a run begins: its folder locked, and all processes agreed on the checkpoint that it continues."""
+"""How a run begins: it locks its folder, and all processes agree on the checkpoint that it continues."""
 
 from pathlib import Path
 
@@ -10,8 +10,8 @@ from nanochat.checkpoint.save_and_load import find, open_checkpoint
 def enter(run_path, resume, machine):
     """Lock a run's folder until this process ends. Every process calls this.
 
-    Returns the Checkpoint to continue (None: the run is new) and an id that only this run's processes share.
-    UserError if another run holds the folder, or as `find` raises it.
+    Returns the Checkpoint to continue (None: the run is new) and the run id, see `check_shared`. Raises
+    UserError if another run holds the folder, and what `find` raises.
     """
     found = None
     if machine.is_main:
@@ -25,7 +25,7 @@ def enter(run_path, resume, machine):
 
 
 def load_weights(checkpoint, model):
-    """Put a checkpoint's weights into a model; UserError if the model has other parameters by now."""
+    """Put a checkpoint's weights into a model. Raises UserError if their names or shapes differ."""
     tensors, own = checkpoint.load_model(), model.state_dict()
     wrong = [name for name in own if name not in tensors or tensors[name].shape != own[name].shape]
     wrong += [name for name in tensors if name not in own]
@@ -38,10 +38,10 @@ def load_weights(checkpoint, model):
 
 
 def set_future_aside(run_path, continued, say=print):
-    """Move what is not the past of this run out of its folder, before it writes there.
+    """Move what does not belong to this run's past out of its folder, before the run writes there.
 
-    That is every checkpoint after the one it continues: without its metrics it would be found again. If
-    that one is in another folder (--resume=FOLDER), it is everything.
+    These are the checkpoints after the one that the run continues: their metrics will be cut, so `find` must
+    not take them later. If that checkpoint is in another folder (--resume=FOLDER), everything moves.
     """
     elsewhere = continued and continued.path.resolve().parent != Path(run_path).resolve()
     step = continued.step if continued else 0
@@ -50,7 +50,7 @@ def set_future_aside(run_path, continued, say=print):
 
 
 def how_it_goes_on(continued, num_iterations, changed, finished):
-    """What a person reads when a run continues a checkpoint. `changed` is what they accepted as changed."""
+    """The lines to print when a run continues a checkpoint. changed: what `changes` returned."""
     if finished:
         more = "for more give --num_iterations, to start again --resume=never"
         return f"finished already: {continued.path}; {more}"
