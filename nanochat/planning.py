@@ -61,13 +61,20 @@ class Plan:
     batch_reason: str
     device_batch_size: int  # rows of a micro-batch
     grad_accum_steps: int  # micro-steps of a step
-    rate_scale: float  # factor of all rates
-    adam_scale: float  # factor of the rates of AdamW's matrices; rate_scale is in it
-    rates: dict[str, float]  # by name of the setting, scaled
-    weight_decay: float  # scaled
+    scaled: scaling.ScaledRates
     warmup_steps: int
     data_tokens: int  # about how many tokens the training text has
     horizon_is_given: bool  # in steps: then any number of epochs is what the person asked for
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Learning rates by name of the setting, scaled."""
+        return self.scaled.rates
+
+    @property
+    def weight_decay(self) -> float:
+        """Scaled."""
+        return self.scaled.weight_decay
 
     @property
     def tokens(self) -> int:
@@ -141,7 +148,7 @@ class Plan:
     def sections(self, dataset, tokenizer, compiled: bool, compile_reason: str, run_path) -> dict:
         """The plan in words, {section: {name: text}}. `text` shows it."""
         config, counts, hardware = self.config, self.parameters, self.hardware
-        scaled = counts["matrices"] + counts["head"]
+        multiplied, scaled = counts["matrices"] + counts["head"], self.scaled
         micro_batch = f"{self.device_batch_size} rows x {config.max_seq_len} tokens"
         processes = counted(hardware.world_size, "process", "processes")
         micro_steps = counted(self.grad_accum_steps, "micro-step", "micro-steps")
@@ -168,12 +175,12 @@ class Plan:
             },
             "training": {
                 "horizon": f"{self.num_iterations:,} steps, {self.tokens:,} tokens ({self.horizon_reason}); "
-                f"{self.tokens / scaled:.2f} tokens a parameter",
+                f"{self.tokens / multiplied:.2f} tokens a parameter",
                 "batch": f"{self.total_batch_size:,} tokens ({self.batch_reason}) = {micro_batch} x "
                 f"{processes} x {micro_steps}",
                 "rates": ", ".join(f"{name} {rate:.3g}" for name, rate in self.rates.items()),
-                "rate factors": f"x {self.rate_scale:.3f} (batch^1/2 x tokens^-0.32, against d12), AdamW's "
-                f"also x {self.adam_scale / self.rate_scale:.3f} (width^-1/2)",
+                "rate factors": f"x {scaled.rate_scale:.3f} (batch^1/2 x tokens^-0.32, against d12), AdamW's "
+                f"also x {scaled.adam_scale / scaled.rate_scale:.3f} (width^-1/2)",
                 "weight decay": f"{self.weight_decay:.4g} (rate x decay x steps as at d12), linear to 0",
                 "warm-up": counted(self.warmup_steps, "step", "steps"),
             },
@@ -217,14 +224,7 @@ def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dic
         device_batch_size = scaling.pick_device_batch_size(
             rows, config, hardware.dtype, hardware.memory, most_tokens, **hardware.sharing
         )
-    rate_scale = scaling.rate_scale(batch, horizon.tokens, horizon.d12_tokens)
-    adam_scale = rate_scale * scaling.adam_width_scale(config.width)
-    factors = {
-        "embedding_lr": adam_scale,
-        "unembedding_lr": adam_scale,
-        "scalar_lr": rate_scale,
-        "matrix_lr": rate_scale,
-    }
+    scaled = scaling.scaled_rates(settings, config.width, horizon)
     return Plan(
         config=config,
         hardware=hardware,
@@ -236,12 +236,7 @@ def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dic
         batch_reason=horizon.batch_reason,
         device_batch_size=device_batch_size,
         grad_accum_steps=rows // device_batch_size,
-        rate_scale=rate_scale,
-        adam_scale=adam_scale,
-        rates={name: settings[name] * factor for name, factor in factors.items()},
-        weight_decay=scaling.scaled_weight_decay(
-            settings["weight_decay"], rate_scale, batch, horizon.tokens, horizon.d12_tokens
-        ),
+        scaled=scaled,
         warmup_steps=min(settings["warmup_steps"], horizon.num_iterations // 10),
         data_tokens=dataset.estimated_tokens(tokenizer),
         horizon_is_given=settings["num_iterations"] > 0,

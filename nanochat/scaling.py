@@ -187,6 +187,31 @@ def scaled_weight_decay(
     return weight_decay * min(MOST_DECAY, d12_steps / steps) / scale
 
 
+@dataclass(frozen=True)
+class ScaledRates:
+    """Learning rates and weight decay for a model and a horizon, and the factors that gave them."""
+
+    rates: dict[str, float]  # by name of the setting
+    weight_decay: float
+    rate_scale: float  # factor of all rates
+    adam_scale: float  # factor of the rates of AdamW's tables; rate_scale is in it
+
+
+def scaled_rates(settings: dict, width: int, horizon: Horizon) -> ScaledRates:
+    """The rates of the settings, {name: value}, carried over from d12 to a model of that width."""
+    run = horizon.total_batch_size, horizon.tokens, horizon.d12_tokens
+    scale = rate_scale(*run)
+    adam_scale = scale * adam_width_scale(width)
+    rates = {
+        "embedding_lr": settings["embedding_lr"] * adam_scale,
+        "unembedding_lr": settings["unembedding_lr"] * adam_scale,
+        "scalar_lr": settings["scalar_lr"] * scale,
+        "matrix_lr": settings["matrix_lr"] * scale,
+    }
+    decay = scaled_weight_decay(settings["weight_decay"], scale, *run)
+    return ScaledRates(rates, decay, scale, adam_scale)
+
+
 def training_bytes(
     config: GPTConfig,
     micro_batch_tokens: int,

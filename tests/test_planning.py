@@ -70,8 +70,10 @@ def test_a_resumed_run_keeps_its_micro_batch_while_it_divides_the_rows():
 
 def test_the_rates_are_the_settings_times_the_factors_of_the_rules():
     plan, _ = make_plan(num_iterations=100, total_batch_size=4096, matrix_lr=1.0, embedding_lr=2.0)
-    assert plan.rates["matrix_lr"] == plan.rate_scale and plan.rates["embedding_lr"] == 2 * plan.adam_scale
-    assert plan.adam_scale == plan.rate_scale * (192 / 768) ** -0.5
+    scaled = plan.scaled
+    assert plan.rates["matrix_lr"] == scaled.rate_scale
+    assert plan.rates["embedding_lr"] == 2 * scaled.adam_scale
+    assert scaled.adam_scale == scaled.rate_scale * (192 / 768) ** -0.5
     assert plan.warmup_steps == 10  # a tenth of the run at most
     assert make_plan(num_iterations=1000, total_batch_size=4096)[0].warmup_steps == 40
 

@@ -42,13 +42,5 @@ def scaled_rates(defaults: dict, config, batch_tokens: int, steps: int) -> tuple
     `defaults` holds the script's settings by name: configurator.defaults("scripts/base_train.py").
     """
     horizon = scaling.derive_horizon(config, steps, -1, -1, batch_tokens, 0)
-    run = batch_tokens, horizon.tokens, horizon.d12_tokens
-    scale = scaling.rate_scale(*run)
-    adam_scale = scale * scaling.adam_width_scale(config.width)
-    rates = {
-        "embedding_lr": defaults["embedding_lr"] * adam_scale,
-        "unembedding_lr": defaults["unembedding_lr"] * adam_scale,
-        "scalar_lr": defaults["scalar_lr"] * scale,
-        "matrix_lr": defaults["matrix_lr"] * scale,
-    }
-    return rates, scaling.scaled_weight_decay(defaults["weight_decay"], scale, *run)
+    scaled = scaling.scaled_rates(defaults, config.width, horizon)
+    return scaled.rates, scaled.weight_decay
