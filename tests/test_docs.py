@@ -373,6 +373,8 @@ def test_every_name_in_the_walkthrough_stands_in_the_code():
     prose = re.sub(r"```.*?```", "", WALKTHROUGH, flags=re.DOTALL)
     spans = re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", prose)
     assert len(spans) > 50
+    for path in re.findall(r"`((?:data|checkpoint)/\S+)`", prose):
+        assert (ROOT / "nanochat" / path).exists(), path
     for span in spans:
         *path, name = span.split(".")
         if name == "py":
