@@ -77,14 +77,16 @@ class TrainLoader:
         self._positions = dict(zip(lanes, positions, strict=True))  # after the last complete step
         self._process = os.getpid()
         self.wait_s = 0.0  # seconds that next() has waited for data, in all
+        self._start_thread((groups, tokenizer, rows_per_step, seed, lanes, positions, max_seq_len + 1))
 
+    def _start_thread(self, packer: tuple) -> None:
+        """Make the buffers, and start the thread that fills them. `packer` are the arguments of open_lanes."""
         self._ready: queue.SimpleQueue = queue.SimpleQueue()  # (step's rows, positions after it), or an error
         self._free: queue.SimpleQueue = queue.SimpleQueue()  # (buffer, event that ends the copy from it)
         for _ in range(STEPS_AHEAD + 1):
-            shape = (self._rows, max_seq_len + 1)
+            shape = (self._rows, packer[-1])
             pin = self._device.type == "cuda"
             self._free.put((torch.empty(shape, dtype=torch.int32, pin_memory=pin), None))
-        packer = (groups, tokenizer, rows_per_step, seed, lanes, positions, max_seq_len + 1)
         thread = threading.Thread(
             target=_produce, args=(packer, self._free, self._ready), name="nanochat-loader", daemon=True
         )
