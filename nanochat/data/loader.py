@@ -80,7 +80,7 @@ class TrainLoader:
         self._start_thread((groups, tokenizer, rows_per_step, seed, lanes, positions, max_seq_len + 1))
 
     def _start_thread(self, packer: tuple) -> None:
-        """Make the buffers, and start the thread that fills them. `packer` are the arguments of open_lanes."""
+        """Make the buffers and start the thread that fills them; `packer` is the arguments of open_lanes."""
         self._ready: queue.SimpleQueue = queue.SimpleQueue()  # (step's rows, positions after it), or an error
         self._free: queue.SimpleQueue = queue.SimpleQueue()  # (buffer, event that ends the copy from it)
         for _ in range(STEPS_AHEAD + 1):
