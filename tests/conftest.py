@@ -1,5 +1,6 @@
 """What several test modules share."""
 
+import os
 import random
 import signal
 from pathlib import Path
@@ -7,6 +8,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
+# torch's threads spin while they wait for each other. On cores that other processes use too, a tiny run
+# takes three times the CPU time that way. OpenMP reads this when torch is imported, here and in children.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # A shell's background jobs begin with SIGINT ignored, and the processes that tests start would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
