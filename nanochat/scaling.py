@@ -1,7 +1,7 @@
 """The rules of the dial: from depth to width, horizon, batch, learning rates and memory. Pure functions.
 
 The reference is a d12 model trained for its compute-optimal horizon with batches of 2**19 tokens. There the
-X
+learning rates of the scripts hold as they are; the rules carry them to other sizes. planning.py puts the rules
 together.
 """
 
