@@ -1,8 +1,8 @@
 """The rules of the dial: from depth to width, horizon, batch, learning rates and memory. Pure functions.
 
 The reference is a d12 model trained for its compute-optimal horizon with batches of 2**19 tokens. There the
-learning rates of the scripts hold as they are; the rules carry them to other sizes. planning.py puts the rules
-together.
+learning rates of the scripts hold as they are; the rules carry them to other sizes. planning.py puts the
+rules together.
 """
 
 import math
