@@ -26,11 +26,11 @@ base_dir = "~/.cache/nanochat"  # where runs live (environment: NANOCHAT_BASE_DI
 
 # Text
 prompt: str | None = None  # text to continue (none = each line that you type)
-temperature = 0.8  # randomness; 1 = the model's own probabilities (0 = always the likeliest token)
-top_k = 50  # draw from this many likeliest tokens (-1 = off)
+temperature = 0.8  # randomness (0 = always the likeliest token)
+top_k = 50  # draw from the k likeliest tokens (-1 = off)
 top_p = 1.0  # draw from the likeliest tokens that together have this probability (1 = off)
 max_tokens = 256  # tokens to write (-1 = until the row is full)
-seed = 42  # of the random draws; line n of the input has seed + n
+seed = 42  # of the draws; line n of the input has seed + n
 
 # Machine
 device_type: Literal["auto", "cuda", "cpu", "mps"] = "auto"  # auto = cuda, else mps, else cpu
