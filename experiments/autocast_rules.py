@@ -1,5 +1,6 @@
-"""What autocast does with which operator, on each device, asked by running it; part of
-`python -m experiments.precision_experiments`.
+"""What autocast does with each operator on each device, found by running it.
+
+Part of `python -m experiments.precision_experiments`.
 """
 
 import contextlib
@@ -62,10 +63,10 @@ PROBES = {
 
 @contextlib.contextmanager
 def autocast_on(device_type: str, dtype, fake=True):
-    """Autocast of a device that need not be here, for the fake tensors made inside.
+    """Switch on the autocast of a device that may be absent, for the fake tensors made inside.
 
-    Fake tensors have a device, a dtype and no memory. They pass through the real autocast of their device,
-    whose context manager refuses a device that is absent: so it is switched on by hand.
+    A fake tensor has a device and a dtype but no memory. It passes through the real autocast of its device.
+    autocast's context manager refuses an absent device, so autocast is switched on by hand.
     """
     before = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
     with FakeTensorMode() if fake else contextlib.nullcontext():
@@ -80,21 +81,21 @@ def autocast_on(device_type: str, dtype, fake=True):
 
 
 def policy(probe, device_type: str, low=torch.bfloat16, fake=True) -> str:
-    """What autocast does with an operator: asked by running it on float32 and on `low` tensors."""
+    """What autocast does with an operator, found by running it on float32 and on `low` tensors."""
     results = []
     for dtype in (torch.float32, low):
         with autocast_on(device_type, low, fake):
             x, y = (torch.ones(8, 8, device=device_type, dtype=dtype) for _ in range(2))
             try:
                 results.append(probe(x, y).dtype)
-            except RuntimeError:  # a few look for the device itself
+            except RuntimeError:  # a few operators need the device itself
                 return "-"
     words = {(low, low): "low", (torch.float32,) * 2: "float32", (torch.float32, low): "as its input"}
     return words.get(tuple(results), str(results))
 
 
 def autocast_lists() -> str:
-    """One row a group of operators: what autocast makes of it on each device."""
+    """One row for each group of operators: what autocast does with it on each device."""
     rows = []
     for name, probes in PROBES.items():
         cells = [" / ".join(dict.fromkeys(policy(p, d) for p in probes)) for d in ("cuda", "cpu", "mps")]
@@ -103,7 +104,7 @@ def autocast_lists() -> str:
 
 
 def stages(device_type: str, fake=True) -> dict[str, str]:
-    """The dtype of each result of LayerNorm(Linear(x)), then of attention by hand and fused, x in float32."""
+    """The dtype of each result when a float32 x goes through LayerNorm(Linear(x)) and attention by hand."""
     with autocast_on(device_type, torch.bfloat16, fake):
         x, weight = (torch.ones(8, 8, device=device_type) for _ in range(2))
         results = {"`x`": x, "`h = linear(x)`": (h := F.linear(x, weight))}
@@ -126,7 +127,7 @@ def walk() -> str:
 
 
 def casts() -> dict[str, int]:
-    """How often the weight of one layer is cast, by the record."""
+    """How often a recorder sees the weight of one layer cast."""
     layer, x = nn.Linear(8, 8, bias=False), torch.ones(1, 8)
 
     def count(contexts=1, calls=1, grad=torch.enable_grad, **options):

@@ -1,6 +1,6 @@
-"""What docs/walkthrough.md quotes as measured; `python -m experiments.measurements` prints it again.
+"""The measured figures of docs/walkthrough.md: `python -m experiments.measurements` prints them.
 
-Mostly what gradient accumulation changes and what it does not, with our model at a size that takes seconds.
+Most of them show what gradient accumulation changes and what it does not, with a model that takes seconds.
 """
 
 import argparse
@@ -30,7 +30,7 @@ TEXT = torch.tensor(list(inspect.getsource(argparse).encode()))  # any text: its
 
 
 def byte_rows(n: int, seed: int):
-    """(inputs, targets), each (n, T): random places of the text."""
+    """(inputs, targets), each (n, T), from random places of the text."""
     start = torch.randint(len(TEXT) - T, (n, 1), generator=torch.Generator().manual_seed(seed))
     rows = TEXT[start + torch.arange(T + 1)]
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
@@ -49,9 +49,11 @@ def our_optimizer(model):
 
 @functools.cache
 def weights_in_training() -> dict:
-    """Parameters after 20 updates: at the very start many gradients are zero."""
+    """Parameters after 20 updates, because many gradients are zero before the first."""
     model = new_model()
-    optimizer = torch.optim.AdamW(model.parameters(), 5e-3)  # not ours: the figures outlive changes of it
+    optimizer = torch.optim.AdamW(
+        model.parameters(), 5e-3
+    )  # not ours: a change of ours then leaves the figures as they are
     for step in range(20):
         model(*byte_rows(16, step)).backward()
         optimizer.step()
@@ -74,7 +76,7 @@ def flat_grad(model):
 
 
 def accumulate(model, inputs, targets, rows: int, compute_dtype=torch.float32, divide=True) -> float:
-    """The inner loop over micro-batches of `rows` rows; returns the sum of the losses."""
+    """Run the inner loop over micro-batches of `rows` rows and return the sum of the losses."""
     steps, total = len(inputs) // rows, 0.0
     for x, y in zip(inputs.split(rows), targets.split(rows), strict=True):
         with precision.autocast(x.device, compute_dtype):
@@ -85,7 +87,7 @@ def accumulate(model, inputs, targets, rows: int, compute_dtype=torch.float32, d
 
 
 def gradient(inputs, targets, rows: int, compute_dtype=torch.float32, dtype=torch.float32):
-    """The accumulated gradient of a model with parameters of `dtype`, as one vector."""
+    """The accumulated gradient of a model whose parameters have `dtype`, as one vector."""
     model = our_model(dtype)
     accumulate(model, inputs, targets, rows, compute_dtype)
     return flat_grad(model)
@@ -100,13 +102,13 @@ def add_gradients_by_targets(model, micro_batches):
 
 
 def compare(a, b) -> tuple[float, float]:
-    """(share of elements equal in every bit, where one is not zero; distance |a - b| / |b|)."""
+    """(share of equal elements, without those that are 0 in both; distance |a - b| / |b|)."""
     some, a64, b64 = (a != 0) | (b != 0), a.double(), b.double()
     return (a == b)[some].double().mean().item(), ((a64 - b64).norm() / b64.norm()).item()
 
 
 def accumulation() -> dict[str, tuple[float, float]]:
-    """`compare` of gradients of 64 rows, most of them with the gradient of one batch of 64 rows."""
+    """`compare` of gradients of 64 rows made in several ways, mostly with that of one batch of 64 rows."""
     inputs, targets = byte_rows(64, 99)
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
     results = {}
@@ -130,7 +132,7 @@ def accumulation() -> dict[str, tuple[float, float]]:
 
 
 def ddp_worker(rank: int, folder: Path):
-    """One of two processes: its 32 rows in one, two and four micro-steps, as base_train does it."""
+    """One of two processes. It takes its 32 rows in one, two and four micro-steps, as base_train does."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     inputs, targets = (rows[rank::2] for rows in byte_rows(64, 99))
     results = {}
@@ -151,7 +153,7 @@ def ddp_worker(rank: int, folder: Path):
 
 
 def two_processes() -> dict[str, tuple[float, float]]:
-    """`compare` of two processes with one of twice the micro-steps, over the same micro-batches."""
+    """`compare` of two processes with one that makes twice the micro-steps, on the same micro-batches."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "experiments.measurements", "worker", folder]
         workers = [subprocess.Popen([*command, str(rank)], cwd=ROOT) for rank in (0, 1)]
@@ -172,7 +174,7 @@ def two_processes() -> dict[str, tuple[float, float]]:
 
 
 def on_the_way() -> list[float]:
-    """The distance of .grad from the gradient of all 64 rows after each of 4 micro-steps."""
+    """How far .grad is from the gradient of all 64 rows, after each of 4 micro-steps."""
     inputs, targets = byte_rows(64, 99)
     big, model, distances = gradient(inputs, targets, 64), our_model(), []
     for x, y in zip(inputs.split(16), targets.split(16), strict=True):
@@ -192,7 +194,8 @@ def one_update(make_optimizer, clip: float, divide: bool):
 
 
 def undivided() -> dict[str, tuple[float, float, float, float]]:
-    """(size of the update, norm, loss) of an undivided step over those of the right one; their distance."""
+    """A step whose losses are not divided: its (update's size, norm, loss) over the right step's; and the
+    distance of the two updates."""
     results = {}
     for name, make in (("SGD", lambda m: torch.optim.SGD(m.parameters(), 0.1)), ("ours", our_optimizer)):
         for clip in (math.inf, 1.0):
@@ -204,10 +207,10 @@ def undivided() -> dict[str, tuple[float, float, float, float]]:
 
 
 def saved_bytes(rows: int, backward_inside: bool) -> int:
-    """The most bytes that autograd holds for backward passes over 64 rows, parameters not counted."""
+    """The most bytes that autograd holds for backward passes over 64 rows, without parameters."""
     model = our_model()
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    holders, now, most = {}, 0, 0  # holders: how many saved tensors lie in each piece of memory
+    holders, now, most = {}, 0, 0  # holders: how many saved tensors share each piece of memory
 
     class Held:
         def __init__(self, tensor):
@@ -244,7 +247,7 @@ def saved_bytes(rows: int, backward_inside: bool) -> int:
 
 
 def leak() -> list[tuple[float, str]]:
-    """(last loss, what it writes) after 60 steps on targets that are the inputs, and on the right ones."""
+    """(last loss, what the model writes) after 60 steps: with the inputs as targets, with the right ones."""
     results = []
     for leaked in (True, False):
         model = our_model()
@@ -261,7 +264,7 @@ def leak() -> list[tuple[float, str]]:
 
 
 def directions() -> dict[str, float]:
-    """How alike the singular values of an MLP matrix's gradient are, and of what Muon makes of it."""
+    """How equal the singular values of an MLP matrix's gradient are, before and after Muon."""
     model = our_model()
     model(*byte_rows(64, 99)).backward()
     grad = model.blocks[0].mlp.up.weight.grad  # 256 x 64: 64 singular values

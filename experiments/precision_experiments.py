@@ -1,4 +1,4 @@
-"""What docs/precision.md shows besides the report: `python -m experiments.precision_experiments`, a minute.
+"""The small experiments of docs/precision.md: `python -m experiments.precision_experiments`, a minute.
 
 Each experiment prints a table; `--what=underflow` runs one of them.
 """
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def formats() -> str:
-    """Bits and limits of each format, and what three numbers become in it."""
+    """The bits and limits of each format, and three numbers rounded to it."""
     rows = []
     for dtype in FORMATS:
         info = torch.finfo(dtype)
@@ -41,7 +41,7 @@ def formats() -> str:
 
 
 def running_sum(products):
-    """Of products (..., K): each partial sum rounded to their dtype."""
+    """The sum of products (..., K). Each partial sum is rounded to their dtype."""
     total = torch.zeros_like(products[..., 0])
     for k in range(products.size(-1)):
         total = total + products[..., k]
@@ -49,12 +49,12 @@ def running_sum(products):
 
 
 def error(result, exact) -> float:
-    """Distance |a - b| / |b|."""
+    """The distance |a - b| / |b|."""
     return ((result.double() - exact).norm() / exact.norm()).item()
 
 
 def accumulation(dtypes=(torch.bfloat16, torch.float16)) -> str:
-    """Products of two (32, 2048) matrices of random numbers: how many are the exact result, rounded once."""
+    """How many elements of a product of two random (32, 2048) matrices are exact but for one rounding."""
     rows = []
     for dtype in dtypes:
         generator = torch.Generator().manual_seed(0)
@@ -70,7 +70,7 @@ def accumulation(dtypes=(torch.bfloat16, torch.float16)) -> str:
 
 
 def attention_errors(dtype=torch.bfloat16) -> dict[str, float]:
-    """Distance from float64 of causal attention over 256 positions, 4 heads of 64."""
+    """How far causal attention over 256 positions, with 4 heads of 64, is from float64's."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 4, 256, 64, generator=generator).to(dtype) for _ in range(3))
     exact = F.scaled_dot_product_attention(*(t.double() for t in (q, k, v)), is_causal=True)
@@ -93,8 +93,9 @@ def attention() -> str:
 
 
 def inside() -> dict[str, tuple[float, float]]:
-    """On 64 rows of 2,048 bfloat16 numbers: the share of an operator's results that are float32's, rounded
-    once, and the same of the operator made of bfloat16 steps."""
+    """The share of an operator's results that are float32's, rounded once; and the same if it is made of
+    bfloat16 steps. The inputs are 64 rows of 2,048 bfloat16 numbers.
+    """
     generator = torch.Generator().manual_seed(0)
     x = (3 * torch.randn(64, 2048, generator=generator)).bfloat16()
 
@@ -127,7 +128,7 @@ def insides() -> str:
 
 
 def gradient(dtype, scale=1.0, rows=64):
-    """Of our small model in training (measurements.py) on rows of 32 bytes, divided by the scale."""
+    """The gradient of our small model (measurements.py) on rows of 32 bytes, divided by the scale."""
     model = our_model()
     with precision.autocast(CPU, dtype):
         loss = model(*byte_rows(rows, 99))
@@ -136,7 +137,7 @@ def gradient(dtype, scale=1.0, rows=64):
 
 
 def underflow_figures(rows=64) -> dict[str, tuple[float, float]]:
-    """(share of gradients that are 0 and are not in float32, distance from float32's)."""
+    """(share of the gradients that become 0 and are not 0 in float32, distance from float32's)."""
     exact, figures = gradient(torch.float32, rows=rows), {}
     for name, dtype, scale in (
         ("bfloat16", torch.bfloat16, 1),
@@ -162,9 +163,9 @@ def underflow() -> str:
 
 
 def scaler_steps(init_scale=2.0**23, steps=16, growth_interval=4) -> list[dict]:
-    """A float16 run from too large a scale: what GradScaler does with it, step by step.
+    """What GradScaler does, step by step, in a float16 run whose scale is too large at first.
 
-    torch's default is a growth after 2,000 good steps; here after 4.
+    By default it raises the scale after 2,000 good steps; here after 4.
     """
     model = our_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -216,18 +217,18 @@ def scaler() -> str:
 
 
 def stored(weights, as_what):
-    """Matrices (rows, columns) as they come back from a format; integers have one scale a row."""
+    """Matrices (rows, columns) written to a format and read back; integers have one scale for each row."""
     if isinstance(as_what, torch.dtype):
         return weights.to(as_what).float()
-    largest = 2 ** (as_what - 1) - 1  # of a signed integer of so many bits
+    largest = 2 ** (as_what - 1) - 1  # the largest signed integer of that many bits
     scale = weights.abs().amax(-1, keepdim=True).clamp_min(1e-12) / largest
     return (weights / scale).round() * scale
 
 
 def lost_updates() -> dict[str, float]:
-    """Share of the matrices' weights that a small update does not change, by the format they are kept in.
+    """The share of the matrices' weights that a small update does not change, by the format that keeps them.
 
-    The update is AdamW's first, a rate of 3e-4 in the direction of the gradient's sign.
+    The update is the first of AdamW: 3e-4, the rate, against the sign of the gradient.
     """
     model = our_model()
     model(*byte_rows(64, 99)).backward()
@@ -237,7 +238,7 @@ def lost_updates() -> dict[str, float]:
         same = total = 0
         for weights, update in pairs:
             kept = stored(weights, what)
-            if isinstance(what, int):  # the scale stays, as in a quantised matrix
+            if isinstance(what, int):  # the scale does not change, as in a quantised matrix
                 scale = kept.abs().amax(-1, keepdim=True).clamp_min(1e-12) / (2 ** (what - 1) - 1)
                 after = ((kept + update) / scale).round() * scale
                 same += ((after - kept).abs() < scale / 2)[update != 0].sum().item()
@@ -249,7 +250,7 @@ def lost_updates() -> dict[str, float]:
 
 
 def vanished_squares() -> dict[str, float]:
-    """Share of the squared gradients, of which AdamW keeps a mean, that become 0 in each format."""
+    """The share of the squared gradients that become 0 in each format. AdamW keeps their mean."""
     grad = gradient(torch.float32)
     grad = grad[grad != 0]
     return {name_of(d): (stored(grad.square(), d) == 0).double().mean().item() for d in FORMATS}
