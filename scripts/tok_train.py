@@ -8,6 +8,7 @@ downloaded: the tokenizers of GPT-2 and GPT-4 are compared only if tiktoken has 
 """
 
 import json as json_module
+import sys
 import time
 from pathlib import Path
 
@@ -77,7 +78,10 @@ size = vocab_size if exact else 4096 if data == "embedded" else 32768
 path = Path(out).expanduser() if out else tokenizer_path(dataset.tokenizer_folder(base_path), size)
 print(f"data: {dataset.name}, {dataset.note}")
 began = time.perf_counter()
-tokenizer = train(dataset.train_texts(), size, max_chars=max_chars, exact=exact, progress=True)
+try:
+    tokenizer = train(dataset.train_texts(), size, max_chars=max_chars, exact=exact, progress=True)
+except KeyboardInterrupt:
+    sys.exit("stopped; no tokenizer is written")
 seconds = time.perf_counter() - began
 try:
     tokenizer.save(path)

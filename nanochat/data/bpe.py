@@ -1,11 +1,35 @@
 """Training of a byte-level BPE vocabulary with the library `tokenizers`.
 
 BPE starts from the 256 bytes. It joins the most frequent pair of neighbours to a new token, again and again.
+
+The library answers no signal until it is done. So it runs in a process of its own (`python -m
+nanochat.data.bpe`), which gets the texts through a pipe and can be ended at any moment. If the process that
+started it dies, it ends too.
 """
 
+import contextlib
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
 from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
 
+from nanochat import UserError
 from nanochat.data.progress import bar
+
+# The time to train grows with the square of the longest run that the pattern leaves whole, so the training
+# cuts runs. Longer ones are DNA, or one letter again and again: no word that a token should learn. The
+# longest run of the embedded text has 200 characters. The encoder cuts nothing.
+LONGEST_RUN = 256  # characters
+LENGTH = struct.Struct("<q")  # the bytes of the next text in the pipe
+END = -1  # instead of a length: that was the last text
+ROOT = Path(__file__).parents[2]  # the folder that has the package nanochat
 
 
 def train_tokens(
@@ -15,28 +39,25 @@ def train_tokens(
 
     The regular expression `pattern` cuts the text first, so that no token spans a word boundary. Training
     stops after `max_chars` characters (-1: all). The same texts give the same tokens on any number of
-    threads.
+    threads. Raises UserError if the process that trains is killed, for example because memory is short.
     """
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    trainer = trainers.BpeTrainer(
-        vocab_size=max_tokens,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_limited(texts, max_chars, show_progress), trainer)
-
-    byte_of = _bytes_of_characters()
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    merged = [bytes(byte_of[character] for character in text) for text, _ in vocabulary if len(text) > 1]
-    return [bytes([b]) for b in range(256)] + merged
+    command = [sys.executable, "-m", "nanochat.data.bpe"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with tempfile.TemporaryFile() as errors:
+        # A session of its own: Ctrl-C in a terminal goes to this process alone, which then ends the other
+        with subprocess.Popen(command, cwd=ROOT, stderr=errors, start_new_session=True, **pipes) as child:
+            try:
+                with contextlib.suppress(BrokenPipeError):  # it has ended; its status says why
+                    _send(child.stdin, [max_tokens, pattern], _limited(texts, max_chars, show_progress))
+                answer = child.stdout.read()
+            finally:
+                child.kill()
+                with contextlib.suppress(OSError):
+                    child.stdin.close()
+        if not answer.endswith(b"\n"):
+            errors.seek(0)
+            raise UserError(_why_it_ended(child.returncode, errors.read()))
+    return [bytes.fromhex(token) for token in json.loads(answer)]
 
 
 def without_surrogates(text: str) -> str:
@@ -61,8 +82,90 @@ def _limited(texts: Iterable[str], max_chars: int, show_progress: bool) -> Itera
                 return
 
 
+def _send(pipe: BinaryIO, arguments: list, texts: Iterable[str]) -> None:
+    pipe.write(json.dumps(arguments).encode() + b"\n")
+    for text in texts:
+        content = text.encode()
+        pipe.write(LENGTH.pack(len(content)) + content)
+    pipe.write(LENGTH.pack(END))
+    pipe.flush()
+
+
+def _why_it_ended(status: int, errors: bytes) -> str:
+    why = f"ended with status {status}"
+    if status < 0:
+        why = f"was killed ({signal.Signals(-status).name})"
+    elif lines := errors.decode("utf-8", "replace").strip().splitlines():
+        why = f"failed ({lines[-1][:200]})"
+    return (
+        f"the training of the tokenizer {why}; free memory, or train on less text or for a smaller vocab_size"
+    )
+
+
+# -- the process that trains
+
+
+def _main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # where sessions do not exist, Ctrl-C comes here too
+    pipe = sys.stdin.buffer
+    max_tokens, pattern = json.loads(pipe.readline())
+    tokens = _train(_received(pipe), max_tokens, pattern)
+    sys.stdout.write(json.dumps([token.hex() for token in tokens]) + "\n")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _received(pipe: BinaryIO) -> Iterator[str]:
+    """The texts that _send() sends. After the last one a thread waits for the death of the sender."""
+    while True:
+        head = pipe.read(LENGTH.size)
+        if len(head) < LENGTH.size:
+            os._exit(1)
+        (size,) = LENGTH.unpack(head)
+        if size == END:
+            break
+        content = pipe.read(size)
+        if len(content) < size:
+            os._exit(1)
+        yield content.decode()
+
+    def end_with_the_sender():
+        pipe.read(1)  # returns when the sender closes the pipe or dies
+        os._exit(1)
+
+    threading.Thread(target=end_with_the_sender, daemon=True).start()
+
+
+def _train(texts: Iterator[str], max_tokens: int, pattern: str) -> list[bytes]:
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.Split(Regex(f"(?m:.{{1,{LONGEST_RUN}}})"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=max_tokens,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+
+    byte_of = _bytes_of_characters()
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    merged = [bytes(byte_of[character] for character in text) for text, _ in vocabulary if len(text) > 1]
+    return [bytes([b]) for b in range(256)] + merged
+
+
 def _bytes_of_characters() -> dict[str, int]:
     """{character: byte} for the printable characters that GPT-2, and so `tokenizers`, writes for bytes."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [b for b in range(256) if b not in visible]
     return {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(hidden)}
+
+
+if __name__ == "__main__":
+    _main()

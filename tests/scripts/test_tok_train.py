@@ -2,8 +2,11 @@
 
 import hashlib
 import json
+import random
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -76,3 +79,24 @@ def test_bad_input_is_one_sentence(tmp_path, argument, message):
     arguments = [f"--data={texts(tmp_path)}", "--text_field=body", "--vocab_size=270"]
     done = tok_train(tmp_path, *arguments, argument.format(tmp_path=tmp_path), status=2)
     assert message in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", 1), ("SIGTERM", -signal.SIGTERM)])
+def test_a_signal_ends_the_training_within_two_seconds(tmp_path, name, status):
+    path = tmp_path / "dna.jsonl"
+    letters = random.Random(1)
+    runs = ["".join(letters.choices("acgt", k=100_000)) for _ in range(80)]
+    path.write_text("".join(json.dumps(run) + "\n" for run in runs))
+    command = [sys.executable, "-m", "scripts.tok_train", f"--data={path}", "--vocab_size=60000"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command += [f"--base_dir={tmp_path}"]
+    with subprocess.Popen([*command[:1], "-u", *command[1:]], cwd=ROOT, **pipes) as process:
+        assert process.stdout.readline().startswith("data:")
+        time.sleep(2)  # now it merges
+        began = time.monotonic()
+        process.send_signal(getattr(signal, name))
+        _, errors = process.communicate(timeout=60)
+        assert time.monotonic() - began < 2
+    assert process.returncode == status and "Traceback" not in errors
+    assert name != "SIGINT" or errors.endswith("stopped; no tokenizer is written\n")
+    assert not list(tmp_path.glob("tokenizers/*/*"))

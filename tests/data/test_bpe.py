@@ -1,0 +1,103 @@
+"""Training of a vocabulary: bounded in time whatever the text, stopped by a signal, and never left behind."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nanochat import UserError
+from nanochat.data.tokenizer import train
+
+ROOT = Path(__file__).parents[2]
+needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="finds children in /proc")
+
+
+def dna(n: int) -> str:
+    return "".join(random.Random(0).choices("acgt", k=n))
+
+
+def children(process: int) -> list[int]:
+    return [int(i) for i in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("text", ["a" * 400_000, dna(200_000), " " * 400_000, "漢" * 200_000])
+def test_a_long_unbroken_run_trains_in_seconds(text):
+    began = time.monotonic()
+    tokenizer = train([text], 4096, exact=False)
+    assert time.monotonic() - began < 15  # about 1 s on an idle machine; 30 s and more without cuts
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_only_runs_of_more_than_256_characters_are_cut_and_only_for_the_training():
+    run = "ab" * 128
+    joined, apart = (train(texts, 300, exact=False) for texts in ([run * 50], [run] * 50))
+    assert joined.tokens == apart.tokens
+    runs = [run, "漢" * 256, "\t" * 256, "." * 256]
+    for run in runs:  # a run of 256 stays whole: its longest token has all of it
+        assert run.encode() in train([run] * 2, 4096, exact=False).tokens
+
+
+def test_a_signal_stops_the_training_at_once():
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 3)
+    began = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train([dna(8_000_000)], 60_000)
+        assert time.monotonic() - began < 5
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@needs_proc
+def test_the_training_process_ends_with_the_process_that_started_it():
+    script = "from nanochat.data.tokenizer import train; print('begin', flush=True)\n"
+    script += "import random; train([''.join(random.choices('acgt', k=8_000_000))], 60_000)"
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout.readline() == b"begin\n"
+        while not (found := children(parent.pid)):
+            time.sleep(0.05)
+        time.sleep(4)  # now it merges
+        parent.kill()
+    until = time.monotonic() + 3
+    while any(Path(f"/proc/{child}/cmdline").exists() and running(child) for child in found):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@needs_proc
+def test_a_training_process_that_dies_is_one_sentence():
+    def texts():
+        yield "some text " * 1000
+        for child in children(os.getpid()):
+            os.kill(child, signal.SIGKILL)
+        for _ in range(1000):
+            yield "more text " * 1000
+
+    with pytest.raises(UserError, match=r"training of the tokenizer was killed \(SIGKILL\); free memory"):
+        train(texts(), 300)
+
+
+def test_an_error_in_the_texts_is_raised_as_it_is():
+    def texts():
+        yield "some text"
+        raise UserError("this shard is damaged")
+
+    with pytest.raises(UserError, match="this shard is damaged"):
+        train(texts(), 300)
