@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from nanochat import UserError
 from nanochat.precision import autocast
 
 
@@ -22,4 +23,9 @@ def bits_per_byte(model, batches, token_bytes, dtype: torch.dtype, machine) -> f
             nats += model(inputs, targets, reduction="sum").item()  # float32 over one batch, float64 over all
         scored_bytes += token_bytes[targets.clamp_min(0)].mul(targets >= 0).sum().item()
     nats, scored_bytes = machine.all_sum([nats, scored_bytes])
+    if not math.isfinite(nats):
+        raise UserError(
+            "the loss on the validation text is not a number, so the model is broken; go on from an earlier "
+            "checkpoint with --resume=STEP and lower rates, or use --dtype=float32"
+        )
     return nats / math.log(2) / scored_bytes if scored_bytes else math.nan

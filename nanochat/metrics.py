@@ -14,48 +14,6 @@ from tqdm import tqdm
 
 from nanochat import UserError
 
-
-class Metrics:
-    """Writes records to `<out_dir>/metrics.jsonl` and, where a run has one, to wandb.
-
-    A record is one JSON object on one line, written with one system call: whatever kills the process, the
-    file holds whole records. NaN and infinity are written as null, since JSON has neither.
-    """
-
-    def __init__(self, out_dir, wandb_run=None, enabled: bool = True):
-        self.path = Path(out_dir) / "metrics.jsonl"
-        self.wandb_run, self.enabled = wandb_run, enabled
-        if enabled:  # the first process writes for all
-            self.file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-
-    def write(self, record: dict):
-        if not self.enabled:
-            return
-        record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        line = (json.dumps(record) + "\n").encode()
-        try:
-            written = os.write(self.file, line)
-        except OSError as error:
-            raise UserError(
-                f"cannot write {self.path} ({error.strerror}); make room and start again"
-            ) from error
-        if written < len(line):  # a resumed run drops the broken line
-            raise UserError(f"cannot write {self.path} (the disk is full); make room and start again")
-        if self.wandb_run is not None:
-            self.wandb_run.log({k: v for k, v in record.items() if v is not None}, step=record["step"])
-
-    def sync(self):
-        """Return when every record is on disk."""
-        if self.enabled:
-            os.fsync(self.file)
-
-    def close(self):
-        if self.enabled:
-            os.close(self.file)
-        if self.wandb_run is not None:
-            self.wandb_run.finish()
-
-
 RECENT_STEPS = 64  # losses that a spike is measured against
 
 
@@ -83,34 +41,102 @@ class Progress:
         return spike
 
 
+class Metrics:
+    """Writes records to `<out_dir>/metrics.jsonl` and, where a run has one, to wandb.
+
+    A record is one JSON object on one line, written with one system call: whatever kills the process, the
+    file holds whole records. NaN and infinity are written as null, since JSON has neither.
+    """
+
+    def __init__(self, out_dir, wandb_run=None, enabled: bool = True):
+        self.path = Path(out_dir) / "metrics.jsonl"
+        self.wandb_run, self.enabled = wandb_run, enabled
+        if enabled:  # the first process writes for all
+            self.file = self._open()
+
+    def _open(self) -> int:
+        return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def write(self, record: dict):
+        if not self.enabled:
+            return
+        record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        line = (json.dumps(record) + "\n").encode()
+        try:
+            if os.fstat(self.file).st_nlink == 0:  # what is written now would go nowhere
+                self._begin_again()
+            written = os.write(self.file, line)
+        except OSError as error:
+            raise UserError(
+                f"cannot write {self.path} ({error.strerror}); make room and start again"
+            ) from error
+        if written < len(line):  # a resumed run drops the broken line
+            raise UserError(f"cannot write {self.path} (the disk is full); make room and start again")
+        if self.wandb_run is not None:
+            self.wandb_run.log({k: v for k, v in record.items() if v is not None}, step=record["step"])
+
+    def _begin_again(self):
+        """Go on in a new file, and a new folder if that is gone too."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(self.file)
+        self.file = self._open()
+        print(
+            f"warning: {self.path} was deleted while the run goes on; it begins again, without the steps "
+            "before. Start no other run in this folder",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def start_wandb(self, run: str, config: dict, progress: Progress, say):
+        """Log to a wandb run of that name too, or go on in the one that `progress` remembers."""
+        if self.enabled:
+            self.wandb_run = start_wandb(run, "nanochat", config, self.path.parent, progress.wandb_id, say)
+            progress.wandb_id = self.wandb_run.id if self.wandb_run else None
+
+    def sync(self):
+        """Return when every record is on disk."""
+        if self.enabled:
+            os.fsync(self.file)
+
+    def close(self):
+        if self.enabled:
+            os.close(self.file)
+        if self.wandb_run is not None:
+            self.wandb_run.finish()
+
+
 def is_spike(loss: float, recent: list[float]) -> bool:
     """Whether a loss is more than 6 standard deviations above the mean of at least 32 recent ones."""
     return len(recent) >= 32 and loss > statistics.fmean(recent) + 6 * statistics.pstdev(recent)
 
 
-def diverged(step: int, micro_losses: list[float], first_row: int, run_path) -> UserError:
+def diverged(step: int, micro_losses: list[float], first_row: int, checkpoints: str) -> UserError:
     """The error that ends a run after three bad steps in a row. It names the first thing that was not
     finite."""
     bad = [i for i, loss in enumerate(micro_losses) if not math.isfinite(loss)]
     where = f"micro-step {bad[0]} of its {len(micro_losses)}" if bad else "its gradient"
     return UserError(
         f"three steps in a row were not finite, the last one step {step} in {where} (rows from {first_row} "
-        f"on); the checkpoints in {run_path} are from before: lower the learning rates or use --dtype=float32"
+        f"on); {checkpoints}; lower the learning rates or use --dtype=float32"
     )
 
 
-def read_metrics(path) -> list[dict]:
-    """The whole records of a metrics.jsonl, in order; [] if there is no such file."""
+def read_metrics(path, say=lambda warning: None) -> list[dict]:
+    """The whole records of a metrics.jsonl, in order; [] if there is no such file. `say` hears of bad
+    lines."""
     try:
         lines = Path(path).read_bytes().split(b"\n")[:-1]  # after the last newline: not a whole record
     except FileNotFoundError:
         return []
     records = []
-    for line in lines:
+    for number, line in enumerate(lines, start=1):
         try:
-            records.append(json.loads(line))
-        except ValueError:
-            continue
+            record = json.loads(line)
+            if not isinstance(record["step"], int) or not ("loss" in record or "val_bpb" in record):
+                raise ValueError("neither a step nor an evaluation")
+            records.append(record)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            say(f"warning: {path}, line {number}, is damaged and skipped")
     return records
 
 
@@ -120,7 +146,7 @@ def last_evaluation(path, step: int) -> int:
     return max((r["step"] for r in read_metrics(path) if "val_bpb" in r and r["step"] <= step), default=-1)
 
 
-def rewind_metrics(path, step: int):
+def rewind_metrics(path, step: int, say=print):
     """Drop the records made after `step` updates: training records from `step` on, evaluations after it.
 
     Training record k is update k, counted from 0; an evaluation at k was made after k updates. The file
@@ -129,7 +155,7 @@ def rewind_metrics(path, step: int):
     path = Path(path)
     if not path.exists():
         return
-    kept = [r for r in read_metrics(path) if r["step"] < step or ("loss" not in r and r["step"] == step)]
+    kept = [r for r in read_metrics(path, say) if r["step"] < step or ("loss" not in r and r["step"] == step)]
     temporary = path.with_suffix(".tmp")
     with open(temporary, "w") as f:
         f.writelines(json.dumps(r) + "\n" for r in kept)

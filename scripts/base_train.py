@@ -186,14 +186,13 @@ if world_size > 1:  # averages the gradients over the processes while the backwa
 
 plan_lines = planning.lines(sections)
 about = {"settings": settings.record(), "plan": plan_lines, "identity": identity, **machine.environment()}
-wandb_run = None
+config_json = json.dumps(about, indent=2).encode()
 if machine.is_main:
     checkpoint.set_future_aside(run_path, resumed, say)
-    metrics.rewind_metrics(run_path / "metrics.jsonl", step)
-    (run_path / "config.json").write_text(json.dumps(about, indent=2) + "\n")
-    wandb_run = metrics.start_wandb(run, "nanochat", about, run_path, progress.wandb_id, say)
-    progress.wandb_id = wandb_run.id if wandb_run else None
-log = metrics.Metrics(run_path, wandb_run, enabled=machine.is_main)
+    metrics.rewind_metrics(run_path / "metrics.jsonl", step, say)
+    checkpoint.write_whole(run_path / "config.json", config_json)
+log = metrics.Metrics(run_path, enabled=machine.is_main)
+log.start_wandb(run, about, progress, say)
 console = metrics.Console(step, plan.num_iterations, machine.is_main)
 saver = checkpoint.AsyncSaver(run_path, machine.rank, world_size, run_id)  # each process writes its share
 distributed.before_end(saver.finish)
@@ -218,7 +217,7 @@ def save() -> float:
             model=model.state_dict(),
             optimizer=optim.named_state(optimizer, model, machine.rank) | random_state,
             state=state,
-            files={"tokenizer.json": tokenizer.to_bytes(), "config.json": run_path / "config.json"},
+            files={"tokenizer.json": tokenizer.to_bytes(), "config.json": config_json},
             before_publish=log.sync,
             after_publish=prune,
         )
@@ -330,7 +329,7 @@ while True:
     log.write(record)
     console.step(record)
     if bad_steps == 3:
-        raise metrics.diverged(step, micro_losses.tolist(), step * rows, run_path)
+        raise metrics.diverged(step, micro_losses.tolist(), step * rows, checkpoint.newest(run_path))
     if step == first_step:
         runtime.freeze_garbage()
         saver.reserve(model.state_dict(), optim.named_state(optimizer, model, machine.rank))

@@ -117,3 +117,21 @@ def disk(path: Path, size: str):
         yield path
     finally:
         subprocess.run(["umount", "-l", path], check=True)
+
+
+def edit(tree: Path, file: str, *changes: tuple[str, str]):
+    path = tree / file
+    text = path.read_text(encoding="utf-8")
+    for old, new in changes:
+        assert text.count(old) == 1, f"{file} has {text.count(old)} times: {old}"
+        text = text.replace(old, new)
+    path.write_text(text, encoding="utf-8")
+
+
+def run_tree(tree: Path, arguments: list[str], status: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=tree, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    assert status == 0 or ("Traceback" not in done.stderr and done.stderr.count("error:") == 1), done.stderr
+    return done.stdout + done.stderr

@@ -12,8 +12,16 @@ There is no pickle in it, so loading a stranger's checkpoint reads data and runs
 """
 
 from nanochat.checkpoint.background import AsyncSaver
-from nanochat.checkpoint.files import Damaged
-from nanochat.checkpoint.folder import changes, check_shared, checkpoints_in, lock_folder, prune, set_aside
+from nanochat.checkpoint.files import Damaged, write_whole
+from nanochat.checkpoint.folder import (
+    changes,
+    check_shared,
+    checkpoints_in,
+    lock_folder,
+    newest,
+    prune,
+    set_aside,
+)
 from nanochat.checkpoint.resume import enter, how_it_goes_on, load_weights, set_future_aside
 from nanochat.checkpoint.save_and_load import (
     Checkpoint,
@@ -40,9 +48,11 @@ __all__ = [
     "is_checkpoint",
     "load_weights",
     "lock_folder",
+    "newest",
     "open_checkpoint",
     "prune",
     "save",
     "set_aside",
     "set_future_aside",
+    "write_whole",
 ]

@@ -9,8 +9,19 @@ from concurrent.futures import wait as wait_for_jobs
 
 import torch
 
+from nanochat import UserError
 from nanochat.checkpoint.files import attempt, to_json
+from nanochat.checkpoint.folder import newest
 from nanochat.checkpoint.save_and_load import SaveError, save
+
+
+def check_finite(model, step, out_dir):
+    """Raise UserError if weights are infinite or not a number: such a checkpoint is worth nothing."""
+    if bad := [name for name, tensor in model.items() if not tensor.isfinite().all()]:
+        raise UserError(
+            f"after {step} steps the weights are not finite in {', '.join(bad[:3])}, so this model is not "
+            f"saved; {newest(out_dir)}; lower the learning rates, or use --dtype=float32"
+        )
 
 
 class AsyncSaver:
@@ -38,6 +49,7 @@ class AsyncSaver:
         background thread of rank 0. If the previous save failed, this one starts, and then the SaveError of
         the previous one is raised.
         """
+        check_finite(model, step, self._where["out_dir"])
         failure = None
         try:
             self.wait()

@@ -48,6 +48,20 @@ def write_file(path, blocks):
     return {"size": size, "sha256": digest.hexdigest()}
 
 
+def write_whole(path, content):
+    """Replace a small file by these bytes at once: it has the old content or the new one, never a part.
+
+    Raises UserError if it cannot be written.
+    """
+    temporary = Path(path).with_name(f".tmp-{Path(path).name}")
+    try:
+        attempt(os.unlink, temporary)
+        write_file(temporary, [content])
+        os.replace(temporary, path)
+    except OSError as e:
+        raise UserError(f"cannot write {path} ({e.strerror}); make room or choose another --out_dir") from e
+
+
 def sync_folder(path):
     """Make sure that the names in a folder survive a power failure."""
     if os.name == "nt":  # Windows cannot open a folder

@@ -29,6 +29,16 @@ def checkpoints_in(out_dir):
     return {int(match[1]): Path(out_dir) / name for name in names if (match := STEP.fullmatch(name))}
 
 
+def newest(out_dir):
+    """What a message says of the checkpoints in a run's folder."""
+    steps = checkpoints_in(out_dir)
+    return (
+        f"the newest checkpoint of step {max(steps)} is in {out_dir}"
+        if steps
+        else f"{out_dir} has no checkpoint"
+    )
+
+
 def changes(found, identity, accept=""):
     """Names of the values in `identity` ({name: value} of this run) that differ in the checkpoint `found`.
 

@@ -34,6 +34,11 @@ def load_weights(checkpoint, model):
             f"{checkpoint.path} does not fit the model, which has changed since: {', '.join(wrong[:5])}; "
             "undo the change, or start a new run with --resume=never or another --model_tag"
         )
+    if bad := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+        raise UserError(
+            f"the weights of {checkpoint.path} are not finite in {', '.join(bad[:3])}; go on from an "
+            "earlier one with --resume=STEP, or start again with --resume=never"
+        )
     model.load_state_dict(tensors)
 
 

@@ -5,45 +5,15 @@ Each test edits a copy of the files as text and runs it.
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, command, losses
+from helpers import command, edit, losses, run_tree
 from safetensors.torch import load_file
 
 SCRIPT, MODEL = "scripts/base_train.py", "nanochat/gpt.py"
 MUON_ADAMW = "optimizer = optim.MuonAdamW(groups, compute_dtype, compiled, machine.rank, world_size)\n"
 ADAMW = "optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)\n"
-
-
-@pytest.fixture
-def tree(tmp_path) -> Path:
-    """A copy of the sources to edit."""
-    folder = tmp_path / "tree"
-    for name in ("nanochat", "scripts"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "configurator.py", folder)
-    return folder
-
-
-def edit(tree: Path, file: str, *changes: tuple[str, str]):
-    path = tree / file
-    text = path.read_text(encoding="utf-8")
-    for old, new in changes:
-        assert text.count(old) == 1, f"{file} has {text.count(old)} times: {old}"
-        text = text.replace(old, new)
-    path.write_text(text, encoding="utf-8")
-
-
-def run(tree: Path, arguments: list[str], status: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=tree, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == status, done.stdout + done.stderr
-    assert status == 0 or ("Traceback" not in done.stderr and done.stderr.count("error:") == 1), done.stderr
-    return done.stdout + done.stderr
 
 
 def weights(out: Path) -> dict:
@@ -75,14 +45,14 @@ def test_new_weights_and_matrices_in_a_block_are_trained_by_their_shape(tree, co
         (MUON_ADAMW, MUON_ADAMW + "print({n: g['method'] for g in groups for n in g['names']})\n"),
     )
     out = tmp_path / "run"
-    printed = run(tree, command(corpus, out, "--dtype=bfloat16", "--num_iterations=5"))
+    printed = run_tree(tree, command(corpus, out, "--dtype=bfloat16", "--num_iterations=5"))
     for name, method in (("norm_weight", "adamw"), ("bias", "adamw"), ("mixer.weight", "muon")):
         assert f"'blocks.1.{name}': '{method}'" in printed
     trained = weights(out)
     assert all(trained[f"blocks.{i}.{n}"].isfinite().all() for i in (0, 1) for n in ("norm_weight", "bias"))
     assert (trained["blocks.1.norm_weight"] != 1).any() and (trained["blocks.1.bias"] != 0).any()
     assert (trained["blocks.1.mixer.weight"] != 0).all()
-    run(tree, ["scripts.chat", f"--source={out}", "--prompt=a", "--max_tokens=2", "--dtype=bfloat16"])
+    run_tree(tree, ["scripts.chat", f"--source={out}", "--prompt=a", "--max_tokens=2", "--dtype=bfloat16"])
 
 
 @pytest.mark.parametrize(
@@ -116,12 +86,12 @@ def test_new_weights_and_matrices_in_a_block_are_trained_by_their_shape(tree, co
 )  # fmt: skip
 def test_what_is_missing_for_a_new_parameter_is_said_by_name(tree, corpus, tmp_path, changes, says):
     edit(tree, MODEL, *changes)
-    assert says in run(tree, command(corpus, tmp_path / "run"), status=2)
+    assert says in run_tree(tree, command(corpus, tmp_path / "run"), status=2)
 
 
 def test_a_checkpoint_from_before_a_change_of_the_model_is_refused_by_name(tree, corpus, tmp_path):
     out = tmp_path / "run"
-    run(tree, command(corpus, out, "--num_iterations=2"))
+    run_tree(tree, command(corpus, out, "--num_iterations=2"))
     edit(
         tree,
         MODEL,
@@ -129,22 +99,22 @@ def test_a_checkpoint_from_before_a_change_of_the_model_is_refused_by_name(tree,
         (INIT_BLOCK, INIT_BLOCK + "            nn.init.ones_(block.gain)\n"),
         (MLP, "        return x + self.mlp(self.gain * norm(x))\n"),
     )
-    printed = run(tree, command(corpus, out, "--num_iterations=4"), status=2)
+    printed = run_tree(tree, command(corpus, out, "--num_iterations=4"), status=2)
     assert "does not fit the model, which has changed since: blocks.0.gain, blocks.1.gain" in printed
 
 
 def test_torchs_adamw_in_place_of_ours_trains_saves_and_resumes_bit_for_bit(tree, corpus, tmp_path):
     edit(tree, SCRIPT, (MUON_ADAMW, ADAMW))
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    run(tree, command(corpus, whole))
+    run_tree(tree, command(corpus, whole))
     assert losses(whole)[7] < losses(whole)[0]
     shutil.copytree(whole, halves)
     shutil.rmtree(halves / "step_000008")
-    assert "step_000006" in run(tree, command(corpus, halves))
+    assert "step_000006" in run_tree(tree, command(corpus, halves))
     assert losses(halves) == losses(whole)
     assert all((a == b).all() for a, b in zip(weights(whole).values(), weights(halves).values(), strict=True))
     edit(tree, SCRIPT, (ADAMW, MUON_ADAMW))
-    printed = run(tree, command(corpus, whole, "--num_iterations=9"), status=2)
+    printed = run_tree(tree, command(corpus, whole, "--num_iterations=9"), status=2)
     assert "has the state of AdamW, not of MuonAdamW" in printed
 
 
@@ -157,7 +127,7 @@ def test_torchs_adamw_skips_a_step_that_is_not_finite(tree, corpus, tmp_path):
          "            scaler.scale(loss * (math.inf if step == 2 else 1)).backward()\n"),
     )  # fmt: skip
     out = tmp_path / "run"
-    run(tree, command(corpus, out))
+    run_tree(tree, command(corpus, out))
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [r["skipped"] for r in records if "loss" in r] == [0, 0, 1, 1, 1, 1, 1, 1]
     assert losses(out)[7] < losses(out)[0]
@@ -180,11 +150,11 @@ def test_another_loss_another_model_and_ones_own_batches_take_a_few_lines(tree, 
         ("loader = TrainLoader(\n", "loader = MyBatches(position)\nassert (\n"),
     )  # fmt: skip
     out = tmp_path / "run"
-    run(tree, command(corpus, out))
+    run_tree(tree, command(corpus, out))
     expected = losses(out)
     assert expected[7] < expected[0] - 0.001
     shutil.rmtree(out / "step_000008")
-    run(tree, command(corpus, out))  # goes on from step 6 with the batches' own position
+    run_tree(tree, command(corpus, out))  # goes on from step 6 with the batches' own position
     assert losses(out) == expected
 
 
@@ -234,7 +204,7 @@ def test_a_new_setting_is_one_line_at_the_top(tree, corpus, tmp_path):
         ("grad_clip = 1.0 ", "greeting = 'hello'  # what to say first (any text)\ngrad_clip = 1.0 "),
         ("# Set up: machine, text, tokenizer\n", "# Set up: machine, text, tokenizer\nprint(greeting)\n"),
     )
-    assert "what to say first (any text)" in run(tree, ["scripts.base_train", "--help"])
+    assert "what to say first (any text)" in run_tree(tree, ["scripts.base_train", "--help"])
     out = tmp_path / "run"
-    assert run(tree, command(corpus, out, "--num_iterations=1", "--greeting=ahoy")).startswith("ahoy")
+    assert run_tree(tree, command(corpus, out, "--num_iterations=1", "--greeting=ahoy")).startswith("ahoy")
     assert json.loads((out / "config.json").read_text())["settings"]["greeting"]["value"] == "ahoy"

@@ -1,0 +1,104 @@
+"""Attacks on a run while it goes on, and runs that go wrong: what is said, and what is left."""
+
+import json
+import re
+
+import pytest
+import torch
+from helpers import command, edit, losses, records, run_tree
+from safetensors.torch import load_file, save_file
+
+SCRIPT = "scripts/base_train.py"
+AFTER_STEP_1 = ("    step += 1\n", "    step += 1\n    if step == 2:\n        {}\n")
+
+
+def at_step_2(tree, statement: str):
+    """Have the script execute a statement after its second step."""
+    old, new = AFTER_STEP_1
+    edit(tree, SCRIPT, (old, new.format(statement)))
+
+
+def test_a_run_needs_nothing_back_from_its_config_file(tree, corpus, tmp_path):
+    at_step_2(tree, '(run_path / "config.json").unlink()')
+    out = tmp_path / "run"
+    printed = run_tree(tree, command(corpus, out))
+    assert "warning: could not save" not in printed
+    saved = json.loads((out / "step_000008" / "config.json").read_text())
+    assert saved["settings"]["depth"]["value"] == 2
+
+
+def test_a_run_whose_folder_is_deleted_makes_it_again_and_says_so(tree, corpus, tmp_path):
+    at_step_2(tree, 'saver.wait() or __import__("shutil").rmtree(run_path)')
+    out = tmp_path / "run"
+    printed = run_tree(tree, command(corpus, out))
+    assert printed.count("was deleted while the run goes on") == 1
+    assert (out / "step_000008" / "manifest.json").exists() and sorted(losses(out)) == [2, 3, 4, 5, 6, 7]
+    assert "finished already" in run_tree(tree, command(corpus, out))
+
+
+def test_weights_that_are_not_finite_end_the_run_and_are_never_saved(tree, corpus, tmp_path):
+    at_step_2(tree, "model.head.weight.data[0] = math.nan")
+    out = tmp_path / "run"
+    more = ["--grad_clip=-1", "--save_every=2", "--eval_every=-1"]
+    printed = run_tree(tree, command(corpus, out, *more), status=2)
+    assert "head.weight" in printed and "is not saved" in printed and "has no checkpoint" in printed
+    assert not list(out.glob("step_*")) and "done" not in printed.splitlines()[-1]
+
+
+def test_what_is_said_of_the_checkpoints_before_is_true(tree, corpus, tmp_path):
+    edit(
+        tree,
+        SCRIPT,
+        ("scaler.scale(loss).backward()", "scaler.scale(loss * (math.inf if step > 3 else 1)).backward()"),
+    )
+    printed = run_tree(tree, command(corpus, tmp_path / "with", "--save_every=2"), status=2)
+    assert "three steps in a row were not finite" in printed and "checkpoint of step 4" in printed
+    printed = run_tree(tree, command(corpus, tmp_path / "without", "--save_every=-1"), status=2)
+    assert "three steps in a row were not finite" in printed and "has no checkpoint" in printed
+
+
+def test_a_validation_that_is_not_a_number_ends_the_run_with_status_2(tree, corpus, tmp_path):
+    edit(tree, "nanochat/evaluate.py", ("nats += ", "nats += math.nan * "))
+    printed = run_tree(tree, command(corpus, tmp_path / "run"), status=2)
+    assert "validation" in printed and "not a number" in printed and "done:" not in printed
+    assert not any(r.get("val_bpb") for r in records(tmp_path / "run"))
+
+
+def test_resuming_from_weights_that_are_not_finite_is_refused(tree, corpus, tmp_path):
+    out = tmp_path / "run"
+    run_tree(tree, command(corpus, out, "--num_iterations=2"))
+    path = out / "step_000002" / "model.safetensors"
+    weights = load_file(path)
+    weights["head.weight"][0, 0] = torch.nan
+    save_file(weights, path)
+    repair_manifest(out / "step_000002")
+    printed = run_tree(tree, command(corpus, out, "--num_iterations=4"), status=2)
+    assert "head.weight" in printed and "not finite" in printed and "--resume=never" in printed
+
+
+def repair_manifest(folder):
+    """Give a checkpoint checksums that fit its files, as a stranger would."""
+    import hashlib
+
+    from nanochat.checkpoint import save_and_load
+
+    body = json.loads((folder / "manifest.json").read_bytes())
+    body.pop("checksum")
+    for name in body["files"]:
+        content = (folder / name).read_bytes()
+        body["files"][name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / "manifest.json").write_bytes(save_and_load._manifest(body))
+
+
+@pytest.mark.parametrize(
+    "damage", [b'{"step": 1, "lo', b'{"stfp": 1, "loss": 2.0}\n', b"[1, 2]\n", b"\xff\xfe\n"]
+)
+def test_a_damaged_line_of_the_metrics_is_skipped_and_named(tree, corpus, tmp_path, damage):
+    out = tmp_path / "run"
+    run_tree(tree, command(corpus, out, "--num_iterations=4", "--eval_every=-1"))
+    lines = (out / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    lines[1] = damage if damage.endswith(b"\n") else damage + b"\n"
+    (out / "metrics.jsonl").write_bytes(b"".join(lines))
+    printed = run_tree(tree, command(corpus, out, "--num_iterations=5", "--eval_every=-1"))
+    assert re.search(r"metrics.jsonl, line 2,? .*skipped", printed)
+    assert sorted(losses(out)) == [0, 2, 3, 4]
