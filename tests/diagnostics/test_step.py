@@ -16,8 +16,7 @@ from nanochat.gpt import GPT
 SCHEDULES = [(0.85, 1.0), (0.95, 0.5)]
 
 
-def test_it_is_the_step_of_base_train_to_the_last_digit(tmp_path, corpus, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_it_is_the_step_of_base_train_to_the_last_digit(tmp_path, corpus):
     batch = ["--total_batch_size=64", "--num_iterations=2", "--warmup_steps=0", "--warmdown_ratio=0"]
     run(command(corpus, tmp_path / "run", *batch))
     assert {"--max_seq_len=32", "--device_batch_size=2", "--dtype=float32"} <= {*TINY}

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,13 +62,9 @@ def test_more_seeds_add_to_the_results_of_fewer(tmp_path):
     assert table in output and table.count("±") == 4 and "2 seeds" in table
 
 
-def test_an_edit_that_no_longer_fits_is_refused_before_the_first_training(tmp_path):
-    root = tmp_path / "root"
-    for name in ("nanochat", "scripts"):
-        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "configurator.py", root)
-    packing = root / "nanochat" / "data" / "packing.py"
+def test_an_edit_that_no_longer_fits_is_refused_before_the_first_training(tree, tmp_path):
+    packing = tree / "nanochat" / "data" / "packing.py"
     packing.write_text(packing.read_text().replace("def _cut(self", "def _split(self"))
-    output = ablate(tmp_path, status=2, root=root)
+    output = ablate(tmp_path, status=2, root=tree)
     assert "nanochat/data/packing.py has 0 times" in output and "Traceback" not in output
     assert not (tmp_path / "base").exists()
