@@ -53,6 +53,19 @@ def test_train_says_why_base_train_failed():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
+def test_start_times_the_first_step_of_a_recipe(texts, tmp_path):
+    data, base, _ = texts
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(
+        f"data = {data.partition('=')[2]!r}\n"
+        "depth = 1\nmax_seq_len = 32\nvocab_size = 300\ntotal_batch_size = 128\nnum_iterations = 1000\n"
+    )
+    done = bench("--what=start", f"--recipe={recipe}", base, "--rounds=2", "--json")
+    results = results_of(done)
+    assert 0.5 < results["median_s"] <= results["slowest_s"] < 100 and results["first_s"] > 0.5
+
+
 def test_an_unknown_variant_is_refused_with_those_there_are():
     done = bench("--variants=int8", status=2)
     assert "int8" in done.stderr and "bfloat16" in done.stderr and "Traceback" not in done.stderr
