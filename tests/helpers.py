@@ -1,10 +1,12 @@
 """What several test modules share: tiny runs of the training script, small checkpoints, a small disk."""
 
 import ast
+import functools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import types
 from contextlib import contextmanager
@@ -16,7 +18,6 @@ import torch
 from nanochat import checkpoint
 
 ROOT = Path(__file__).parent.parent
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}  # a second thread would wait for a busy core
 TINY = [
     "--depth=2", "--aspect_ratio=16", "--head_dim=16", "--max_seq_len=32", "--vocab_size=300",
     "--device_batch_size=2", "--total_batch_size=256", "--num_iterations=8", "--dtype=float32",
@@ -29,14 +30,57 @@ def command(corpus: Path, out: Path, *more: str) -> list[str]:
     return ["scripts.base_train", *TINY, *data, f"--base_dir={corpus.parent / 'base'}", *more]
 
 
-def run(arguments: list[str], status: int = 0, processes: int = 1) -> str:
+# Half of what a tiny run costs is the import of torch. The starter imports it once, and each run is a fork of
+# the starter: a process of its own, which runs the script as `python -m` does and ends as any Python program.
+STARTER = """
+import json, os, runpy, signal, sys
+import torch, torch._dynamo
+
+orders = open(os.dup(0))  # sys.stdin stays unread, for the script
+while line := orders.readline():
+    child = os.fork()
+    if not child:
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    sys.exit()
+orders.close()
+folder, streams, sys.argv = json.loads(line)
+for number, path in enumerate(streams):
+    os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
+os.chdir(folder)
+sys.path[0] = folder
+signal.alarm(900)  # seconds; a run that hangs is killed
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+@functools.cache
+def starter(environment: frozenset) -> subprocess.Popen:
+    """It ends when this process does, with its input."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", STARTER], env=dict(environment), **pipes)
+
+
+def python_m(arguments: list[str], folder: Path = ROOT) -> subprocess.CompletedProcess:
+    """Run `python -m ARGUMENTS` in a folder to its end."""
+    if sys.platform != "linux":  # elsewhere a fork of a program with threads is not safe
+        command = [sys.executable, "-m", *arguments]
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    process = starter(frozenset(environment.items()))
+    with tempfile.TemporaryDirectory() as name:
+        streams = [os.devnull, f"{name}/out", f"{name}/err"]
+        print(json.dumps([str(folder), streams, arguments]), file=process.stdin, flush=True)
+        status = int(process.stdout.readline())
+        out, err = (Path(stream).read_text(encoding="utf-8") for stream in streams[1:])
+    return subprocess.CompletedProcess(arguments, status, out, err)
+
+
+def run(arguments: list[str], status: int = 0, processes: int = 1, folder: Path = ROOT) -> str:
     """Run the script to its end and return what it printed."""
-    how = [sys.executable, "-m"]
-    if processes > 1:
-        how += ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
-    done = subprocess.run(
-        how + arguments, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=900
-    )
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
+    done = python_m([*torchrun, *arguments] if processes > 1 else arguments, folder)
     assert done.returncode == status, done.stdout + done.stderr
     assert status == 0 or processes > 1 or "Traceback" not in done.stderr
     return done.stdout + done.stderr

@@ -2,20 +2,18 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT
+from helpers import python_m
 
 from nanochat import scaling
 
 SMALL = ["--depth=1", "--max_seq_len=64", "--vocab_size=512", "--rounds=2", "--steps=2"]
 
 
-def bench(*arguments: str, status: int = 0, how=("-m", "scripts.bench")) -> subprocess.CompletedProcess:
-    command = [sys.executable, *how, *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+def bench(*arguments: str, status: int = 0, how=("scripts.bench",)) -> subprocess.CompletedProcess:
+    done = python_m([*how, *arguments])
     assert done.returncode == status, done.stdout + done.stderr
     return done
 
@@ -134,7 +132,7 @@ def test_checkpoint_compares_the_stall_with_a_blocking_save_and_leaves_nothing(t
 
 @pytest.mark.skipif(not Path("/proc/net/dev").exists(), reason="no counter of the loopback's bytes here")
 def test_communication_counts_what_two_processes_send(tmp_path):
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "scripts.bench"]
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "scripts.bench"]
     done = bench("--what=communication", *SMALL, "--json", how=torchrun)
     (row,) = results_of(done).values()  # other programs may use the loopback too, so no upper bound is tight
     assert row["expected_gradients_mb"] == pytest.approx(row["weights_mb"])

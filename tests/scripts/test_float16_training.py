@@ -3,14 +3,12 @@ and agrees over processes; losses stay close to float32's; everything that lasts
 
 import ast
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from helpers import ROOT, command, losses, records, run
+from helpers import ROOT, command, losses, python_m, records, run
 from torch.nn.parallel import DistributedDataParallel
 
 from nanochat import checkpoint, precision, scaling
@@ -70,8 +68,8 @@ def test_weights_and_optimizer_state_of_a_float16_run_are_float32(trained):
 
 
 def test_a_float16_run_s_checkpoint_writes_text_in_float16(trained):
-    chat = [sys.executable, "-m", "scripts.chat", f"--source={trained}", "--prompt=alpha", "--max_tokens=20"]
-    done = subprocess.run([*chat, "--dtype=float16"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    chat = ["scripts.chat", f"--source={trained}", "--prompt=alpha", "--max_tokens=20", "--dtype=float16"]
+    done = python_m(chat)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("alpha") and len(done.stdout) > 15 and "in float16" in done.stderr
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import ENVIRONMENT, ROOT, command, disk, losses, records, run, wait_for_step
+from helpers import ROOT, command, disk, losses, records, run, wait_for_step
 
 from nanochat import UserError, checkpoint
 
@@ -30,7 +30,7 @@ def test_a_run_killed_at_40_random_moments_equals_an_undisturbed_one_bit_for_bit
     # A run takes some seconds to start; the kills are spread over its first steps and saves
     while kills < 40:
         process = subprocess.Popen(
-            arguments, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            arguments, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
         before = len(records(out)) if (out / "metrics.jsonl").exists() else 0
         if draw.random() < 0.5:  # in the middle of a save: as soon as its temporary folder is there
@@ -87,7 +87,7 @@ def test_one_to_four_processes_have_the_same_losses_even_if_a_run_moves_between_
         if processes > 1:
             how += ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
         arguments = [*REAL, f"--out_dir={out}", f"--base_dir={tmp_path}"]
-        process = subprocess.Popen(how + arguments, cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(how + arguments, cwd=ROOT, stderr=subprocess.DEVNULL)
         wait_for_step(process, out, stop_at)
         process.send_signal(signal.SIGTERM)  # torchrun passes it on
         assert process.wait(timeout=120) == (processes > 1)  # torchrun itself ends with 1
@@ -126,7 +126,7 @@ def test_a_run_holds_its_folder_and_minutes_alone_make_its_checkpoints(corpus, t
     out = tmp_path / "run"
     often = ["--save_every=-1", "--save_minutes=0.0001", "--keep_checkpoints=-1", "--num_iterations=100000"]
     arguments = [sys.executable, "-m", *command(corpus, out, *often, "--eval_every=-1")]
-    process = subprocess.Popen(arguments, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
         wait_for_step(process, out, 20)
         with pytest.raises(UserError, match=f"is in use by process {process.pid}"):
