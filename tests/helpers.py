@@ -77,10 +77,10 @@ def python_m(arguments: list[str], folder: Path = ROOT) -> subprocess.CompletedP
     return subprocess.CompletedProcess(arguments, status, out, err)
 
 
-def run(arguments: list[str], status: int = 0, processes: int = 1, folder: Path = ROOT) -> str:
+def run(arguments: list[str], status: int = 0, processes: int = 1) -> str:
     """Run the script to its end and return what it printed."""
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
-    done = python_m([*torchrun, *arguments] if processes > 1 else arguments, folder)
+    done = python_m([*torchrun, *arguments] if processes > 1 else arguments)
     assert done.returncode == status, done.stdout + done.stderr
     assert status == 0 or processes > 1 or "Traceback" not in done.stderr
     return done.stdout + done.stderr
@@ -173,9 +173,7 @@ def edit(tree: Path, file: str, *changes: tuple[str, str]):
 
 
 def run_tree(tree: Path, arguments: list[str], status: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=tree, capture_output=True, text=True, timeout=300
-    )
+    done = python_m(arguments, tree)
     assert done.returncode == status, done.stdout + done.stderr
     assert status == 0 or ("Traceback" not in done.stderr and done.stderr.count("error:") == 1), done.stderr
     return done.stdout + done.stderr
