@@ -14,13 +14,13 @@ import signal
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from nanochat import UserError
+from nanochat.data.parquet import first_line
 from nanochat.data.progress import bar
 
 # The time to train grows with the square of the longest run that the pattern leaves whole, so the training
@@ -43,21 +43,23 @@ def train_tokens(
     """
     command = [sys.executable, "-m", "nanochat.data.bpe"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with tempfile.TemporaryFile() as errors:
-        # A session of its own: Ctrl-C in a terminal goes to this process alone, which then ends the other
-        with subprocess.Popen(command, cwd=ROOT, stderr=errors, start_new_session=True, **pipes) as child:
-            try:
-                with contextlib.suppress(BrokenPipeError):  # it has ended; its status says why
-                    _send(child.stdin, [max_tokens, pattern], _limited(texts, max_chars, show_progress))
-                answer = child.stdout.read()
-            finally:
-                child.kill()
-                with contextlib.suppress(OSError):
-                    child.stdin.close()
-        if not answer.endswith(b"\n"):
-            errors.seek(0)
-            raise UserError(_why_it_ended(child.returncode, errors.read()))
-    return [bytes.fromhex(token) for token in json.loads(answer)]
+    # A session of its own: Ctrl-C in a terminal goes to this process alone, which then ends the other
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as child:
+        try:
+            with contextlib.suppress(BrokenPipeError):  # it has ended; its answer or its status says why
+                _send(child.stdin, [max_tokens, pattern], _limited(texts, max_chars, show_progress))
+            answer = child.stdout.read()
+        finally:
+            child.kill()
+            with contextlib.suppress(OSError):
+                child.stdin.close()
+    answer = json.loads(answer) if answer.endswith(b"\n") else {}
+    if "tokens" not in answer:
+        why = f"failed ({answer['error']})" if answer else _ending(child.returncode)
+        raise UserError(
+            f"the training of the tokenizer {why}; free memory, use less text or a smaller vocab_size"
+        )
+    return [bytes.fromhex(token) for token in answer["tokens"]]
 
 
 def without_surrogates(text: str) -> str:
@@ -91,15 +93,8 @@ def _send(pipe: BinaryIO, arguments: list, texts: Iterable[str]) -> None:
     pipe.flush()
 
 
-def _why_it_ended(status: int, errors: bytes) -> str:
-    why = f"ended with status {status}"
-    if status < 0:
-        why = f"was killed ({signal.Signals(-status).name})"
-    elif lines := errors.decode("utf-8", "replace").strip().splitlines():
-        why = f"failed ({lines[-1][:200]})"
-    return (
-        f"the training of the tokenizer {why}; free memory, or train on less text or for a smaller vocab_size"
-    )
+def _ending(status: int) -> str:
+    return f"was killed ({signal.Signals(-status).name})" if status < 0 else f"ended with status {status}"
 
 
 # -- the process that trains
@@ -109,8 +104,11 @@ def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # where sessions do not exist, Ctrl-C comes here too
     pipe = sys.stdin.buffer
     max_tokens, pattern = json.loads(pipe.readline())
-    tokens = _train(_received(pipe), max_tokens, pattern)
-    sys.stdout.write(json.dumps([token.hex() for token in tokens]) + "\n")
+    try:
+        answer = {"tokens": [token.hex() for token in _train(_received(pipe), max_tokens, pattern)]}
+    except BaseException as error:  # Rust's panics are not Exceptions
+        answer = {"error": first_line(error)}
+    sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
     os._exit(0)
 

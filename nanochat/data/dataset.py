@@ -24,6 +24,7 @@ from nanochat import UserError
 from nanochat.data.download import read_checksums
 from nanochat.data.imported import Dataset, build, open_built
 from nanochat.data.parquet import footer_digest
+from nanochat.data.paths import user_path
 from nanochat.data.progress import bar
 from nanochat.data.textfiles import find_files, read_documents
 
@@ -79,7 +80,7 @@ def open_dataset(
     the validation split. `text_field` is the field of JSON objects, or the column of parquet files, that
     holds the text. Raises UserError if files are missing, damaged or without text, or if a split is empty.
     """
-    base_dir = Path(base_dir).expanduser()
+    base_dir = user_path("base_dir", base_dir)
     if str(data) == "embedded":
         if val_data is not None:
             raise UserError(
@@ -178,7 +179,7 @@ def _stamp(files: list[Path]) -> list:
 
 def _import(splits: list[tuple[str, list[Path]]], text_field: str) -> Iterator[tuple[str, str]]:
     """(split, text) of all documents, with a progress bar over the bytes of the files."""
-    total = sum(path.stat().st_size for _, files in splits for path in files)
+    total = sum(size for _, files in splits for _, size, _ in _stamp(files))
     with bar("importing", "B", total) as progress:
         for split, files in splits:
             for path in files:

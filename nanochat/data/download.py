@@ -79,10 +79,14 @@ def read_checksums(folder: Path) -> dict[str, dict]:
     path = folder / CHECKSUMS
     try:
         content = json.loads(path.read_text("utf-8"))
+        if any(Path(name).name != name for name in content):
+            raise ValueError("a name that is a path")
         return {name: {"bytes": int(e["bytes"]), "sha256": str(e["sha256"])} for name, e in content.items()}
     except FileNotFoundError:
         return {}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); repair or remove it") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise UserError(f"{path} is damaged; remove it and run the download command again") from error
 
 

@@ -78,7 +78,7 @@ def build(folder: Path, name: str, documents: Iterable[tuple[str, str]], note: s
             shutil.rmtree(temporary, ignore_errors=True)
     dataset = open_built(folder)
     if dataset is None:
-        raise OSError(f"{folder} was written but cannot be read back")
+        raise UserError(f"{folder} was written but cannot be read back; check the disk and start again")
     return dataset
 
 
@@ -128,5 +128,5 @@ def open_built(folder: Path) -> Dataset | None:
             return None
         name = index.get("name", folder.name)
         return Dataset(name, splits["train"], splits["val"], index["fingerprint"], index["note"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

@@ -22,6 +22,7 @@ ROW_GROUP_DOCUMENTS = 1024  # or after so many documents
 SHARD_CHARS = 1 << 28  # a shard that we write ends after so many characters
 PENDING_BYTES = 1 << 27  # up to so many bytes of documents are sorted in memory, more go through bucket files
 BUCKETS = 1024  # bucket files; each of them is sorted in memory
+PYARROW_ERRORS = (OSError, ValueError, LookupError, TypeError, NotImplementedError)  # of a damaged file
 OPEN_SHARDS = 32  # shards kept open, with their footers, while row groups are read in any order
 
 
@@ -59,7 +60,7 @@ class RowGroups:
             texts = column.to_pylist()
         except UserError:
             raise
-        except (OSError, ValueError) as error:  # pyarrow's errors are these
+        except PYARROW_ERRORS as error:
             raise UserError(
                 f"shard {shard} is damaged in row group {i} ({first_line(error)}); get it again"
             ) from error
@@ -75,17 +76,18 @@ def iterate_documents(shards: Sequence[Path]) -> Iterator[str]:
 
 def open_shard(shard: Path, field: str = "text"):
     """Open a shard as a pyarrow ParquetFile. Raises UserError if it has no text in the column `field`."""
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         file = pq.ParquetFile(shard, page_checksum_verification=True)
-    except (OSError, pa.ArrowException) as error:
+    except PYARROW_ERRORS as error:
         raise UserError(
             f"{shard} cannot be read as a parquet file ({first_line(error)}); remove it or get it again"
         ) from error
     schema = file.schema_arrow
-    if field not in schema.names or not _is_text(schema.field(field).type):
+    if (times := schema.names.count(field)) > 1:
+        raise UserError(f"{shard} has {times} columns `{field}`; write the file again with one of them")
+    if not times or not _is_text(schema.field(field).type):
         columns = ", ".join(schema.names)
         raise UserError(
             f"{shard} has no text in a column `{field}` (it has {columns}); name the column with --text_field"

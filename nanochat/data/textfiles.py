@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from nanochat import UserError
-from nanochat.data.parquet import first_line, open_shard
+from nanochat.data.parquet import PYARROW_ERRORS, first_line, open_shard
+from nanochat.data.paths import special_kind, user_path
 
 LONG_TEXT = 1 << 16  # characters
 SECTION = 1 << 13  # characters
@@ -33,19 +34,22 @@ def find_files(setting: str, value: str | Path) -> tuple[list[Path], int]:
     """The readable files at the paths of a setting, and how many files of other kinds are there.
 
     `value` is a file, a folder, or several with commas between them. The files of a folder are sorted; hidden
-    files and folders are left out. Raises UserError if a path does not exist or no file can be read.
+    files and folders are left out. Raises UserError if a path does not exist, if no file can be read, or
+    if one of them is a pipe, a device or a broken link.
     """
-    parts = [str(value)] if os.path.exists(Path(value).expanduser()) else str(value).split(",")
+    parts = [str(value)] if os.path.exists(user_path(setting, value)) else str(value).split(",")
     found: dict[Path, None] = {}
     others = 0
     for part in parts:
-        path = Path(part.strip()).expanduser()
+        path = user_path(setting, part.strip())
         if not os.path.exists(path):
             raise UserError(
                 f"{setting}={path} does not exist or may not be read; give a file or folder of text"
             )
         files = _walk(path) if path.is_dir() else [path]
         known = [file for file in files if _reader(file)]
+        for file in known:
+            _check_regular(file)
         others += len(files) - len(known)
         found.update(dict.fromkeys(known))
     if not found:
@@ -54,6 +58,15 @@ def find_files(setting: str, value: str | Path) -> tuple[list[Path], int]:
             f"give {' '.join(READERS)} files or a folder with some"
         )
     return list(found), others
+
+
+def _check_regular(file: Path) -> None:
+    try:
+        kind = special_kind(file)
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}); repair or remove it") from error
+    if kind:
+        raise UserError(f"{file} is {kind}, not a file; remove it, or write its text to a file")
 
 
 def _walk(folder: Path) -> list[Path]:
@@ -294,7 +307,7 @@ def _read_parquet(path: Path, file: BinaryIO, text_field: str) -> Iterator[str]:
             texts = batch.column(0).to_pylist()
             done += len(texts)
             yield from (text or "" for text in texts)
-    except (OSError, ValueError) as error:
+    except PYARROW_ERRORS as error:
         raise UserError(
             f"{path} is damaged after document {done} ({first_line(error)}); get it again"
         ) from error

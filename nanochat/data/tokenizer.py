@@ -10,7 +10,6 @@ regular expression cuts the text first, so no token spans a word boundary; then 
 """
 
 import base64
-import binascii
 import hashlib
 import itertools
 import json
@@ -24,6 +23,8 @@ import numpy as np
 
 from nanochat import UserError
 from nanochat.data.bpe import train_tokens, without_surrogates
+from nanochat.data.parquet import first_line
+from nanochat.data.paths import special_kind, user_path
 
 # The pattern of GPT-4 (cl100k_base), but it cuts numbers after two digits, not three: a thousand tokens for
 # three-digit numbers are too many for a small vocabulary.
@@ -54,6 +55,12 @@ TIKTOKEN_FILES = {
     "gpt2": ["gpt-2/encodings/main/vocab.bpe", "gpt-2/encodings/main/encoder.json"],
     "cl100k_base": ["encodings/cl100k_base.tiktoken"],
 }
+LARGEST_FILE = 1 << 27  # bytes of a tokenizer's file; that of GPT-4 has 2.6 MB
+# Characters of all kinds, to see whether a pattern matches all of them
+PROBE = (
+    "".join(map(chr, range(256)))
+    + "ab  c\r\n\n \t12345 'll éß Ωж漢字かな한국عربית हिं 🌧️\u0301\u2028\u3000٣½_\ue000"
+)
 _LONG_BLANK = re.compile(r"\s{20000}")
 
 
@@ -73,7 +80,7 @@ class Tokenizer:
     ):
         """`tokens[i]` is the byte string of id i, in merge order; `specials` get the ids after them.
 
-        Raises ValueError if a byte is missing or a token stands twice.
+        Raises ValueError if a byte is missing, or a token stands twice or is empty.
         """
         import tiktoken
 
@@ -88,6 +95,8 @@ class Tokenizer:
         ranks = {token: i for i, token in enumerate(self.tokens)}
         if len(ranks) != len(self.tokens) or any(bytes([b]) not in ranks for b in range(256)):
             raise ValueError("a vocabulary needs all 256 bytes and no token twice")
+        if b"" in ranks or "" in self.special_tokens:
+            raise ValueError("a token is empty")
         self._encoding = tiktoken.Encoding(
             name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special_tokens
         )
@@ -111,10 +120,14 @@ class Tokenizer:
             return self._encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:
             return self.encode(without_surrogates(text))
-        except ValueError:  # tiktoken's regular expression fails on some hundred thousand blanks in a row
+        except (
+            ValueError
+        ) as error:  # tiktoken's regular expression fails on some hundred thousand blanks in a row
             cuts = [0, *(match.end() for match in _LONG_BLANK.finditer(text)), len(text)]
             if len(cuts) == 2:
-                raise
+                raise UserError(
+                    f"the pattern of tokenizer {self.name} fails on a text ({first_line(error)}); use another"
+                ) from error
             return np.concatenate([self.encode(text[a:b]) for a, b in itertools.pairwise(cuts)])
 
     def encode_ordinary(self, text: str) -> list[int]:
@@ -180,12 +193,14 @@ class Tokenizer:
             tokens = [base64.b64decode(token, validate=True) for token in data["tokens_base64"]]
             if list(specials.values()) != list(range(len(tokens), len(tokens) + len(specials))):
                 raise ValueError("special tokens are not the last ids")
+            _check_pattern(data["pattern"])
             tokenizer = cls(str(data["name"]), tokens, data["pattern"], list(specials))
             fingerprint = data["fingerprint"]
         except UserError:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError, binascii.Error) as error:
-            raise UserError(f"{source} is not a readable tokenizer ({error!r}); {advice}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            reason = f"{error!r:.200}"
+            raise UserError(f"{source} is not a readable tokenizer ({reason}); {advice}") from error
         if tokenizer.fingerprint != fingerprint:
             raise UserError(f"{source} is damaged: its content does not match its fingerprint; {advice}")
         return tokenizer
@@ -194,12 +209,32 @@ class Tokenizer:
     def load(cls, path: str | Path) -> "Tokenizer":
         """Read the JSON file. Raises UserError if it is missing, unreadable or damaged."""
         try:
-            content = Path(path).read_bytes()
+            if kind := special_kind(Path(path)):
+                raise UserError(f"no tokenizer can be read at {path}: it is {kind}; name a JSON file")
+            with open(path, "rb") as file:
+                content = file.read(LARGEST_FILE + 1)
         except OSError as error:
             raise UserError(
                 f"no tokenizer can be read at {path} ({error.strerror}); give the path of its JSON file"
             ) from error
+        if len(content) > LARGEST_FILE:
+            raise UserError(
+                f"{path} has more than {LARGEST_FILE:,} bytes, so it is no tokenizer; name another"
+            )
         return cls.from_bytes(content, f"tokenizer {path}")
+
+
+def _check_pattern(pattern: str) -> None:
+    """Raise ValueError if a pattern matches an empty text or does not match all text: the rest would be lost.
+
+    The probe has the empty token as id 256, because without it tiktoken panics at an empty match.
+    """
+    import tiktoken
+
+    ranks = {bytes([b]): b for b in range(256)} | {b"": 256}
+    probe = tiktoken.Encoding("probe", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    if probe.encode(PROBE, disallowed_special=()) != list(PROBE.encode()):
+        raise ValueError("its pattern leaves text out")
 
 
 def train(
@@ -248,7 +283,7 @@ def open_tokenizer(
     if setting in tiktoken.list_encoding_names():
         return from_tiktoken(setting)
     if setting != "auto":
-        return Tokenizer.load(Path(setting).expanduser())
+        return Tokenizer.load(user_path("tokenizer", setting))
     path = tokenizer_path(folder, vocab_size)
     if path.exists():
         tokenizer = Tokenizer.load(path)
