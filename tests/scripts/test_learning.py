@@ -1,12 +1,9 @@
 """The optimizer against a plain Muon in its place: the same runs of base_train, judged by bits per byte."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers import ENVIRONMENT
+from helpers import records, run_tree
 
 RUN = [
     "--depth=3", "--aspect_ratio=32", "--head_dim=32", "--max_seq_len=128", "--vocab_size=1024",
@@ -34,11 +31,8 @@ def bits_after_training(tree: Path, seed: int, base: Path) -> float:
     """Validation bits per byte after 300 steps on the embedded text."""
     out = base / f"run-{seed}"
     places = [f"--base_dir={base}", f"--out_dir={out}", "--resume=never", f"--seed={seed}"]
-    command = [sys.executable, "-m", "scripts.base_train", *RUN, *places]
-    done = subprocess.run(command, cwd=tree, env=ENVIRONMENT, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return records[-1]["val_bpb"]
+    run_tree(tree, ["scripts.base_train", *RUN, *places])
+    return records(out)[-1]["val_bpb"]
 
 
 @pytest.mark.slow
