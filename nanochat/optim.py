@@ -19,14 +19,13 @@ from nanochat.muon import muon_update
 from nanochat.zero import is_shared_out, share_out
 
 # How each parameter is trained. The first row that fits its name and its number of dimensions decides.
-# The rate is a setting of the script times the factor. Muon's betas are its momentum and that of
-# NorMuon's second moment. Muon takes matrices only. The gradients of scalars begin as nothing but
-# rounding; a smaller eps would turn that into full steps. The last row is for what you add (norm weights,
-# biases); its factor is not tuned.
+# The rate is a setting of the script times the factor. Muon's betas are its momentum, which the script's
+# schedule replaces, and that of NorMuon's second moment. Muon takes matrices only. The gradients of scalars
+# begin as nothing but rounding; a smaller eps would turn that into full steps. The last row is for what you
+# add (norm weights, biases); its factor is not tuned.
 # fmt: off
 PARAMETER_TABLE = [
-    # name                     dimensions  method   rate              factor  betas         eps    weight
-    # decay
+    # name                     dimensions  method   rate              factor  betas         eps    decay
     ("blocks.*.residual_scale", (0,),      "adamw", "scalar_lr",      0.01,   (0.80, 0.95), 1e-5,  0.0),
     ("blocks.*.x0_scale",       (0,),      "adamw", "scalar_lr",      1.00,   (0.96, 0.95), 1e-5,  0.0),
     ("value_embeddings.*",      (2,),      "adamw", "embedding_lr",   0.50,   (0.80, 0.95), 1e-10, 0.0),
@@ -75,7 +74,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._cuts = dict(zip(tables, cuts, strict=True))  # process r has the rows from cut r to cut r + 1
         owner_of = dict(zip(matrices, owners, strict=True))
         for group in self.param_groups:
-            group["initial_lr"] = group["lr"]
+            group["initial_lr"], group["initial_weight_decay"] = group["lr"], group["weight_decay"]
             if group["method"] == "muon":
                 self._stack(group, owner_of)
             else:

@@ -97,11 +97,11 @@ settings = configurator.configure(globals())
 # ------------------------------------------------------------------------------------------------------
 # Set up: machine, text, tokenizer
 
-plan_only = plan
+plan_only = plan  # from here on `plan` is the plan itself, and `tokenizer` below the tokenizer
 machine = runtime.start(device_type, seed, process_timeout)
 say, device, world_size = machine.print, machine.device, machine.world_size
 compute_dtype, dtype_reason = precision.resolve_dtype(dtype, device)
-stop = runtime.StopSignal()
+stop = runtime.StopSignal()  # from here on Ctrl-C and SIGTERM only leave a note, for the end of a step
 machine.check_same_settings(settings.values)
 
 base_path = Path(base_dir).expanduser()
@@ -112,7 +112,8 @@ with machine.main_first("data", stop):  # the first process builds what is missi
     folder = dataset.tokenizer_folder(base_path)
     tokenizer = open_tokenizer(tokenizer, wanted, folder, dataset.train_texts, exact=vocab_size != -1)
 
-# The checkpoint to continue. What it resolved at its first start stays, so that the bits stay the same
+# Lock the folder and find the checkpoint to continue. What it resolved at its first start stays (compiled or
+# not, rows of a micro-batch), so that a resumed run computes the same numbers.
 resumed, run_id = (None, "") if plan_only else checkpoint.enter(run_path, resume, machine)
 resolved = resumed.state["resolved"] if resumed else {}
 
@@ -122,12 +123,12 @@ resolved = resumed.state["resolved"] if resumed else {}
 hardware = planning.survey(machine, compute_dtype, dtype_reason)
 plan = planning.derive(settings.values, tokenizer, dataset, hardware, resolved)
 decision = runtime.decide_compile(compile, device, plan.expected_seconds, before=resolved.get("compiled"))
-compiled, compile_reason = min(machine.all_gather(decision))  # only if every process can
+compiled, compile_reason = min(machine.all_gather(decision))  # False sorts first: one "no" decides for all
 sections = plan.sections(dataset, tokenizer, compiled, compile_reason, run_path)
 say(planning.text(sections, plan.warnings(accept)))
 if plan_only:
     machine.exit()
-plan.check(accept)
+plan.check(accept)  # a run that must not begin ends here
 if core_metric_every > 0:
     say("CORE is not there yet: core_metric_every is accepted and does nothing")
 
@@ -149,15 +150,15 @@ if resumed:
 # ------------------------------------------------------------------------------------------------------
 # Build: model, optimizer, batches
 
-with torch.device("meta"):
+with torch.device("meta"):  # shapes first, then memory and initial weights
     model = GPT(plan.config)
 materialize(model, device, seed)
 groups = optim.parameter_groups(model, plan.rates, plan.weight_decay)
 optimizer = optim.MuonAdamW(groups, compute_dtype, compiled, machine.rank, world_size)
 scaler = precision.make_scaler(device, compute_dtype)
-# In place of the loader: anything that yields (inputs, targets) and has wait_s, epoch, state() and close()
+# For batches of your own replace the loader; it yields (inputs, targets), has wait_s, epoch, state(), close()
 rows, share = plan.total_batch_size // max_seq_len, (machine.rank, world_size)
-position = resumed.state["loader"] if resumed and not changed else None
+position = resumed.state["loader"] if resumed and not changed else None  # None: from the start of the text
 loader = TrainLoader(
     dataset.train_shards, tokenizer, rows, max_seq_len, plan.device_batch_size, *share, seed, device, position
 )
@@ -185,17 +186,17 @@ if world_size > 1:  # averages the gradients over the processes while the backwa
 # Log and save
 
 plan_lines = planning.lines(sections)
-about = {"settings": settings.record(), "plan": plan_lines, "identity": identity, **machine.environment()}
-config_json = json.dumps(about, indent=2).encode()
+facts = {"settings": settings.record(), "plan": plan_lines, "identity": identity, **machine.environment()}
+config_json = json.dumps(facts, indent=2).encode()
 if machine.is_main:
     checkpoint.set_future_aside(run_path, resumed, say)
     metrics.rewind_metrics(run_path / "metrics.jsonl", step, say)
     checkpoint.write_whole(run_path / "config.json", config_json)
 log = metrics.Metrics(run_path, enabled=machine.is_main)
-log.start_wandb(run, about, progress, say)
+log.start_wandb(run, facts, progress, say)
 console = metrics.Console(step, plan.num_iterations, machine.is_main)
 saver = checkpoint.AsyncSaver(run_path, machine.rank, world_size, run_id)  # each process writes its share
-distributed.before_end(saver.finish)
+distributed.before_end(saver.finish)  # if any process fails, a save under way is finished first
 prune = functools.partial(checkpoint.prune, run_path, keep_checkpoints, permanent_every, console.print)
 
 
@@ -221,7 +222,7 @@ def save() -> float:
             before_publish=log.sync,
             after_publish=prune,
         )
-    except checkpoint.SaveError as error:  # of the save before this one; training goes on
+    except checkpoint.SaveError as error:  # the previous save failed; training goes on
         console.print(f"warning: {error}")
     return time.monotonic()
 
@@ -233,9 +234,9 @@ def save() -> float:
 def lr_multiplier(step: int) -> float:
     """Linear warm-up, then constant, then linear warm-down over the last `warmdown_ratio` of the run."""
     up = min(1.0, (step + 1) / plan.warmup_steps) if plan.warmup_steps > 0 else 1.0
-    warmdown = warmdown_ratio * plan.num_iterations
-    left = min(1.0, (plan.num_iterations - step) / warmdown) if warmdown > 0 else 1.0
-    return up * (final_lr_frac + (1 - final_lr_frac) * left)
+    warmdown_steps = warmdown_ratio * plan.num_iterations
+    down = min(1.0, (plan.num_iterations - step) / warmdown_steps) if warmdown_steps > 0 else 1.0
+    return up * (final_lr_frac + (1 - final_lr_frac) * down)
 
 
 def muon_momentum(step: int) -> float:
@@ -253,7 +254,7 @@ def is_due(every: int) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------
-# The loop: look (save, sample, evaluate), make one optimizer step over its micro-steps, log
+# The loop: what is due (save, sample, evaluate), then one optimizer step over its micro-steps, then the log
 
 first_step, saved_at = step, time.monotonic()
 bad_steps, stopping, save_now = 0, False, False
@@ -281,19 +282,19 @@ while True:
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_multiplier(step)
         if group.get("method") == "muon":
             group["betas"] = (muon_momentum(step), group["betas"][1])
-            group["weight_decay"] = plan.weight_decay * weight_decay_multiplier(step)
+            group["weight_decay"] = group["initial_weight_decay"] * weight_decay_multiplier(step)
     micro_losses = torch.zeros(plan.grad_accum_steps, device=device)
     for micro_step in range(plan.grad_accum_steps):
         inputs, targets = next(loader)
         last_micro_step = micro_step == plan.grad_accum_steps - 1
         with contextlib.nullcontext() if world_size == 1 or last_micro_step else train_model.no_sync():
             with precision.autocast(device, compute_dtype):
-                loss = train_model(inputs, targets) / plan.grad_accum_steps  # the sum of gradients is a mean
+                loss = train_model(inputs, targets) / plan.grad_accum_steps  # so gradients add up to the mean
             scaler.scale(loss).backward()
         micro_losses[micro_step] = loss.detach()
     scaler.unscale_(optimizer)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip if grad_clip > 0 else math.inf)
-    optim.skip_if_not_finite(optimizer, grad_norm)  # then the update changes nothing
+    optim.skip_if_not_finite(optimizer, grad_norm)  # the update of a bad step changes nothing
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
@@ -305,8 +306,8 @@ while True:
     finite = math.isfinite(grad_norm)
     overflow = not finite and scaler.get_scale() > 1  # of float16: the scale is halved, the step is not bad
     bad_steps = 0 if finite or overflow else bad_steps + 1
-    late = machine.is_main and saver.done() and 0 < 60 * save_minutes < time.monotonic() - saved_at
-    loss_sum, stops, saves = machine.all_sum([micro_losses.sum().item(), stop.name != "", late])
+    overdue = machine.is_main and saver.done() and 0 < 60 * save_minutes < time.monotonic() - saved_at
+    loss_sum, stops, saves = machine.all_sum([micro_losses.sum().item(), stop.name != "", overdue])
     stopping, save_now = stops > 0, saves > 0
     spike = progress.add_step(loss_sum / world_size, plan.total_batch_size, seconds, finite)
     record = {
