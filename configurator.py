@@ -13,6 +13,9 @@ The type is the annotation's (int, float, str, bool, Literal["a", "b"], X | None
 The comment at the end of the line is the help. A comment above the line starts a group; its first line that
 has a word in it is the group's name.
 
+The comment of a number ends with its range: `[0..1]`, or `[-1, 1..1e9]` for -1 and all numbers from 1 to 1e9.
+A text must not be empty, unless its default is, or its comment says "may be empty".
+
 The script's source and the config files are parsed, never executed.
 """
 
@@ -20,35 +23,27 @@ import ast
 import contextlib
 import difflib
 import io
-import operator
 import os
 import re
 import shutil
 import sys
 import textwrap
 import tokenize
-import warnings
 from collections import deque, namedtuple
 from dataclasses import dataclass
 
 from nanochat import UserError
+from nanochat.values import TYPES, check_range, check_text, describe, fit, literal, parse, read_range, show
 
 ENVIRONMENT = {"base_dir": "NANOCHAT_BASE_DIR"}  # setting -> the environment variable that may set it
 WORDS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-OPERATORS |= {ast.FloorDiv: operator.floordiv, ast.UAdd: operator.pos, ast.USub: operator.neg}
-# An exact power of integers can take minutes. A float power overflows at once.
-OPERATORS[ast.Pow] = lambda base, exponent: float(base) ** exponent if exponent > 1024 else base**exponent
-LARGEST = 1e308  # the largest number that is accepted, so that every integer fits into a float
 MAX_FILE_BYTES = 100_000  # of a config file; a longer one is refused before it is read whole
 MAX_COLUMN = 28  # where the help texts begin at most; a longer --name=default stands out to the right
-# How --help names a type, and how an error describes it
-TYPES = {int: ("int", "a whole number"), float: ("float", "a number"), str: ("text", "text")}
-TYPES |= {bool: ("bool", "true or false"), None: ("none", "none")}
 
 
 # kind: the types and single values that a setting takes, such as (int, None) or ("auto", "on", "off")
-Setting = namedtuple("Setting", "kind default group help")
+# range: of its numbers, as it is written, such as "-1, 1..1e9"; empty if any number will do
+Setting = namedtuple("Setting", "kind default group help range")
 
 
 @dataclass
@@ -69,25 +64,29 @@ def configure(globals_, argv=None):
     `globals_` is the script's globals(). `argv` is the command line (None: sys.argv[1:]).
     --help prints every setting and exits with status 0. If anything is wrong, all mistakes are printed on
     stderr, no variable changes, and the script exits with status 2. From this call on, a UserError that
-    nothing catches ends the script in the same way: its sentence, status 2, no traceback.
+    nothing catches ends the script in the same way: its sentence, status 2, no traceback. A character that
+    the terminal cannot show is printed as an escape, such as \\u2192.
     """
+    for stream in sys.stdout, sys.stderr:
+        if hasattr(stream, "reconfigure"):  # a stream that a program puts in their place may lack it
+            stream.reconfigure(errors="backslashreplace")
     if sys.excepthook is not _excepthook:
         _excepthook.previous, sys.excepthook = sys.excepthook, _excepthook
     argv = sys.argv[1:] if argv is None else argv
     declared = _declared_settings(globals_["__file__"])
     values = {name: globals_.get(name, setting.default) for name, setting in declared.items()}
     sources, errors = dict.fromkeys(declared, "default"), []
-    for name, variable in ENVIRONMENT.items():
-        if name in declared and os.environ.get(variable):
-            values[name], sources[name] = os.environ[variable], f"environment {variable}"
+    environment = {n: v for n, v in ENVIRONMENT.items() if n in declared and os.environ.get(v)}
     if "--help" in argv or "-h" in argv:
+        values |= {name: os.environ[variable] for name, variable in environment.items()}
         _say(_help_page(globals_, declared, values), sys.stdout)
         raise SystemExit(0)
     command_line, files = _read_arguments(argv, declared, errors)
     from_files = [given for path in files for given in _read_file(path, declared, errors)]
-    for name, expression, source, label in from_files + command_line:
+    given = [(n, ast.Constant(os.environ[v]), f"environment {v}", v) for n, v in environment.items()]
+    for name, expression, source, label in given + from_files + command_line:
         try:
-            values[name], sources[name] = _fit(_literal(expression), declared[name].kind), source
+            values[name], sources[name] = _value(expression, declared[name]), source
         except (UserError, RecursionError) as error:
             errors.append(f"{label}: {error}")
     if errors:
@@ -121,19 +120,36 @@ def _declared_settings(path):
         declared.pop(name, None)  # a second assignment to a name replaces the first
         annotation = getattr(statement, "annotation", None)
         try:
-            default = _literal(node)
+            default = literal(node)
         except (UserError, RecursionError):
             continue  # a computed value is not a setting
         if name.startswith("_") or (default is None and annotation is None):
             continue
         try:
             kind = _kind(annotation) if annotation else (type(default),)
-            _fit(default, kind)
+            setting = Setting(
+                kind, default, heading, *_help_and_range(comments.get(end, "").strip("# "), kind)
+            )
+            _value(node, setting)
         except UserError as error:
             raise UserError(f"{path}:{statement.lineno}: {name}: {error}") from None
-        declared[name] = Setting(kind, default, heading, comments.get(end, "").strip("# "))
-        group = heading
+        declared[name], group = setting, heading
     return declared
+
+
+def _help_and_range(comment, kind):
+    """The help and the range that the comment of a setting of this kind holds."""
+    bracket = re.fullmatch(r"(.*?)\s*\[([^][]+)\]", comment) if {int, float} & {*kind} else None
+    read_range(bracket[2] if bracket else "")
+    return bracket.groups() if bracket else (comment, "")
+
+
+def _value(expression, setting):
+    """The value of an expression, if the setting takes it; else UserError."""
+    value = fit(literal(expression), setting.kind)
+    check_range(value, setting.range, setting.help)
+    check_text(value, may_be_empty=setting.default == "" or "may be empty" in setting.help)
+    return value
 
 
 def _heading(lines, indent):
@@ -173,7 +189,7 @@ def _kind(annotation):
         case ast.Subscript(ast.Name("Optional") | ast.Attribute(attr="Optional"), inner):
             return (*_kind(inner), None)
         case ast.Subscript(ast.Name("Literal") | ast.Attribute(attr="Literal"), inner):
-            return tuple(_literal(choice) for choice in getattr(inner, "elts", [inner]))
+            return tuple(literal(choice) for choice in getattr(inner, "elts", [inner]))
     raise UserError(f"use int, float, str, bool, Literal or X | None, not {ast.unparse(annotation)}")
 
 
@@ -195,15 +211,15 @@ def _read_arguments(argv, declared, errors):
             errors += [f"{key} takes no value"] if equals else []
         elif name not in declared:
             near = _near(key.strip("-").replace("-", "_"), [*declared, *negated], "--")
-            errors.append(f"unknown setting {_show(key)}{near}")
+            errors.append(f"unknown setting {show(key)}{near}")
             if not equals and not following.startswith("--") and not following.endswith(".py"):
                 rest.popleft()  # most likely its value, which is not a second mistake
         elif not equals and name not in switches and following.startswith("--"):
-            errors.append(f"{key} needs a value: {_describe(declared[name].kind)}")
+            errors.append(f"{key} needs a value: {describe(declared[name].kind)}")
         else:
             if not equals:
                 text = "true" if name in switches and following.lower() not in WORDS else rest.popleft()
-            label = f"{key}={_show(text)}"
+            label = f"{key}={show(text)}"
             given.append((name, _expression(text, declared[name].kind), "command line", label))
     return given, files
 
@@ -216,19 +232,19 @@ def _read_file(path, declared, errors):
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
             raise ValueError(f"over {MAX_FILE_BYTES:,} bytes, which is too long")
-        body = _parse(data, "exec")
+        body = parse(data, "exec")
     except SyntaxError as error:
-        errors.append(f"{_show(path)}:{error.lineno or 1}: {error.msg}")
+        errors.append(f"{show(path)}:{error.lineno or 1}: {error.msg}")
     except (OSError, ValueError) as error:
         near = _near(path.partition("=")[0], declared, "--")
-        errors.append(f"config file {_show(path)}: {getattr(error, 'strerror', None) or error}{near}")
+        errors.append(f"config file {show(path)}: {getattr(error, 'strerror', None) or error}{near}")
     for statement in body:
         name, node = _assignment(statement)
-        place = f"{_show(path)}:{statement.lineno}"
+        place = f"{show(path)}:{statement.lineno}"
         if name in declared:
             given.append((name, node, f"{path}:{statement.lineno}", f"{place}: {name}"))
         elif name:
-            errors.append(f"{place}: unknown setting {_show(name)}{_near(name, declared)}")
+            errors.append(f"{place}: unknown setting {show(name)}{_near(name, declared)}")
         elif statement is not body[0] or ast.get_docstring(ast.Module(body, [])) is None:
             errors.append(f"{place}: a config file holds lines of name = value, and nothing else")
     return given
@@ -243,62 +259,8 @@ def _expression(text, kind):
             return ast.Constant(words[word])
     if str not in kind and re.fullmatch(r"[-+.(0-9][-+*/.()0-9a-fA-FxX_ ]{,999}", text):
         with contextlib.suppress(SyntaxError):
-            return _parse(text, "eval")
+            return parse(text, "eval")
     return ast.Constant(text)
-
-
-def _parse(text, mode):
-    """The body of a source text. Whatever cannot be parsed is a SyntaxError."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return ast.parse(text, mode=mode).body
-    except (ValueError, RecursionError, MemoryError):
-        raise SyntaxError("it holds a NUL byte or is nested too deeply") from None
-
-
-def _literal(node):
-    """The value of a literal or of arithmetic on numbers."""
-    match node:
-        case ast.Constant(None | bool() | str() as value):
-            return value
-        case ast.Constant(int() | float() as value):
-            pass
-        case ast.UnaryOp(op=op) | ast.BinOp(op=op) if type(op) in OPERATORS:
-            numbers = [_literal(side) for side in ast.iter_child_nodes(node) if side is not op]
-            if any(type(number) not in (int, float) for number in numbers):
-                raise UserError("arithmetic works on numbers only")
-            try:
-                value = OPERATORS[type(op)](*numbers)
-            except ArithmeticError:
-                value = float("nan")
-        case _:
-            raise UserError("a value is a number, arithmetic on numbers, text, True, False or None")
-    if isinstance(value, complex) or not -LARGEST <= value <= LARGEST:
-        raise UserError("the result is too large or not a real number")
-    return value
-
-
-def _fit(value, kind):
-    """`value` as a value of this kind. A whole number may become a float, and 1e3 an int."""
-    if any(type(value) is k or (type(value) is type(k) and value == k) for k in kind):
-        return value
-    if type(value) is int and float in kind:
-        return float(value)
-    if type(value) is float and value.is_integer() and int in kind:
-        return int(value)
-    raise UserError(f"expected {_describe(kind)}, got {repr(value)[:200]}")
-
-
-def _describe(kind):
-    choices = ", ".join(_show(k) for k in kind if k not in TYPES)
-    return " or ".join([f"one of {choices}"] * bool(choices) + [TYPES[k][1] for k in kind if k in TYPES])
-
-
-def _show(value):
-    """A value as a person writes it on the command line, shortened."""
-    text = str(value).lower() if value is None or isinstance(value, bool) else str(value)
-    return text if re.fullmatch(r"[!-~]{1,200}", text) else repr(text)[:200]
 
 
 def _near(name, names, dashes=""):
@@ -314,7 +276,7 @@ def _help_page(globals_, declared, values):
     doc = (globals_.get("__doc__") or "").strip()
     doc = re.sub(r"^\S.*(\n\S.*)*", lambda prose: textwrap.fill(prose[0], width), doc, flags=re.MULTILINE)
     lines = [doc, "", f"usage: {command} [CONFIG_FILE ...] [--setting=value ...]"]
-    left = {name: f"  --{name}={_show(values[name])}  " for name in declared}
+    left = {name: f"  --{name}={show(values[name])}  " for name in declared}
     column, group = min(MAX_COLUMN, width // 2, max(map(len, left.values()), default=0)), ""
     for name, setting in declared.items():
         lines += ["", setting.group] if setting.group != group else []
@@ -325,7 +287,8 @@ def _help_page(globals_, declared, values):
 
 def _help_lines(left, setting, column, width):
     """`left`, then help and type: on one line if they fit, else wrapped from `column` on."""
-    kind = "|".join(TYPES[k][0] if k in TYPES else _show(k) for k in setting.kind)
+    types = [TYPES[k][0] if k in TYPES else show(k) for k in setting.kind]
+    kind = "|".join(setting.range if name in ("int", "float") and setting.range else name for name in types)
     if len(kind) > width - column - 2:
         kind = kind.replace("|", " | ")  # so that the line can break
     text, indent = f"{setting.help} [{kind}]".strip(), "\n" + " " * column
@@ -336,10 +299,9 @@ def _help_lines(left, setting, column, width):
 
 
 def _say(text, stream):
-    """Print on the first process of each machine. A character the terminal lacks becomes an escape."""
+    """Print on the first process of each machine."""
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) in ("", "0"):
-        encoding = getattr(stream, "encoding", None) or "utf-8"
-        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
+        print(text, file=stream)
 
 
 def _excepthook(kind, error, traceback):

@@ -12,10 +12,10 @@ import torch
 import configurator
 from nanochat import planning
 
-gpus = 1  # GPUs that train together
-gpu_tflops = 989.0  # peak of one of them in bfloat16 (989 = H100)
-gpu_gib = 80.0  # memory of one of them
-mfu = 0.4  # share of the peak that training reaches
+gpus = 1  # GPUs that train together [1..1e6]
+gpu_tflops = 989.0  # peak of one of them in bfloat16 (989 = H100) [1e-3..1e6]
+gpu_gib = 80.0  # memory of one of them [1..1e6]
+mfu = 0.4  # share of the peak that training reaches [1e-3..1]
 
 settings = configurator.configure(globals())
 

@@ -35,7 +35,9 @@ def _write(out_dir: Path, title, plan, samples, final):
         fence = "````"
         parts += ["## Samples", *(f"{fence}text\n{s.replace(fence, '` ` ` `')}\n{fence}" for s in samples)]
     temporary = out_dir / "report.md.tmp"
-    temporary.write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
+    temporary.write_text(
+        "\n\n".join(part for part in parts if part) + "\n", encoding="utf-8", errors="replace"
+    )
     os.replace(temporary, out_dir / "report.md")
 
 

@@ -149,10 +149,8 @@ def start(device_type: str, seed: int, timeout_s: float = 600.0) -> Machine:
 
     device_type: cuda, mps, cpu or auto, the first of these that this machine has. timeout_s: seconds that
     processes wait for one that does not answer before they all end. Raises UserError if the device is not
-    available, if there are more processes than GPUs, or if the seed is out of range.
+    available, or if there are more processes than GPUs.
     """
-    if not 0 <= seed < 2**62:
-        raise UserError(f"seed is {seed}; give a number from 0 to 2**62")
     rank, local_rank, world_size = (
         int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
     )

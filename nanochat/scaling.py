@@ -24,15 +24,7 @@ BATCH_EXPONENT = 0.383  # best batch ~ tokens**0.383: Power Lines, arXiv 2505.13
 def model_config(
     depth: int, aspect_ratio: int, head_dim: int, max_seq_len: int, vocab_size: int, window_pattern: str
 ) -> GPTConfig:
-    """Width = depth * aspect_ratio, rounded up to whole heads. UserError for sizes that no model can have."""
-    for name, value, most in (
-        ("depth", depth, 512),
-        ("aspect_ratio", aspect_ratio, 4096),
-        ("head_dim", head_dim, 1024),
-        ("max_seq_len", max_seq_len, 2**20),
-    ):
-        if not 1 <= value <= most:
-            raise UserError(f"{name} is {value}; give a number from 1 to {most}")
+    """Width = depth * aspect_ratio, in whole heads. UserError for shapes that no model can have."""
     if head_dim % 2:
         raise UserError(
             f"head_dim is {head_dim}; rotary embeddings turn pairs of channels: give an even number"
@@ -85,12 +77,6 @@ def derive_horizon(
     Raises UserError if none of the three is positive.
     """
     T = config.max_seq_len
-    if num_iterations == 0 or num_iterations < -1:
-        raise UserError(f"num_iterations is {num_iterations}; give a number of steps, or -1 for off")
-    if total_batch_size != -1 and total_batch_size < 1:
-        raise UserError(
-            f"total_batch_size is {total_batch_size}; give a number of tokens, or -1 for automatic"
-        )
     reference = model_config(
         REFERENCE_DEPTH,
         REFERENCE_WIDTH // REFERENCE_DEPTH,
@@ -142,10 +128,6 @@ def rows_per_process(total_batch_size: int, max_seq_len: int, device_batch_size:
     """Rows of the batch that each process works on. UserError if the numbers do not divide."""
     rows = total_batch_size // max_seq_len
     unit = max_seq_len * world_size * max(1, device_batch_size)
-    if device_batch_size != -1 and device_batch_size < 1:
-        raise UserError(
-            f"device_batch_size is {device_batch_size}; give a number of rows from 1, or -1 for automatic"
-        )
     if total_batch_size % unit:
         shape = (
             "device_batch_size x max_seq_len x processes"

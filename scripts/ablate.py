@@ -33,18 +33,18 @@ from nanochat.evaluate import bits_per_byte
 from nanochat.metrics import read_metrics
 
 what: Literal["packing", "precision"] = "packing"  # what to compare
-seeds = 3  # trainings of every variant, with the seeds 0, 1, ...
+seeds = 3  # trainings of every variant, with the seeds 0, 1, ... [1..1000]
 json = False  # print one JSON object as the last line
 
 # The training: settings of base_train, the same for all variants
-depth = 4  # Transformer layers
-aspect_ratio = 32  # width = depth * aspect_ratio
-head_dim = 32  # channels of an attention head
-max_seq_len = 256  # positions a row
-vocab_size = 1024  # tokens
-total_batch_size = 4096  # tokens an optimizer step
-num_iterations = 200  # optimizer steps
-eval_tokens = 65_536  # validation tokens scored (-1 = all)
+depth = 4  # Transformer layers [1..512]
+aspect_ratio = 32  # width = depth * aspect_ratio [1..4096]
+head_dim = 32  # channels of an attention head [2..1024]
+max_seq_len = 256  # positions a row [1..2**20]
+vocab_size = 1024  # tokens [256..2**20]
+total_batch_size = 4096  # tokens an optimizer step [1..2**32]
+num_iterations = 200  # optimizer steps [1..1e9]
+eval_tokens = 65_536  # validation tokens scored (-1 = all) [-1, 1..1e12]
 data = "embedded"  # as in base_train
 val_data: str | None = None  # as in base_train
 base_dir = "~/.cache/nanochat"  # where data, tokenizers and results are (environment: NANOCHAT_BASE_DIR)
@@ -161,8 +161,6 @@ def reached(variant: str, run: Path) -> dict:
 
 if "RANK" in os.environ:
     raise UserError("ablate trains with one process; start it without torchrun")
-if seeds < 1:
-    raise UserError(f"seeds is {seeds}; give a number from 1")
 for _, edits in VARIANTS.values():  # an edit that no longer fits is noticed before the first training
     with tempfile.TemporaryDirectory() as folder:
         edited_copy(edits, Path(folder))
@@ -217,7 +215,7 @@ for variant in VARIANTS:
     lines.append(f"| {variant} | {mean_and_spread(bits)} | {difference:+.4f} | {first} |")
 table = "\n".join(lines) + "\n"
 path = base_path / "ablations" / f"{what}.md"
-path.write_text(table, "utf-8")
+path.write_text(table, "utf-8", "replace")
 print(f"\n{table}\nwritten: {path}")
 if json:
     print(json_module.dumps({"what": what, "settings": settings.values, "results": [*results.values()]}))

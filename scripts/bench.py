@@ -40,17 +40,17 @@ from nanochat.metrics import read_metrics
 # What to measure
 what: Literal["train", "start", "loader", "optimizer", "checkpoint", "communication"] = "train"
 json = False  # print one JSON object as the last line
-rounds = 5  # times every variant is measured
-steps = 12  # optimizer steps of a round (train: the first third warms up and does not count)
+rounds = 5  # times every variant is measured [1..1e4]
+steps = 12  # optimizer steps of a round (train: the first third warms up and does not count) [1..1e6]
 
 # The model and the step
-depth = 4  # Transformer layers
-aspect_ratio = 64  # width = depth * aspect_ratio
-head_dim = 64  # channels of an attention head
-max_seq_len = 512  # positions a row
+depth = 4  # Transformer layers [1..512]
+aspect_ratio = 64  # width = depth * aspect_ratio [1..4096]
+head_dim = 64  # channels of an attention head [2..1024]
+max_seq_len = 512  # positions a row [1..2**20]
 window_pattern = "L"  # as in base_train
-vocab_size = 4096  # tokens
-device_batch_size = 8  # rows of a micro-batch, one micro-batch a step
+vocab_size = 4096  # tokens [256..2**20]
+device_batch_size = 8  # rows of a micro-batch, one micro-batch a step [1..2**20]
 
 # What takes turns
 variants = "bfloat16+compile,bfloat16,float32+compile"  # train: dtypes, with +compile or without

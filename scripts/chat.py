@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 import configurator
-from nanochat import UserError, precision, runtime
+from nanochat import precision, runtime
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.engine import find_source, generate, load_for_inference, text_pieces
 
@@ -25,12 +25,12 @@ source: str | None = None  # a run's tag, its folder or a checkpoint's (none = t
 base_dir = "~/.cache/nanochat"  # where runs live (environment: NANOCHAT_BASE_DIR)
 
 # Text
-prompt: str | None = None  # text to continue (none = each line that you type)
-temperature = 0.8  # randomness (0 = always the likeliest token)
-top_k = 50  # draw from the k likeliest tokens (-1 = off)
-top_p = 1.0  # draw from the likeliest tokens that together have this probability (1 = off)
-max_tokens = 256  # tokens to write (-1 = until the row is full)
-seed = 42  # of the draws; line n of the input has seed + n
+prompt: str | None = None  # text to continue, may be empty (none = each line that you type)
+temperature = 0.8  # randomness (0 = always the likeliest token) [0..100]
+top_k = 50  # draw from the k likeliest tokens (-1 = off) [-1, 1..1e9]
+top_p = 1.0  # draw from the likeliest tokens that together have this probability (1 = off) [1e-6..1]
+max_tokens = 256  # tokens to write (-1 = until the row is full) [-1, 1..1e9]
+seed = 42  # of the draws; line n of the input has seed + n [0..2**62]
 
 # Machine
 device_type: Literal["auto", "cuda", "cpu", "mps"] = "auto"  # auto = cuda, else mps, else cpu
@@ -46,14 +46,6 @@ def interrupted(number, frame):
 
 
 signal.signal(signal.SIGINT, interrupted)
-for name, fine, takes in (
-    ("temperature", temperature >= 0, "a number from 0"),
-    ("top_k", top_k == -1 or top_k >= 1, "a number from 1, or -1 for all tokens"),
-    ("top_p", 0 < top_p <= 1, "a probability above 0, up to 1"),
-    ("max_tokens", max_tokens == -1 or max_tokens >= 1, "a number from 1, or -1 for as many as fit"),
-):
-    if not fine:
-        raise UserError(f"{name} is {globals()[name]}; give {takes}")
 
 
 def note(text: str):
@@ -69,8 +61,7 @@ checkpoint = find_source(source, Path(base_dir).expanduser(), note)
 tokenizer = Tokenizer.load(checkpoint.path / "tokenizer.json")
 model = load_for_inference(checkpoint, machine.device, compute_dtype)
 room = model.config.max_seq_len
-for stream in (sys.stdin, sys.stdout):  # replace what is no text or cannot be shown
-    stream.reconfigure(errors="replace")
+sys.stdin.reconfigure(errors="replace")  # of what is no text
 note(
     f"{checkpoint.path}: {sum(p.numel() for p in model.parameters()):,} parameters on {machine.device.type} "
     f"in {str(compute_dtype).removeprefix('torch.')} ({dtype_reason})"

@@ -19,11 +19,11 @@ from nanochat.data.parquet import footer_digest
 
 # Public shards
 name: str | None = None  # public data set: climbmix or fineweb-edu
-num_shards = 8  # training shards, about 47 million tokens and 100 MB each; validation comes too (-1 = all)
-workers = 4  # files downloaded at the same time
+num_shards = 8  # training shards; each has 47 million tokens and takes 100 MB (-1 = all) [-1, 1..1e6]
+workers = 4  # files downloaded at the same time [1..256]
 mirror = "https://huggingface.co"  # another host with the same paths: /datasets/REPO/resolve/main/FILE
-timeout = 30.0  # seconds without a byte after which a connection counts as broken
-retries = 8  # failures in a row, without a new byte, after which a file is given up
+timeout = 30.0  # seconds without a byte after which a connection counts as broken [0.1..1e5]
+retries = 8  # failures in a row, without a new byte, after which a file is given up [0..1e4]
 
 # Your own text
 data: str | None = None  # a file or folder of text to import, as in base_train
@@ -46,8 +46,8 @@ if val_data is not None:
 if name not in PUBLIC:
     raise UserError(f"there is no public data set {name}; choose one of {', '.join(PUBLIC)}")
 public = PUBLIC[name]
-if not -1 <= num_shards < public.shards or num_shards == 0:
-    raise UserError(f"num_shards {num_shards} is not possible; use 1 to {public.shards - 1}, or -1 for all")
+if num_shards >= public.shards:
+    raise UserError(f"{name} has {public.shards - 1} training shards; give --num_shards=-1 for all of them")
 
 training_shards = public.shards - 1 if num_shards == -1 else num_shards
 files = [public.validation, *(public.file(number) for number in range(training_shards))]

@@ -22,23 +22,20 @@ from nanochat.data.tokenizer import TIKTOKEN_FILES, from_tiktoken, is_cached, to
 data = "embedded"  # embedded (Python's standard library), a file or folder of text, climbmix or fineweb-edu
 val_data: str | None = None  # a file or folder that is the validation split (none = what the data set pins)
 text_field = "text"  # the field of JSON objects, or the column of parquet files, that holds the text
-max_chars = 500_000_000  # characters to train on (-1 = all of the training split)
+max_chars = 500_000_000  # characters to train on (-1 = all of the training split) [-1, 1..1e12]
 
 # Tokenizer
-vocab_size = -1  # tokens, special ones included (-1 = 4096 for the embedded text, else up to 32768)
+vocab_size = (
+    -1
+)  # tokens, special ones too (-1 = 4096 for the embedded text, else up to 32768) [-1, 256..2**20]
 base_dir = "~/.cache/nanochat"  # where data and tokenizers are kept (environment: NANOCHAT_BASE_DIR)
 out: str | None = None  # the JSON file to write (none = where base_train looks for it)
 
 # Report
-sample_chars = 1_000_000  # characters of each kind of text in the comparison
+sample_chars = 1_000_000  # characters of each kind of text in the comparison [1..1e9]
 json = False  # print one JSON object as the last line
 
 settings = configurator.configure(globals())
-
-if max_chars != -1 and max_chars < 1:
-    raise UserError(f"max_chars {max_chars} is no text to train on; use -1 (all) or a positive number")
-if sample_chars < 1:
-    raise UserError(f"sample_chars {sample_chars} is no text to compare; use a positive number")
 
 OTHER_SCRIPTS = (
     "Сегодня утром шёл дождь, и мы остались дома. Το βιβλίο είναι πάνω στο τραπέζι. 今天早上下雨了，"  # noqa: RUF001

@@ -43,16 +43,22 @@ rate = 3e-4  # step size
 decay: float = 0  # 0 = off
 batch = 2**4 * 1024
 steps = -1  # -1 = as long as it takes
+share = 0.5  # of the run [0..1]
+every: int | None = 10  # steps between saves (-1 = off) [-1, 1..2**10, 1e6]
 dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of the products
 plan = False  # print the plan and exit
 compiled: bool = True
 run = "dummy"  # name
 tag: Optional[str] = None
+note = ""  # an empty default: it may be empty
+prompt = "def"  # a text to continue; may be empty
 base_dir = "~/.cache/nanochat"
 settings = configurator.configure(globals())
 after = 7
 '''
 texts = st.text() | st.sampled_from(["--x", "-x", "-h", "a=b", "true", "none", " kept ", "2**3", "5", ""])
+texts = texts.filter(lambda text: "\0" not in text)
+full = texts.filter(str.strip)
 KINDS = {  # setting -> its default and the values it may take
     "depth": (20, st.integers(-(2**70), 2**70)),
     "width": (None, st.none() | st.integers(-(2**70), 2**70)),
@@ -60,12 +66,16 @@ KINDS = {  # setting -> its default and the values it may take
     "decay": (0, st.floats(-1e300, 1e300)),
     "batch": (16384, st.integers(-(10**6), 10**6)),
     "steps": (-1, st.integers(-10, 10)),
+    "share": (0.5, st.floats(0, 1)),
+    "every": (10, st.none() | st.sampled_from([-1, 10**6]) | st.integers(1, 2**10)),
     "dtype": ("auto", st.sampled_from(["auto", "bfloat16", "float32"])),
     "plan": (False, st.booleans()),
     "compiled": (True, st.booleans()),
-    "run": ("dummy", texts),
-    "tag": (None, st.none() | texts.filter(lambda text: text.lower() != "none")),
-    "base_dir": ("~/.cache/nanochat", texts),
+    "run": ("dummy", full),
+    "tag": (None, st.none() | full.filter(lambda text: text.lower() != "none")),
+    "note": ("", texts),
+    "prompt": ("def", texts),
+    "base_dir": ("~/.cache/nanochat", full),
 }
 DEFAULTS = {name: default for name, (default, _) in KINDS.items()}
 OTHERS = {"_private": 5, "computed": 3, "listed": [1, 2], "unknown_type": None, "after": "not yet"}
@@ -235,8 +245,11 @@ def test_the_environment_gives_a_default_that_files_and_command_line_replace(mon
     ]:
         record = settings_of(*argv)
         assert (record.values["base_dir"], record.sources["base_dir"]) == (value, source)
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", "")
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", "")  # as if it were not set
     assert settings_of().values["base_dir"] == "~/.cache/nanochat"
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", " ")
+    errors = errors_of("--rate=fast")
+    assert errors == [f"NANOCHAT_BASE_DIR: {EMPTY}", "--rate=fast: expected a number, got 'fast'"]
 
 
 def test_a_file_that_python_would_warn_about_is_read_in_silence():
@@ -250,6 +263,8 @@ def test_a_file_that_python_would_warn_about_is_read_in_silence():
 
 UNKNOWN = "unknown setting"
 TOO_LARGE = "the result is too large or not a real number"
+EMPTY = "it is empty; give a value, or leave it out"
+EVERY = "give a whole number from 1 to 2**10, or -1 (off), or 1e6"
 WRONG = {  # an argument -> its error
     "--dept=6": f"{UNKNOWN} --dept; did you mean --depth?",
     "--Depth=6": f"{UNKNOWN} --Depth; did you mean --depth?",
@@ -271,9 +286,18 @@ WRONG = {  # an argument -> its error
     "--dtype=": "--dtype='': expected one of auto, bfloat16, float32, got ''",
     "--plan=": "--plan='': expected true or false, got ''",
     "--plan=2": "--plan=2: expected true or false, got 2",
+    "--every=x": "--every=x: expected a whole number or none, got 'x'",
+    "--run=": f"--run='': {EMPTY}",
+    "--tag=": f"--tag='': {EMPTY}",
+    "--base-dir=  ": f"--base-dir='  ': {EMPTY}",
+    "--run=a\0b": r"--run='a\x00b': it holds a NUL character; leave that out",
 }
 for key in "--zzz", "--_private", "--after", "--listed", "-", "--", "-1", "-x":
     WRONG |= {key: f"{UNKNOWN} {key}", f"{key}=1": f"{UNKNOWN} {key}"}
+for text in "-0.1", "1.0001", "-1e308", "2**63", "10**18":
+    WRONG |= {f"--share={text}": f"--share={text}: give a number from 0 to 1"}
+for text in "0", "-2", "2**10+1", "999_999", "10**18", "2**64":
+    WRONG |= {f"--every={text}": f"--every={text}: {EVERY}"}
 for name, kind, bad in [
     ("depth", "a whole number", ["abc", "none", "len('a')"]),
     ("width", "a whole number or none", ["x", "wide"]),
@@ -335,6 +359,9 @@ WRONG_FILES = {  # a text -> its error, after the file's name
     "plan = 1": ":1: plan: expected true or false, got 1",
     "rate = None": ":1: rate: expected a number, got None",
     "run = 5": ":1: run: expected text, got 5",
+    "run = ''": f":1: run: {EMPTY}",
+    "\nevery = 0": f":2: every: {EVERY}",
+    "share = 2": ":1: share: give a number from 0 to 1",
     "run = f'{depth}'": ":1: run: a value is a number, arithmetic on numbers, text, True, False or None",
     "depth = 'a' * 10**9": ":1: depth: arithmetic works on numbers only",
     "depth = 10**10**10": f":1: depth: {TOO_LARGE}",
@@ -417,6 +444,8 @@ def test_whatever_is_given_ends_in_fitting_values_or_one_report_and_is_never_exe
         assert all(type(variables[name]) is kind for name, kind in kinds.items())
         assert variables["width"] is None or type(variables["width"]) is int
         assert variables["dtype"] in ("auto", "bfloat16", "float32")
+        assert 0 <= variables["share"] <= 1 and variables["every"] in (None, -1, 10**6, *range(1, 2**10 + 1))
+        assert variables["run"].strip() and variables["base_dir"].strip()
         assert math.isfinite(variables["rate"]) and math.isfinite(variables["depth"])
     else:
         *report, hint = err.splitlines()

@@ -25,11 +25,11 @@ import configurator
 
 # Model
 depth = 20  # Transformer layers; every other size
-width: int | None = None  # columns (none = derived)
+width: int | None = None  # columns (none = derived) [-1, 1..2**20]
 dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of the products
 
 # Training
-rate = 3e-4  # step size
+rate = 3e-4  # step size [0..1e3]
 decay: float = 0  # 0 = off
 plan = False  # print the plan and exit
 compiled: bool = True
@@ -47,11 +47,11 @@ usage: python train.py [CONFIG_FILE ...] [--setting=value ...]
 
 Model
   --depth=20                Transformer layers; every other size [int]
-  --width=none              columns (none = derived) [int|none]
+  --width=none              columns (none = derived) [-1, 1..2**20|none]
   --dtype=auto              of the products [auto|bfloat16|float32]
 
 Training
-  --rate=0.0003             step size [float]
+  --rate=0.0003             step size [0..1e3]
   --decay=0                 0 = off [float]
   --plan=false              print the plan and exit [bool]
   --compiled=true           [bool]
@@ -117,13 +117,19 @@ def test_settings_end_at_the_call_and_stand_in_the_block_that_holds_it():
     main = f"{module}if __name__ == '__main__':\n"
     assert [*declared(f"{main}    configure(globals())\n    e = 5")] == ["a", "d"]
     found = declared(f"{main}    # G\n    e = 5  # h\n    configure(globals())\n    f = 6")
-    assert found == {"e": ((int,), 5, "G", "h")}
+    assert found == {"e": ((int,), 5, "G", "h", "")}
 
 
 def test_only_single_names_with_literal_values_are_settings():
     text = "a = b = 1\nc, d = 1, 2\ne: int\nf = [1]\ng = f\nh = 3\nh = f\ni = 1\ni = 2.5\nj = b'x'\nk = 1j"
     found = declared(text + "\nl = None\nm = -1\nn += 1\no.p = 1")
     assert {name: setting.default for name, setting in found.items()} == {"i": 2.5, "m": -1}
+
+
+def test_the_comment_of_a_number_ends_with_its_range_and_other_comments_keep_their_brackets():
+    text = "a = 1  # steps [see below] [-1, 0..2**8]\nb = 'x'  # a text [1]\nc: int | None = None  # [1..3]\n"
+    found = [(setting.help, setting.range) for setting in declared(text).values()]
+    assert found == [("steps [see below]", "-1, 0..2**8"), ("a text [1]", ""), ("", "1..3")]
 
 
 def test_annotations_give_the_type():
@@ -139,9 +145,17 @@ def test_annotations_give_the_type():
         ("a: list[int] = 3", "use int, float, str, bool, Literal or X | None, not list[int]"),
         ("a: int = 1.5", "expected a whole number, got 1.5"),
         ("a: Literal['on', 'off'] = 'of'", "expected one of on, off, got 'of'"),
+        ("a = 0  # steps [1..5]", "give a whole number from 1 to 5"),
+        ("a = -2.0  # (-1 = off) [-1, 0..5]", "give a number from 0 to 5, or -1 (off)"),
+        ("a = 1  # [5..0]", "its range [5..0] ends before it begins"),
+        ("a = 1  # [few]", "its range holds 'few', which is no number; write it as [-1, 1..1e9]"),
+        ("a = 1  # [1, ]", "its range holds '', which is no number; write it as [-1, 1..1e9]"),
+        ("a = 1  # ['a'..2]", "its range holds \"'a'\", which is no number; write it as [-1, 1..1e9]"),
     ],
 )
-def test_a_setting_whose_annotation_does_not_allow_its_default_is_refused_with_its_line(line, reason):
+def test_a_setting_whose_annotation_or_range_does_not_allow_its_default_is_refused_with_its_line(
+    line, reason
+):
     with pytest.raises(UserError) as refused:
         declared(f"b = 1\n{line}")
     assert str(refused.value) == f"declares.py:2: a: {reason}"

@@ -140,7 +140,8 @@ def read_tensors(path, wanted=lambda name: True):
 
 def to_json(value):
     """Bytes of strict JSON. Raises ValueError for NaN and infinity, which JSON does not have."""
-    return (json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False) + "\n").encode()
+    text = json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+    return text.encode(errors="backslashreplace")  # what UTF-8 lacks becomes an escape of JSON
 
 
 def read_json(path):

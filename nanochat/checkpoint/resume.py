@@ -1,5 +1,6 @@
 """How a run begins: it locks its folder, and all processes agree on the checkpoint that it continues."""
 
+import os
 from pathlib import Path
 
 from nanochat import UserError
@@ -14,6 +15,10 @@ def enter(run_path, resume, machine):
     UserError if another run holds the folder, and what `find` raises.
     """
     found = None
+    try:
+        os.fsencode(Path(run_path).absolute()).decode()
+    except UnicodeDecodeError:  # safetensors could write a checkpoint there, and not read it
+        raise UserError(f"the name of {run_path} is not UTF-8; give another --out_dir") from None
     if machine.is_main:
         lock_folder(run_path, machine.print)
         found = find(run_path, resume, machine.print)

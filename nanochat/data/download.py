@@ -41,11 +41,9 @@ def download(
 
     `check(path)` raises ValueError if a complete file has the wrong content. A file with the recorded size
     and checksum stays; a damaged one is downloaded again. `workers` files come at the same time, `timeout`
-    is in seconds without a byte, `retries` counts failures in a row. Raises UserError for bad numbers or
-    while another download uses the folder, and OSError if the folder cannot be written.
+    is in seconds without a byte, `retries` counts failures in a row. Raises UserError while another download
+    uses the folder, and OSError if the folder cannot be written.
     """
-    if workers < 1 or retries < 0 or timeout <= 0:
-        raise UserError("workers must be at least 1, retries at least 0, and timeout positive")
     folder.mkdir(parents=True, exist_ok=True)
     failed: dict[str, str] = {}
     with _locked(folder), DownloadProgress(len(urls)) as progress:

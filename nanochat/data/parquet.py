@@ -7,6 +7,7 @@ every batch made of them, depend on the documents alone: not on the names or the
 
 import functools
 import hashlib
+import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -76,10 +77,12 @@ def iterate_documents(shards: Sequence[Path]) -> Iterator[str]:
 
 def open_shard(shard: Path, field: str = "text"):
     """Open a shard as a pyarrow ParquetFile. Raises UserError if it has no text in the column `field`."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        file = pq.ParquetFile(shard, page_checksum_verification=True)
+        source = pa.OSFile(os.fsencode(shard))  # from a str, pyarrow takes UTF-8 names only
+        file = pq.ParquetFile(source, page_checksum_verification=True)
     except PYARROW_ERRORS as error:
         raise UserError(
             f"{shard} cannot be read as a parquet file ({first_line(error)}); remove it or get it again"
@@ -114,7 +117,7 @@ def footer_digest(path: Path) -> tuple[bytes, int]:
         file.seek(-8, 2)  # a parquet file ends with its footer, the footer's length, and "PAR1"
         length = int.from_bytes(file.read(4), "little")
         file.seek(-8 - length, 2)
-        return hashlib.sha256(f"{path.name} {size} ".encode() + file.read(length)).digest(), documents
+        return hashlib.sha256(os.fsencode(f"{path.name} {size} ") + file.read(length)).digest(), documents
 
 
 def first_line(error: BaseException) -> str:
@@ -194,8 +197,9 @@ class _Writer:
         schema = pa.schema([("text", pa.string())])
         if self._file is None:
             self.paths.append(self._folder / f"{self._split}_{len(self.paths):05d}.parquet")
+            self._sink = pa.OSFile(os.fsencode(self.paths[-1]), "wb")
             self._file = pq.ParquetWriter(
-                self.paths[-1], schema, compression="zstd", use_dictionary=False, write_page_checksum=True
+                self._sink, schema, compression="zstd", use_dictionary=False, write_page_checksum=True
             )
         if self._texts:
             self._file.write_table(pa.table({"text": self._texts}, schema=schema))
@@ -205,6 +209,7 @@ class _Writer:
     def _close_file(self) -> None:
         if self._file is not None:
             self._file.close()
+            self._sink.close()
         self._file, self._shard_chars = None, 0
 
 

@@ -72,10 +72,8 @@ def validation_batches(
 ) -> ValidationBatches:
     """Tokenize the validation documents, up to `eval_tokens` tokens in all (-1: all of them).
 
-    Raises UserError if `eval_tokens` is neither -1 nor positive, or if the documents have no text.
+    Raises UserError if the documents have no text.
     """
-    if eval_tokens != -1 and eval_tokens < 1:
-        raise UserError(f"eval_tokens {eval_tokens} scores nothing; use -1 (all) or a positive number")
     tokens, windows, total = [], [], 0
     for text in iterate_documents(shards):
         document = tokenizer.encode(text)

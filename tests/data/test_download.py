@@ -345,9 +345,8 @@ def test_the_command_ends_with_an_error_when_anything_is_missing(server, tmp_pat
     [
         ([], "give either --name="),
         (["--name=nothing"], "no public data set nothing; choose one of climbmix, fineweb-edu"),
-        (["--name=climbmix", "--num_shards=6543"], "num_shards 6543"),
+        (["--name=climbmix", "--num_shards=6543"], "6542 training shards; give --num_shards=-1"),
         (["--name=climbmix", "--val_data=x"], "--val_data goes with --data"),
-        (["--name=climbmix", "--num_shards=0"], "num_shards 0"),
         (["--name=climbmix", "--data=x"], "give either"),
         (["--data=/nowhere"], "data=/nowhere does not exist"),
     ],
@@ -360,9 +359,9 @@ def test_bad_settings_are_refused(tmp_path, monkeypatch, arguments, message):
 
 
 def test_a_refusal_is_one_sentence_and_status_2(server, tmp_path):
-    process = command(server, tmp_path / "base", "--name=climbmix", "--workers=0")
+    process = command(server, tmp_path / "base", "--name=climbmix", "--num_shards=6543")
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 2 and err.startswith("error: workers must") and err.count("\n") == 1
+    assert process.returncode == 2 and err.startswith("error: climbmix has") and err.count("\n") == 1
 
 
 def test_the_command_imports_local_text(server, tmp_path):

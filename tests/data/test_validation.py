@@ -63,5 +63,3 @@ def test_nothing_to_score_is_refused(tmp_path):
     corpus = Corpus(tmp_path, [0, 0], 2)
     with pytest.raises(UserError, match="has no text"):
         validation_batches(corpus.shards, Numbers(), 8, 2)
-    with pytest.raises(UserError, match="eval_tokens 0 scores nothing"):
-        validation_batches(corpus.shards, Numbers(), 8, 2, eval_tokens=0)

@@ -128,8 +128,8 @@ def test_a_resumed_float16_run_has_the_scale_and_the_losses_of_one_never_stopped
 
 def test_a_float16_run_that_no_scale_can_save_ends_and_names_the_step(corpus, trained, tmp_path):
     save_with_scale(trained, tmp_path / "run", 2, 4.0)
-    lost = ["--embedding_lr=1e38", "--matrix_lr=1e38", "--warmup_steps=0", "--grad_clip=-1"]
-    longer = ["--num_iterations=20", "--eval_every=-1", "--dtype=float16"]
+    lost = ["--matrix_lr=1e6", "--weight_decay=1e6", "--warmup_steps=0", "--grad_clip=-1"]
+    longer = ["--num_iterations=40", "--eval_every=-1", "--dtype=float16"]
     printed = run(command(corpus, tmp_path / "run", *lost, *longer), status=2)
     assert "three steps in a row were not finite, the last one step" in printed
 

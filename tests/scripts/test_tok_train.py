@@ -71,8 +71,7 @@ def test_only_so_many_characters_are_read(tmp_path):
     ("argument", "message"),
     [
         ("--out={tmp_path}/texts.jsonl/t.json", "cannot be written"),
-        ("--max_chars=0", "max_chars 0 is no text to train on; use -1 (all)"),
-        ("--sample_chars=0", "sample_chars 0 is no text to compare; use a positive number"),
+        ("--vocab_size=257", "vocab_size 257 is too small; use at least"),
     ],
 )
 def test_bad_input_is_one_sentence(tmp_path, argument, message):
