@@ -9,7 +9,9 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import signal
+import socket
 import sys
 import time
 import traceback as traceback_module
@@ -21,6 +23,7 @@ from nanochat import UserError
 
 GRACE_S = 3.0  # seconds in which the processes that wait find out which one does not
 FINISH_S = 20.0  # seconds for work in progress, such as a save, to end; torchrun kills after 30
+MOST_PROCESSES = 100_000  # a larger WORLD_SIZE is a mistake
 
 _to_finish = []  # functions that take a time limit in seconds
 
@@ -30,36 +33,139 @@ def before_end(finish):
     _to_finish.append(finish)
 
 
-def join(backend: str, timeout_s: float, **options) -> dist.Store:
-    """Join the process group that torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...) describe.
+# Joining
 
-    Returns the store through which the processes find each other; waiting for a key in it has no time limit.
-    From here on, an exception in one process ends all of them, see `_end_together`. Raises UserError if this
-    process cannot join.
-    """
+
+def place() -> tuple[int, int, int]:
+    """(rank, local rank, world size) of this process, from the variables that torchrun sets; without them
+    (0, 0, 1). Raises UserError for values that cannot be."""
+    world_size = _number("WORLD_SIZE", 1)
+    if not 1 <= world_size <= MOST_PROCESSES:
+        raise UserError(f"the variable WORLD_SIZE is {world_size}; it is the number of processes, 1 or more")
     try:
-        store, rank, world_size = next(dist.rendezvous("env://"))
-    except (ValueError, RuntimeError) as error:
+        rank, local_rank = _number("RANK", 0), _number("LOCAL_RANK", 0)
+        if rank >= world_size:
+            raise UserError(
+                f"the variable RANK is {rank}, but WORLD_SIZE is {world_size}; ranks begin at 0, so give "
+                f"each process its own, from 0 to {world_size - 1}"
+            )
+        if local_rank > rank:
+            raise UserError(
+                f"the variable LOCAL_RANK is {local_rank}, but RANK is {rank}; LOCAL_RANK counts the "
+                "processes of this machine from 0, RANK those of all machines"
+            )
+    except UserError:
+        sys.excepthook = _print_here  # the usual hook leaves it to another process to speak
+        raise
+    return rank, local_rank, world_size
+
+
+def processes_here(default: int) -> int:
+    """How many of the processes run on this machine; `default` without torchrun's variable."""
+    if not (count := _number("LOCAL_WORLD_SIZE", default)):
+        raise UserError("the variable LOCAL_WORLD_SIZE is 0; it is the number of processes on this machine")
+    return count
+
+
+def _number(variable: str, default: int) -> int:
+    text = os.environ.get(variable, "").strip()
+    if text and not re.fullmatch("[0-9]{1,9}", text):
         raise UserError(
-            f"this process cannot join the others ({error}); start them with torchrun, or set RANK, "
-            "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+            f"the variable {variable} is {text[:40]!r}; it is a whole number, which torchrun or srun sets "
+            "(runs/slurm.sh); to run one process, unset it"
+        )
+    return int(text or default)
+
+
+def _print_here(kind, error, trace):
+    """The sentence of a UserError, on whatever process this is."""
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    os._exit(2)
+
+
+def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
+    """Wait until all processes are there; returns the store in which they leave notes for each other.
+
+    MASTER_ADDR and MASTER_PORT say where the store is. Waiting for a key in it has no time limit. From here
+    on, an exception in one process ends all of them, see `_Ending`. Raises UserError, with the ranks that are
+    missing, if some do not come within `timeout_s` seconds.
+    """
+    host, port = os.environ.get("MASTER_ADDR"), _number("MASTER_PORT", 0)
+    if not host or not 0 < port < 2**16:
+        raise UserError(
+            "this process cannot join the others without MASTER_ADDR and MASTER_PORT, the host of process 0 "
+            f"and a free port on it, from 1 to 65535 (they are {host or 'not set'} and {port or 'not set'}); "
+            "start with torchrun, or set them"
+        )
+    sys.excepthook = ending = _Ending(rank, world_size, timeout_s)
+    deadline = time.monotonic() + timeout_s
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
+    try:
+        if not serves:
+            _wait_for_port(host, port, deadline)
+        store = dist.TCPStore(
+            host, port, world_size, serves, timedelta(seconds=timeout_s), wait_for_workers=False,
+            multi_tenant=serves, use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
+        )  # fmt: skip
+        store = dist.PrefixStore("nanochat", store)
+        missing = _call_the_roll(store, rank, world_size, deadline)
+    except (OSError, ValueError, RuntimeError) as error:
+        what = "give another MASTER_PORT if this one is in use" if serves else "process 0 has to run there"
+        raise UserError(
+            f"cannot join the other processes at {host}:{port} within {timeout_s:.0f} s "
+            f"({_first_line(error)}); {what}"
         ) from error
-    store = dist.PrefixStore("nanochat", store)
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-        **options,
-    )
-    previous = sys.excepthook
-
-    def hook(kind, error, trace):
-        _end_together(previous, store, rank, world_size, timeout_s, kind, error, trace)
-
-    sys.excepthook = hook
+    ending.store, ending.serves = store, serves
+    if missing:
+        raise UserError(
+            f"process {_few(missing)} of {world_size} did not come within {timeout_s:.0f} s; look at its own "
+            "messages, or give it longer with --process_timeout"
+        )
     return store
+
+
+def join(backend: str, store: dist.Store, rank: int, world_size: int, timeout_s: float, **options):
+    """Make the process group of the processes that have met."""
+    ending = sys.excepthook
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **options
+    )
+    sys.excepthook = ending  # torch has put its own hook around it, which loses what a hook prints
+
+
+def _wait_for_port(host: str, port: int, deadline: float):
+    """Return when somebody listens there. torch would wait in C++, where Ctrl-C does nothing."""
+    while True:
+        try:
+            return socket.create_connection(
+                (host, port), timeout=max(0.1, deadline - time.monotonic())
+            ).close()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
+
+
+def _call_the_roll(store: dist.Store, rank: int, world_size: int, deadline: float) -> list[int]:
+    """Wait for all processes; the ranks that are not there at the deadline."""
+    store.set(f"here/{rank}", "")
+    absent = list(range(world_size))
+    while absent := [r for r in absent if not store.check([f"here/{r}"])]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    return absent
+
+
+def _few(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return ", ".join(map(str, ranks[:8])) + more
+
+
+def _first_line(error) -> str:
+    """What happened, without the frames of C++ that torch appends."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def wait_for(store: dist.Store, key: str, given_up=lambda: ""):
@@ -74,50 +180,69 @@ def wait_for(store: dist.Store, key: str, given_up=lambda: ""):
         time.sleep(0.05)
 
 
-def _end_together(previous, store, rank, world_size, timeout_s, kind, error, trace):
-    """The last stop of an exception that nothing caught: name the cause, then end this process at once.
+# Ending together
+
+
+class _Ending:
+    """sys.excepthook of a process among several, the last stop of an exception that nothing caught: it names
+    the cause, then ends this process at once.
 
     If an exchange with the other processes failed, the cause is in another process. This one leaves a mark
     in the store and looks which processes leave none: those are dead or hang. The pause also lets torchrun
     see their failure first.
     """
-    if isinstance(error, (UserError, KeyboardInterrupt)) or not _is_exchange(error):
-        _report_to_torchrun(error)
+
+    def __init__(self, rank: int, world_size: int, timeout_s: float):
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self.store, self.serves = None, False  # serves: the store is in this process, and ends with it
+        self.previous = sys.excepthook
+
+    def __call__(self, kind, error, trace):
         if isinstance(error, UserError):
-            _say_once(store, rank, error)
-        previous(kind, error, trace)  # a UserError exits here
-    else:
+            self._say_once(error)
+        elif isinstance(error, KeyboardInterrupt) or not _is_exchange(error):
+            _report_to_torchrun(error)
+            self.previous(kind, error, trace)
+        else:
+            self._no_answer(error, trace)
+        for finish in _to_finish:
+            with contextlib.suppress(Exception):  # the cause is printed; a later error would hide it
+                finish(FINISH_S)
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        # Threads and destructors of a broken process group may wait for ever
+        os._exit(2 if isinstance(error, UserError) else 1)
+
+    def _say_once(self, error):
+        """Print a UserError's sentence, unless another process has printed the same one."""
+        key = f"said/{hashlib.sha256(str(error).encode(errors='replace')).hexdigest()}"
+        said = 1
+        with contextlib.suppress(Exception):  # the process that held the store has ended
+            if self.store and self.rank > 0:
+                time.sleep(1)  # so that the first process speaks, if it has the same error
+            said = self.store.add(key, 1) if self.store else 1
+        if said == 1:
+            who = f"process {self.rank}: " if self.rank > 0 else ""
+            _report_to_torchrun(error)
+            print(f"error: {who}{error}", file=sys.stderr, flush=True)
+        if self.serves and self.store:  # the others look into the store before they speak
+            deadline = time.monotonic() + GRACE_S
+            while self.store.add(key, 0) < self.world_size and time.monotonic() < deadline:
+                time.sleep(0.05)
+
+    def _no_answer(self, error, trace):
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        traceback_module.print_exception(kind, error, trace, limit=-3, file=sys.stderr)
-        missing = _without_mark(store, rank, world_size)
-        who = f"process {', '.join(map(str, missing))}" if missing else "the other processes"
-        sentence = f"process {rank}: no answer from {who}"
-        if "imed out" in str(error) or "imeout" in str(error):
-            sentence += f" for {timeout_s:.0f} s: it hangs, or it is far slower than this one"
+        missing = _without_mark(self.store, self.rank, self.world_size)
+        who = f"process {_few(missing)}" if missing else "the other processes"
+        sentence = f"process {self.rank}: no answer from {who}"
+        if "imed out" in str(error) or "imeout" in str(error):  # where this one waited helps to find out why
+            print(*traceback_module.format_tb(trace)[-3:], _first_line(error), sep="", file=sys.stderr)
+            sentence += f" for {self.timeout_s:.0f} s: it hangs, or it is far slower than this one"
         else:
             sentence += ": it has ended, and its own message says why"
-        print(f"error: {sentence}; all end, and the newest checkpoint is good", file=sys.stderr)
-    for finish in _to_finish:
-        with contextlib.suppress(Exception):  # the cause is printed; a later error would hide it
-            finish(FINISH_S)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)  # threads and destructors of a broken process group may wait for ever
-
-
-def _say_once(store, rank, error):
-    """Print a UserError's sentence, unless the first process of a machine has the same one: that process
-    prints its own in any case."""
-    key = f"said/{hashlib.sha256(str(error).encode()).hexdigest()}"
-    with contextlib.suppress(Exception):  # the process that held the store has ended
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            store.set(key, "")
-            return
-        time.sleep(1)
-        if store.check([key]):
-            return
-    print(f"error: process {rank}: {error}", file=sys.stderr, flush=True)
+        print(f"error: {sentence}; all end, and finished checkpoints are good", file=sys.stderr)
 
 
 def _is_exchange(error) -> bool:

@@ -115,7 +115,7 @@ class Machine:
 
     def free_memory(self) -> int:
         """Bytes that this process may still use: of its GPU, else its share of the machine's memory."""
-        return memory.free(self.device, int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)))
+        return memory.free(self.device, distributed.processes_here(self.world_size))
 
     def peak_memory(self) -> int:
         """The most bytes so far: allocated on the GPU, else of this process in memory (0: unknown)."""
@@ -151,17 +151,18 @@ def start(device_type: str, seed: int, timeout_s: float = 600.0) -> Machine:
     processes wait for one that does not answer before they all end. Raises UserError if the device is not
     available, or if there are more processes than GPUs.
     """
-    rank, local_rank, world_size = (
-        int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
-    )
-    device, store = _choose_device(device_type, local_rank), None
+    (rank, local_rank, world_size), store = distributed.place(), None
+    if world_size > 1:  # before anything else: from here on, the processes print an error of all once
+        store = distributed.meet(rank, world_size, timeout_s)
+    device = _choose_device(device_type, local_rank)
     if world_size > 1:
         if device.type == "mps":
             raise UserError(
                 "MPS runs one process; start it with python, or use --device_type=cpu with torchrun"
             )
         options = {"device_id": device} if device.type == "cuda" else {}
-        store = distributed.join("nccl" if device.type == "cuda" else "gloo", timeout_s, **options)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        distributed.join(backend, store, rank, world_size, timeout_s, **options)
     torch.manual_seed(seed)
     return Machine(device, rank, local_rank, world_size, store)
 
@@ -175,7 +176,7 @@ def _choose_device(device_type: str, local_rank: int) -> torch.device:
         raise UserError(f"device_type {device_type} is not available here; this machine has: {there}")
     if device_type != "cuda":
         return torch.device(device_type)
-    processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+    processes_here = distributed.processes_here(local_rank + 1)
     if processes_here > torch.cuda.device_count():
         raise UserError(
             f"{processes_here} processes on this machine but it has {torch.cuda.device_count()} GPUs; "

@@ -2,7 +2,9 @@
 
 import math
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, command, losses, records, wait_for_step
 
-from nanochat import UserError, checkpoint, distributed
+from nanochat import UserError, checkpoint, distributed, runtime
 
 # Runs the real script. When process 1 asks for the first batch of the step, the fault happens there.
 FAULT = """
@@ -20,6 +22,9 @@ from nanochat.data import loader as loader_module
 import torch
 
 fault, step = sys.argv.pop(1), int(sys.argv.pop(1))
+if fault == "diverge":  # in every process
+    backward = torch.Tensor.backward
+    torch.Tensor.backward = lambda loss, *rest, **more: backward(loss * torch.inf, *rest, **more)
 if os.environ["RANK"] == "1":
     calls, original = 0, loader_module.TrainLoader.__next__
 
@@ -74,6 +79,99 @@ def run_two(tmp_path: Path, corpus: Path, fault: str, step: int, *more: str):
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr, time.monotonic() - began
+
+
+def run_plain(arguments: list[str], ranks=(0, 1), **variables) -> tuple[list[int], list[str]]:
+    """Processes without torchrun, as srun starts them; (exit statuses, what each of them wrote to stderr)."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} | variables
+    children = [
+        subprocess.Popen(
+            [sys.executable, *map(str, arguments)],
+            cwd=ROOT, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in ranks
+    ]  # fmt: skip
+    try:
+        printed = [child.communicate(timeout=120)[1] for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    return [child.returncode for child in children], printed
+
+
+def test_an_error_of_plain_processes_is_printed_once(tmp_path, corpus):
+    arguments = ["-m", *command(corpus, tmp_path / "run", "--depth=0")]
+    statuses, printed = run_plain(arguments)
+    assert statuses == [2, 2], printed
+    assert "".join(printed).count("error:") == 1 and "depth" in printed[0], printed
+    assert "Traceback" not in "".join(printed)
+
+
+@pytest.mark.slow
+def test_plain_processes_that_diverge_say_so_once_and_one_that_fails_says_so_itself(tmp_path, corpus):
+    (tmp_path / "fault.py").write_text(FAULT)
+    arguments = command(corpus, tmp_path / "run", "--total_batch_size=512", "--eval_every=-1")[1:]
+    folder = {"RUN_FOLDER": str(tmp_path / "run")}
+    statuses, printed = run_plain([tmp_path / "fault.py", "diverge", 0, *arguments], **folder)
+    assert statuses == [2, 2] and "".join(printed).count("error:") == 1, printed
+    assert "three steps in a row were not finite" in printed[0]
+    statuses, printed = run_plain([tmp_path / "fault.py", "refuse", 2, *arguments], **folder)
+    assert statuses == [1, 2] and "Traceback" not in "".join(printed), printed
+    assert printed[1].count("error: process 1: the tokens of process 1 are gone; give others") == 1
+    assert "process 0: no answer from process 1: it has ended" in printed[0]
+
+
+JOIN = """
+from nanochat import runtime
+runtime.start("cpu", seed=0, timeout_s=2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [
+        (0, "error: process 1 of 2 did not come within 2 s"),
+        (1, "cannot join the other processes at 127.0.0.1:"),
+    ],
+)
+def test_a_process_that_waits_for_one_that_is_missing_ends_in_time_and_names_it(rank, said):
+    began = time.monotonic()
+    statuses, printed = run_plain(["-c", JOIN], ranks=[rank])
+    assert statuses == [2] and said in printed[0], printed
+    assert "process 0 has to run there" in printed[0] or rank == 0
+    assert "Traceback" not in printed[0] and time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
+        ({"WORLD_SIZE": "-2"}, "WORLD_SIZE is '-2'"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is 0"),
+        ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '999"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK is 2, but WORLD_SIZE is 2"),
+        ({"RANK": "1"}, "RANK is 1, but WORLD_SIZE is 1"),
+        ({"WORLD_SIZE": "2", "RANK": "²"}, "RANK is '²'"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "1"}, "LOCAL_RANK is 1, but RANK is 0"),
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "0x0"}, "LOCAL_RANK is '0x0'"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR and MASTER_PORT"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "70000"}, "MASTER_PORT"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
+    ],
+)
+def test_nonsense_in_the_variables_of_torchrun_is_a_sentence(variables, said, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=re.escape(said)):
+        runtime.start("cpu", seed=0, timeout_s=1)
 
 
 def root_cause(printed: str) -> str:

@@ -53,12 +53,9 @@ def test_auto_takes_cuda_before_mps_before_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert runtime.start("auto", seed=0).device == torch.device("cuda", 1)
-    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert runtime._choose_device("auto", local_rank=1) == torch.device("cuda", 1)
     with pytest.raises(UserError, match="3 processes on this machine but it has 2 GPUs; lower"):
-        runtime.start("auto", seed=0)
-    monkeypatch.setenv("LOCAL_RANK", "0")  # the first process, which prints, notices it too
+        runtime._choose_device("auto", local_rank=2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(UserError, match="4 processes on this machine but it has 2 GPUs; lower"):
         runtime.start("auto", seed=0)
