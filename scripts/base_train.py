@@ -35,38 +35,38 @@ from nanochat.report import write_report
 depth = 20  # Transformer layers; every other size follows from it [1..512]
 aspect_ratio = 64  # width = depth * aspect_ratio [1..4096]
 head_dim = 128  # channels of an attention head [2..1024]
-max_seq_len = 2048  # positions a row [1..2**20]
+max_seq_len = 2048  # tokens of a row; a longer document goes on in later rows [1..2**20]
 window_pattern = "L"  # one letter a layer, repeated: L attends to everything before, S to the last quarter
 vocab_size = -1  # tokens (-1 = 4096 for the embedded text, 32768 for other data) [-1, 256..2**20]
 
 # Data
 data = "embedded"  # embedded (Python's standard library), a file or folder of text, climbmix or fineweb-edu
-val_data: str | None = None  # a file or folder that is the validation split (none = what the data set pins)
+val_data: str | None = None  # a file or folder that is the validation split (none = the data set's own)
 text_field = "text"  # the field of JSON objects or column of parquet files that holds the text
 tokenizer = "auto"  # auto (trained on the data at the first use), a JSON file, or gpt2, cl100k_base
 
 # Horizon: exactly one decides, in this order
 num_iterations = -1  # optimizer steps (-1 = off) [-1, 1..1e9]
 target_flops = -1.0  # FLOPs to spend (-1 = off) [-1, 1..1e30]
-target_param_data_ratio = 12.0  # tokens for each parameter of matrices and head (-1 = off) [-1, 1e-6..1e6]
+target_param_data_ratio = 12.0  # tokens a parameter of blocks and head (-1 = off) [-1, 1e-6..1e6]
 
 # Optimization
 device_batch_size = -1  # rows of a micro-batch on a device (-1 = as many as fit) [-1, 1..2**20]
 total_batch_size = -1  # tokens a step, over all devices (-1 = derived from the horizon) [-1, 1..2**32]
 embedding_lr = 0.3  # AdamW's rate for embeddings [0..1e6]
-unembedding_lr = 0.004  # AdamW's rate for the head [0..1e6]
+unembedding_lr = 0.004  # AdamW's rate for the head (the unembedding) [0..1e6]
 matrix_lr = 0.02  # Muon's rate [0..1e6]
 scalar_lr = 0.1  # AdamW's rate for the scalars [0..1e6]
 weight_decay = 0.28  # cautious weight decay of Muon's matrices (0 = off) [0..1e6]
 grad_clip = 1.0  # largest norm of the gradient (-1 = off) [-1, 1e-6..1e6]
 warmup_steps = 40  # steps of linear warm-up, at most a tenth of the run (0 = off) [0..1e9]
 warmdown_ratio = 0.65  # share of the run in which the rate falls linearly [0..1]
-final_lr_frac = 0.05  # the rate at the end, as a share of the full rate [0..1]
+final_lr_frac = 0.05  # what the rate falls to, as a share of the full rate [0..1]
 
 # Evaluation
 eval_every = 250  # steps between evaluations of validation bits per byte (-1 = only at the end) [-1, 1..1e9]
 eval_tokens = 41_943_040  # validation tokens to score (-1 = all) [-1, 1..1e12]
-core_metric_every = -1  # steps between evaluations of CORE (-1 = off) [-1, 1..1e9]
+core_metric_every = -1  # steps between evaluations of CORE, which is not there yet (-1 = off) [-1, 1..1e9]
 core_metric_max_per_task = 500  # examples a task of CORE [1..1e9]
 sample_every = 2000  # steps between samples (-1 = only at the end) [-1, 1..1e9]
 sample_prompts = "def|class|import"  # texts to continue, separated by |; may be empty
@@ -77,7 +77,7 @@ save_minutes = 5.0  # minutes between further checkpoints (-1 = off) [-1, 1e-4..
 keep_checkpoints = 2  # how many of the newest are kept (-1 = all) [-1, 1..1e6]
 permanent_every = -1  # steps between checkpoints that are never deleted (-1 = off) [-1, 1..1e9]
 resume = "auto"  # auto (newest good checkpoint), never (set the old run aside), a step, or a folder
-accept = ""  # go on all the same with a changed data,tokenizer,seed,total_batch_size, or with many epochs
+accept = ""  # go on with these changed: data,tokenizer,seed,total_batch_size; with many: epochs
 init_from: str | None = None  # a checkpoint folder whose weights a new run starts from
 base_dir = "~/.cache/nanochat"  # where data, tokenizers and runs live (environment: NANOCHAT_BASE_DIR)
 out_dir: str | None = None  # the run's folder (none = <base_dir>/base_checkpoints/<model_tag>)
@@ -89,7 +89,7 @@ dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto = the 
 compile: Literal["auto", "on", "off"] = "auto"  # auto = if it saves more time than it takes
 seed = 42  # of initial weights, order of the data, and samples [0..2**62]
 process_timeout = 600.0  # seconds to wait for a process that does not answer; then all end [1..1e6]
-run = "dummy"  # wandb run name (dummy = no wandb)
+run = "dummy"  # the run's name at wandb (dummy = no wandb)
 plan = False  # print the plan and exit
 
 settings = configurator.configure(globals())
