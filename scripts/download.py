@@ -7,8 +7,10 @@ Then train with --data=climbmix or --data=my_texts/. If a download stops, the sa
 docs/data.md says how many shards a model needs, and which documents come out of your files.
 """
 
+import re
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import configurator
 from nanochat import UserError
@@ -48,6 +50,14 @@ if name not in PUBLIC:
 public = PUBLIC[name]
 if num_shards >= public.shards:
     raise UserError(f"{name} has {public.shards - 1} training shards; give --num_shards=-1 for all of them")
+
+try:
+    address = urlsplit(mirror)
+    good = address.scheme in ("http", "https") and address.hostname and (address.port or 1)
+except ValueError:
+    good = False
+if not good or re.search(r"\s", mirror):
+    raise UserError(f"mirror {mirror!r} is no address of a server; use one like https://huggingface.co")
 
 training_shards = public.shards - 1 if num_shards == -1 else num_shards
 files = [public.validation, *(public.file(number) for number in range(training_shards))]

@@ -9,6 +9,7 @@
 docs/data.md says what becomes a document, and which documents are validation.
 """
 
+import filecmp
 import hashlib
 import json
 import platform
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat import UserError
-from nanochat.data.download import read_checksums
+from nanochat.data.download import CHECKSUMS, read_checksums
 from nanochat.data.imported import Dataset, build, open_built
 from nanochat.data.parquet import footer_digest
 from nanochat.data.paths import user_path
@@ -198,9 +199,24 @@ def _open_shards(name: str, train_shards: list[Path], val_shards: list[Path]) ->
             footer, count = footer_digest(path)
             fingerprint.update(footer)
             documents[split] += count
+    _check_twins(train_shards, val_shards)
     note = f"{documents['train']:,} training documents in {len(train_shards)} shards"
     note += f", {documents['val']:,} validation documents"
     return Dataset(name, train_shards, val_shards, fingerprint.hexdigest(), note)
+
+
+def _check_twins(train_shards: list[Path], val_shards: list[Path]) -> None:
+    """Raise UserError if a validation shard is a copy of a training shard: its loss would say nothing."""
+    of_size: dict[int, list[Path]] = {}
+    for train in train_shards:
+        of_size.setdefault(train.stat().st_size, []).append(train)
+    for val in val_shards:
+        for train in of_size.get(val.stat().st_size, []):
+            if filecmp.cmp(train, val, shallow=False):
+                raise UserError(
+                    f"the training shard {train} and the validation shard {val} have the same content; "
+                    f"remove one (if they were downloaded: both and {CHECKSUMS}, then download again)"
+                )
 
 
 def _pinned_validation(files: list[Path]) -> list[Path]:

@@ -6,7 +6,6 @@ checksums.json at the first download; later files of that name must match them.
 """
 
 import contextlib
-import email.utils
 import hashlib
 import json
 import os
@@ -14,18 +13,20 @@ import random
 import re
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from nanochat import UserError
+from nanochat.data.answers import announced_sha256, kind_of, retry_after, safe, strong_tag
+from nanochat.data.parquet import first_line
 from nanochat.data.progress import DownloadProgress
 
 CHECKSUMS = "checksums.json"
 CHUNK = 1 << 14  # bytes written at once; a break loses at most these
 FIRST_PAUSE_S = 1.0  # before the first retry; every further failure in a row doubles it,
 LONGEST_PAUSE_S = 60.0  # up to this
+LARGEST_FILE = 1 << 30  # bytes; a public shard has some 100 MB, and more means that the answer is no shard
 LONGEST_RETRY_AFTER_S = 600.0  # a server that asks for a longer pause gets the next request after this one
 
 
@@ -148,8 +149,8 @@ class _Fetcher:
             return False
         digest = self._sha256(path)
         if not wanted:
-            self._note(name, path.stat().st_size, digest)
-        return not wanted or digest == wanted["sha256"]
+            return self._accept(name, path, path, digest) is None
+        return digest == wanted["sha256"]
 
     def _passes(self, path: Path) -> bool:
         try:
@@ -167,31 +168,35 @@ class _Fetcher:
         headers = {"Accept-Encoding": "identity"}  # uncompressed, so the announced size is the file's size
         if had:
             headers["Range"] = f"bytes={had}-"
-            if tag_path.exists():  # if the file has changed since, the server sends all of it
-                headers["If-Range"] = tag_path.read_text("utf-8")
+            if tag_path.exists() and (tag := strong_tag(tag_path.read_text("latin-1"))):
+                headers["If-Range"] = tag  # if the file has changed since, the server sends all of it
         try:
             with requests.get(url, headers=headers, stream=True, timeout=self._timeout) as answer:
-                self._announced[name] = _announced_sha256([*answer.history, answer])
+                self._announced[name] = announced_sha256([*answer.history, answer])
                 start, total = self._read_head(answer, part, had)
                 if start is None:
                     return
-                tag = answer.headers.get("ETag", "")
-                if tag.startswith('"'):  # a weak tag (W/"...") does not promise the same bytes
+                if tag := strong_tag(answer.headers.get("ETag", "")):
                     tag_path.write_text(tag, "utf-8")
                 else:
                     tag_path.unlink(missing_ok=True)
                 self._progress.expect(name, total)
                 self._write_body(name, answer, part, start)
         except requests.RequestException as error:
-            raise _TryAgain(_kind_of(error)) from error
+            raise _TryAgain(kind_of(error)) from error
+        except ValueError as error:  # of urllib3, for an address in a redirect
+            raise _GivenUp(f"the server's answer makes no sense ({safe(first_line(error))})") from error
         if total is not None and _size(part) < total:
             raise _TryAgain(f"the connection broke at {_size(part):,} of {total:,} bytes")
 
     def _read_head(self, answer, part: Path, had: int) -> tuple[int | None, int | None]:
         """(where the body begins in the file, bytes of the file), or (None, None) if the part is complete."""
         status = answer.status_code
-        span = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+)", answer.headers.get("Content-Range", ""))
-        if status == 416:  # the file has no bytes after those we have
+        number = "([0-9]{1,18})"
+        span = re.fullmatch(
+            rf"bytes (?:{number}-[0-9]+|\*)/{number}", answer.headers.get("Content-Range", "")
+        )
+        if status == 416 and had:  # the file has no bytes after those we have
             if span and int(span[2]) == had:
                 return None, None
             _discard(part)
@@ -200,13 +205,21 @@ class _Fetcher:
             if not span or span[1] is None or int(span[1]) != had:
                 _discard(part)
                 raise _TryAgain("the server sent another range than the requested one; starting again")
-            return had, int(span[2])
+            return had, self._within_limit(int(span[2]), part)
         if status == 429 or status >= 500 or status == 408:
-            raise _TryAgain(f"HTTP {status} {answer.reason}", _retry_after(answer.headers.get("Retry-After")))
+            pause = retry_after(answer.headers.get("Retry-After"))
+            raise _TryAgain(f"HTTP {status} {safe(answer.reason)}", pause)
         if status != 200:
-            raise _GivenUp(f"HTTP {status} {answer.reason} from {answer.url.split('?')[0]}")
+            raise _GivenUp(f"HTTP {status} {safe(answer.reason)} from {safe(answer.url.split('?')[0])}")
         length = answer.headers.get("Content-Length", "")
-        return 0, int(length) if length.isdigit() else None
+        return 0, self._within_limit(int(length), part) if re.fullmatch(number, length) else None
+
+    def _within_limit(self, size: int, part: Path) -> int:
+        """The size of a file, or _GivenUp if no shard is so large: a stream without an end fills the disk."""
+        if size > LARGEST_FILE:
+            _discard(part)
+            raise _GivenUp(f"the server sends more than {LARGEST_FILE:,} bytes, which is no shard")
+        return size
 
     def _write_body(self, name: str, answer, part: Path, start: int) -> None:
         size = start
@@ -216,8 +229,8 @@ class _Fetcher:
             for chunk in answer.iter_content(CHUNK):
                 if self.stop.is_set():
                     raise _GivenUp("stopped")
+                size = self._within_limit(size + len(chunk), part)
                 file.write(chunk)
-                size += len(chunk)
                 self._progress.arrived(name, size)
 
     def _finish(self, name: str, part: Path, path: Path) -> None:
@@ -230,14 +243,11 @@ class _Fetcher:
         if digest != (self._announced[name] or digest) or not self._passes(part):
             _discard(part)
             raise _TryAgain("the server sent a damaged file or another kind of file")
-        twin = next((n for n, e in self._checksums.items() if n != name and e["sha256"] == digest), None)
-        if twin:
-            _discard(part)
-            raise _TryAgain(f"the server sent {twin}")
         with open(part, "rb+") as file:
             os.fsync(file.fileno())
-        self._note(name, size, digest)
-        os.replace(part, path)
+        if twin := self._accept(name, part, path, digest):
+            _discard(part)
+            raise _TryAgain(f"the server sent {twin}")
         _tag_path(part).unlink(missing_ok=True)
 
     def _sha256(self, path: Path) -> str:
@@ -249,20 +259,28 @@ class _Fetcher:
                     raise _GivenUp("stopped")
         return digest.hexdigest()
 
-    def _note(self, name: str, size: int, digest: str) -> None:
-        """Write the checksum of a file to checksums.json, which is replaced as a whole."""
+    def _accept(self, name: str, complete: Path, path: Path, digest: str) -> str | None:
+        """Record the checksum of a complete file and give it its name, or return the name of an equal file.
+
+        All of it happens under one lock: of equal files that come at the same time only one is accepted.
+        """
         with self._lock:
-            self._checksums[name] = {"bytes": size, "sha256": digest}
+            for other, entry in self._checksums.items():
+                if other != name and entry["sha256"] == digest:
+                    return other
+            self._checksums[name] = {"bytes": complete.stat().st_size, "sha256": digest}
             temporary = self._folder / f".{CHECKSUMS}.new"
             content = json.dumps(dict(sorted(self._checksums.items())), indent=1) + "\n"
             temporary.write_text(content, "utf-8")
             os.replace(temporary, self._folder / CHECKSUMS)
+            os.replace(complete, path)
+        return None
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold the folder's lock. Raises UserError if another download holds it."""
-    with open(folder / ".lock", "w") as file:
+    with open(folder / ".lock", "a") as file:  # "w" would empty a file behind a link
         try:
             import fcntl
 
@@ -288,34 +306,3 @@ def _tag_path(part: Path) -> Path:
 def _discard(part: Path) -> None:
     part.unlink(missing_ok=True)
     _tag_path(part).unlink(missing_ok=True)
-
-
-def _announced_sha256(answers: list) -> str | None:
-    """The SHA-256 of a file that Hugging Face gives in the header of a redirect, or None."""
-    for answer in answers:
-        tag = answer.headers.get("X-Linked-ETag", "").strip('"')
-        if re.fullmatch("[0-9a-f]{64}", tag):
-            return tag
-    return None
-
-
-def _retry_after(value: str | None) -> float | None:
-    """Seconds to wait by the header Retry-After, which holds seconds or a date."""
-    if value is None:
-        return None
-    if value.strip().isdigit():
-        return float(value)
-    with contextlib.suppress(TypeError, ValueError):
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    return None
-
-
-def _kind_of(error: Exception) -> str:
-    """A failure of the connection in a few words."""
-    import requests
-
-    if isinstance(error, requests.Timeout):
-        return "the server did not answer in time"
-    if isinstance(error, requests.exceptions.ChunkedEncodingError):
-        return "the connection broke"
-    return f"no connection ({type(error).__name__})"
