@@ -9,7 +9,6 @@ docs/data.md says how many shards a model needs, and which documents come out of
 
 import re
 import sys
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import configurator
@@ -18,6 +17,7 @@ from nanochat.data.dataset import PUBLIC, open_dataset
 from nanochat.data.download import download
 from nanochat.data.imported import writing
 from nanochat.data.parquet import footer_digest
+from nanochat.data.paths import user_path
 
 # Public shards
 name: str | None = None  # public data set: climbmix or fineweb-edu
@@ -63,7 +63,7 @@ training_shards = public.shards - 1 if num_shards == -1 else num_shards
 files = [public.validation, *(public.file(number) for number in range(training_shards))]
 root = f"{mirror.rstrip('/')}/datasets/{public.repo}/resolve/main"
 urls = {file: f"{root}/{file}" for file in files}
-folder = Path(base_dir).expanduser() / "data" / name
+folder = user_path("base_dir", base_dir) / "data" / name
 try:
     with writing(folder):
         missing = download(urls, folder, footer_digest, workers, timeout, retries)

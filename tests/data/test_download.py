@@ -349,6 +349,7 @@ def test_the_command_ends_with_an_error_when_anything_is_missing(server, tmp_pat
         (["--name=climbmix", "--val_data=x"], "--val_data goes with --data"),
         (["--name=climbmix", "--data=x"], "give either"),
         (["--data=/nowhere"], "data=/nowhere does not exist"),
+        (["--name=climbmix", "--base_dir=~nouser0815/x"], "--base_dir=~nouser0815/x begins with a user"),
     ],
 )
 def test_bad_settings_are_refused(tmp_path, monkeypatch, arguments, message):

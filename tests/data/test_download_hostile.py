@@ -159,7 +159,7 @@ def test_a_file_without_an_end_is_given_up_at_the_limit_and_leaves_nothing(serve
 
 
 @pytest.mark.parametrize(
-    "mirror", ["http://[::", "nowhere", "", "http://", "http://a:b/", "file:///x", "http://a b"]
+    "mirror", ["http://[::", "nowhere", "http://", "http://a:b/", "file:///x", "http://a b"]
 )
 def test_a_mirror_that_is_no_address_is_refused(tmp_path, monkeypatch, mirror):
     arguments = [f"--base_dir={tmp_path}", "--name=climbmix", "--num_shards=1", f"--mirror={mirror}"]
