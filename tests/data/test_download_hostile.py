@@ -187,7 +187,7 @@ def test_files_put_there_by_hand_may_not_be_twins(server, tmp_path):
     shutil.copy(tmp_path / GOOD, tmp_path / BAD)
     server.answers[BAD] = answer(shard(2))
     server.answers[GOOD] = answer(shard(1))
-    assert get(server, tmp_path, GOOD, BAD) == {}
+    assert get(server, tmp_path, GOOD, BAD, workers=1) == {}  # the first one that is checked stays
     assert len({(tmp_path / name).read_bytes() for name in (GOOD, BAD)}) == 2
 
 
