@@ -1,4 +1,4 @@
-"""The machine a script runs on: device, processes, memory, signals to stop, peak FLOP/s."""
+"""The machine a script runs on: device, processes, memory, peak FLOP/s."""
 
 import contextlib
 import gc
@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from nanochat import UserError, distributed, memory
+from nanochat.signals import StopSignal
 
 # TFLOP/s of dense 16-bit matrix products that are summed in float32, from the makers' data sheets. The first
 # name that is a whole word in torch.cuda.get_device_name() counts; a GPU without an entry is measured.
@@ -91,7 +91,7 @@ class Machine:
         self.check_same({name: value for name, value in values.items() if name not in PATHS})
 
     @contextlib.contextmanager
-    def main_first(self, key: str, stop: "StopSignal | None" = None):
+    def main_first(self, key: str, stop: StopSignal | None = None):
         """Run the body in the first process, then in the first process of every other machine, then in all
         others, so that each finds what the earlier ones have made.
 
@@ -287,30 +287,3 @@ def freeze_garbage():
     """Keep garbage collection fast: objects that exist now live to the end, so it need not look at them."""
     gc.collect()
     gc.freeze()
-
-
-class StopSignal:
-    """Remembers a SIGTERM, SIGINT or SIGUSR1, so that the loop can end after its step. A second SIGINT ends
-    the process at once. If the torchrun that started this process dies, that counts as a signal too."""
-
-    def __init__(self):
-        self._name = ""
-        self._torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-        for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
-            if hasattr(signal, name):  # Windows has no SIGUSR1
-                with contextlib.suppress(ValueError):  # outside the main thread the handlers stay as they are
-                    signal.signal(getattr(signal, name), self._remember)
-
-    @property
-    def name(self) -> str:
-        """What asked this process to stop, "" if nothing did."""
-        if not self._name and self._torchrun and os.getppid() != self._torchrun:
-            self._name = "the death of torchrun"
-        return self._name
-
-    def _remember(self, number, frame):
-        if self._name == "SIGINT" and number == signal.SIGINT:
-            os._exit(130)  # a checkpoint is complete or absent at any moment: there is nothing to clean up
-        self._name = signal.Signals(number).name
-        with contextlib.suppress(OSError):  # stderr may be closed; print() is not safe in a signal handler
-            os.write(2, f"\n{self._name}: finishing this step, then saving\n".encode())

@@ -21,7 +21,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import configurator
-from nanochat import checkpoint, distributed, metrics, optim, planning, precision, runtime
+from nanochat import checkpoint, distributed, metrics, optim, planning, precision, runtime, signals
 from nanochat.data.dataset import open_dataset
 from nanochat.data.loader import TrainLoader, merge_states
 from nanochat.data.tokenizer import open_tokenizer
@@ -101,7 +101,7 @@ plan_only = plan  # from here on `plan` is the plan itself, and `tokenizer` belo
 machine = runtime.start(device_type, seed, process_timeout)
 say, device, world_size = machine.print, machine.device, machine.world_size
 compute_dtype, dtype_reason = precision.resolve_dtype(dtype, device)
-stop = runtime.StopSignal()  # from here on Ctrl-C and SIGTERM only leave a note, for the end of a step
+stop = signals.StopSignal()  # ends the set-up; after the first step, it is a note for the end of a step
 machine.check_same_settings(settings.values)
 
 base_path = Path(base_dir).expanduser()
@@ -307,7 +307,7 @@ while True:
     overflow = not finite and scaler.get_scale() > 1  # of float16: the scale is halved, the step is not bad
     bad_steps = 0 if finite or overflow else bad_steps + 1
     overdue = machine.is_main and saver.done() and 0 < 60 * save_minutes < time.monotonic() - saved_at
-    loss_sum, stops, saves = machine.all_sum([micro_losses.sum().item(), stop.name != "", overdue])
+    loss_sum, stops, saves = machine.all_sum([micro_losses.sum().item(), stop.at_step_end(), overdue])
     stopping, save_now = stops > 0, saves > 0
     spike = progress.add_step(loss_sum / world_size, plan.total_batch_size, seconds, finite)
     record = {

@@ -188,8 +188,9 @@ def test_two_processes_sum_gather_compare_and_wait_for_the_first(tmp_path):
 
 WAITER = """
 import os, time
-from nanochat.runtime import StopSignal
+from nanochat.signals import StopSignal
 stop = StopSignal()
+stop.at_step_end()  # the set-up is over
 print("ready", flush=True)
 seen = ""
 while True:
@@ -206,7 +207,7 @@ def test_signals_are_remembered_and_a_second_sigint_stops_at_once():
     watchdog.start()
     try:
         assert child.stdout.readline() == "ready\n"
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGINT):
             child.send_signal(number)
             assert child.stdout.readline().strip() == number.name
         child.send_signal(signal.SIGTERM)  # a scheduler's second signal is not a second Ctrl-C
@@ -221,10 +222,87 @@ def test_signals_are_remembered_and_a_second_sigint_stops_at_once():
         child.communicate()
 
 
+IN_SET_UP = """
+import hashlib, sys, time
+from nanochat.signals import StopSignal
+stop = StopSignal()
+print("ready", flush=True)
+if sys.argv[1] == "C":  # one call of C code that lasts for minutes
+    hashlib.pbkdf2_hmac("sha512", b"a", b"b", 500_000_000)
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"])
+@pytest.mark.parametrize("where", ["Python", "C"])
+def test_a_signal_before_the_first_step_ends_the_process_within_seconds(name, where):
+    child = python(IN_SET_UP, where)
+    try:
+        assert child.stdout.readline() == "ready\n"
+        time.sleep(0.3)
+        child.send_signal(getattr(signal, name))
+        assert child.wait(timeout=5) == 0
+        assert f"stopped by {name} before the first step" in child.stderr.read()
+    finally:
+        child.kill()
+        child.communicate()
+
+
+UNDER_NOHUP = """
+import os, signal
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+from nanochat.signals import StopSignal
+stop = StopSignal()
+stop.at_step_end()
+os.kill(os.getpid(), signal.SIGHUP)
+print(repr(stop.name))
+"""
+
+
+def test_a_run_under_nohup_goes_on_when_the_terminal_closes():
+    assert python(UNDER_NOHUP).communicate(timeout=60)[0] == "''\n"
+
+
+IN_A_TERMINAL = """
+import fcntl, sys, termios, time
+from pathlib import Path
+fcntl.ioctl(1, termios.TIOCSCTTY, 0)  # the terminal's SIGHUP comes to this process
+from nanochat.signals import StopSignal
+stop = StopSignal()
+stop.at_step_end()
+while not stop.name:
+    print("step", flush=True)
+    time.sleep(0.01)
+print("saving", flush=True)
+print("saving", file=sys.stderr, flush=True)
+Path(sys.argv[1]).write_text(stop.name)
+"""
+
+
+def test_a_terminal_that_closes_does_not_keep_a_run_from_saving(tmp_path):
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    child = subprocess.Popen(
+        [sys.executable, "-c", IN_A_TERMINAL, tmp_path / "saved"],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True,
+        stdin=theirs, stdout=theirs, stderr=theirs,
+    )  # fmt: skip
+    os.close(theirs)
+    assert b"step" in os.read(ours, 1000)
+    os.close(ours)  # the window is closed
+    try:
+        assert child.wait(timeout=30) == 0
+        assert (tmp_path / "saved").read_text() == "SIGHUP"
+    finally:
+        child.kill()
+
+
 WITHOUT_READER = """
 import os, signal, sys
-from nanochat.runtime import StopSignal, start
+from nanochat.runtime import start
+from nanochat.signals import StopSignal
 machine, stop = start("cpu", seed=0), StopSignal()
+stop.at_step_end()
 sys.stdin.readline()  # wait until the readers of the output have gone
 os.kill(os.getpid(), signal.SIGINT)
 machine.print("x" * 10_000)

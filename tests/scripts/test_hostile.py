@@ -1,11 +1,16 @@
 """Attacks on a run while it goes on, and runs that go wrong: what is said, and what is left."""
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
-from helpers import command, edit, losses, records, run_tree
+from helpers import ROOT, command, edit, losses, records, run_tree
 from safetensors.torch import load_file, save_file
 
 SCRIPT = "scripts/base_train.py"
@@ -74,6 +79,27 @@ def test_resuming_from_weights_that_are_not_finite_is_refused(tree, corpus, tmp_
     repair_manifest(out / "step_000002")
     printed = run_tree(tree, command(corpus, out, "--num_iterations=4"), status=2)
     assert "head.weight" in printed and "not finite" in printed and "--resume=never" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to catch")
+@pytest.mark.parametrize("seconds", [0, 8])
+def test_sigterm_in_set_up_or_compilation_ends_the_run_within_five_seconds(corpus, tmp_path, seconds):
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}  # compile again
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command(corpus, tmp_path / "run", "--compile=on")],
+        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert "machine" in process.stdout.readline()  # the plan is printed; next come build and compilation
+        time.sleep(seconds)
+        process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        assert process.wait(timeout=60) == 0 and time.monotonic() - began < 5
+        assert "stopped by SIGTERM before the first step" in process.stderr.read()
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def repair_manifest(folder):

@@ -1,0 +1,94 @@
+"""Signals that ask a run to stop: from a person, a scheduler, or a terminal that closes."""
+
+import contextlib
+import os
+import signal
+import socket
+import stat
+import threading
+import time
+
+NAMES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGQUIT")  # Windows has the first two
+PATIENCE_S = 1.0  # seconds in which Python's own handler should have answered
+
+
+class StopSignal:
+    """Answers the signals in NAMES: before the first step ends it ends the process, later it remembers them,
+    so that the loop can save after its step.
+
+    A second Ctrl-C (SIGINT) or Ctrl-\\ (SIGQUIT) ends the process at once. If the torchrun that started this
+    process dies, that counts as a signal too. Under nohup, SIGHUP stays ignored.
+    """
+
+    def __init__(self):
+        self._name, self._in_set_up = "", True
+        self._torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        with contextlib.suppress(ValueError):  # outside the main thread the handlers stay as they are
+            for name in NAMES:
+                number = getattr(signal, name, None)
+                ignored = name == "SIGHUP" and number and signal.getsignal(number) == signal.SIG_IGN
+                if number and not ignored:
+                    signal.signal(number, self._remember)
+            self._watch()
+
+    @property
+    def name(self) -> str:
+        """What asked this process to stop, "" if nothing did."""
+        if not self._name and self._torchrun and os.getppid() != self._torchrun:
+            self._name = "the death of torchrun"
+        return self._name
+
+    def at_step_end(self) -> bool:
+        """Whether the loop has to save and stop now. Its first call ends the set-up: from then on there is
+        something to save."""
+        self._in_set_up = False
+        return self.name != ""
+
+    def _remember(self, number, frame):
+        name = signal.Signals(number).name
+        if name == "SIGHUP":
+            _silence_closed_terminals()
+        if self._in_set_up:
+            _end_set_up(number)
+        if self._name == name and name in ("SIGINT", "SIGQUIT"):
+            os._exit(128 + number)  # a checkpoint is complete or absent at any moment: nothing to clean up
+        self._name = name
+        _write(f"\n{name}: finishing this step, then saving\n")
+
+    def _watch(self):
+        """Let a thread end the set-up when the main thread cannot: Python calls `_remember` between two of
+        its own instructions, and the main thread may be in C++ code for minutes."""
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)  # it gets a byte for each signal
+        self._sockets = reader, writer  # they live as long as this object
+
+        def wait():
+            while self._in_set_up and (number := reader.recv(1)):
+                time.sleep(PATIENCE_S)
+                if self._in_set_up and getattr(signal.Signals(number[0]), "name", "") in NAMES:
+                    _end_set_up(number[0])
+
+        threading.Thread(target=wait, name="signals", daemon=True).start()
+
+
+def _end_set_up(number):
+    """End the process now: before its first step, a run has nothing to save. Status 0, as after a save, so a
+    scheduler puts the job back into its queue."""
+    name = signal.Signals(number).name
+    _write(f"\nstopped by {name} before the first step was done; the same command starts again\n")
+    os._exit(0)  # files are complete or absent at any moment: nothing to clean up
+
+
+def _write(text: str):
+    with contextlib.suppress(OSError):  # stderr may be closed; print() is not safe in a signal handler
+        os.write(2, text.encode())
+
+
+def _silence_closed_terminals():
+    """Send output that went to a terminal which is closed now to /dev/null: writing there is an error, and
+    the run has to save."""
+    for fd in (1, 2):
+        with contextlib.suppress(OSError):
+            if stat.S_ISCHR(os.fstat(fd).st_mode) and not os.isatty(fd):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
