@@ -57,7 +57,7 @@ def test_the_tokens_of_a_small_data_set_are_counted_exactly(tmp_path):
 
 
 def test_a_data_set_without_text_has_no_tokens(tmp_path):
-    assert in_place(tmp_path / "in", ["", ""]).estimated_tokens(Words()) == 0
+    assert in_place(tmp_path / "in", [""] * 4).estimated_tokens(Words()) == 0
 
 
 @pytest.mark.parametrize(
