@@ -13,6 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from nanochat import UserError
+from nanochat.plain_file import open_plain
 
 RECENT_STEPS = 64  # losses that a spike is measured against
 
@@ -55,7 +56,10 @@ class Metrics:
             self.file = self._open()
 
     def _open(self) -> int:
-        return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            return open_plain(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise UserError(f"cannot write {self.path} ({error.strerror})") from error
 
     def write(self, record: dict):
         if not self.enabled:
@@ -124,10 +128,9 @@ def diverged(step: int, micro_losses: list[float], first_row: int, checkpoints: 
 def read_metrics(path, say=lambda warning: None) -> list[dict]:
     """The whole records of a metrics.jsonl, in order; [] if there is no such file. `say` hears of bad
     lines."""
-    try:
-        lines = Path(path).read_bytes().split(b"\n")[:-1]  # after the last newline: not a whole record
-    except FileNotFoundError:
+    if not Path(path).is_file():  # reading a pipe would wait
         return []
+    lines = Path(path).read_bytes().split(b"\n")[:-1]  # after the last newline: not a whole record
     records = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -153,11 +156,12 @@ def rewind_metrics(path, step: int, say=print):
     changes at once or not at all.
     """
     path = Path(path)
-    if not path.exists():
+    if not path.is_file():
         return
     kept = [r for r in read_metrics(path, say) if r["step"] < step or ("loss" not in r and r["step"] == step)]
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "w") as f:
+    temporary.unlink(missing_ok=True)  # a link would lead the next line elsewhere
+    with os.fdopen(open_plain(temporary, os.O_WRONLY | os.O_CREAT), "w") as f:
         f.writelines(json.dumps(r) + "\n" for r in kept)
         f.flush()
         os.fsync(f.fileno())

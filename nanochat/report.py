@@ -35,6 +35,7 @@ def _write(out_dir: Path, title, plan, samples, final):
         fence = "````"
         parts += ["## Samples", *(f"{fence}text\n{s.replace(fence, '` ` ` `')}\n{fence}" for s in samples)]
     temporary = out_dir / "report.md.tmp"
+    temporary.unlink(missing_ok=True)  # a link would lead the next line elsewhere
     temporary.write_text(
         "\n\n".join(part for part in parts if part) + "\n", encoding="utf-8", errors="replace"
     )
@@ -89,5 +90,6 @@ def _plot(path: Path, steps, evals):
     left.legend(loc="upper right")
     left.grid(alpha=0.3)
     temporary = path.with_suffix(".tmp.png")
+    temporary.unlink(missing_ok=True)
     figure.savefig(temporary, dpi=110)
     os.replace(temporary, path)

@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nanochat import UserError
+from nanochat.plain_file import open_plain
 
 CHUNK = 1 << 20  # bytes hashed and then written at a time: so few that the CPU's cache still holds them
 DTYPES = {  # their names in the safetensors format
@@ -27,13 +28,13 @@ class Damaged(UserError):
 
 
 def write_file(path, blocks):
-    """Write blocks of bytes to a file and sync it; returns {"size", "sha256"}.
+    """Write blocks of bytes to a file and sync it; returns {"size", "sha256"}. It must not be a link.
 
     Raises OSError; its `filename` is always set.
     """
     digest, size = hashlib.sha256(), 0
     try:
-        with open(path, "wb") as f:
+        with os.fdopen(open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as f:
             for block in blocks:
                 for start in range(0, len(block), CHUNK):
                     piece = block[start : start + CHUNK]

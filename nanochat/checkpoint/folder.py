@@ -13,6 +13,7 @@ from pathlib import Path
 
 from nanochat import UserError
 from nanochat.checkpoint.files import attempt, reason, remove_folder, to_json
+from nanochat.plain_file import open_plain
 
 LOCK = ".lock"
 STEP = re.compile(r"(?:\.old-)?step_(\d{6,})")  # .old-: good until its successor is there
@@ -160,7 +161,7 @@ def remove_temporary(out_dir, keep=None):
     """Remove what saves and deletions left when they were killed or failed. Only the lock's holder may."""
     for stale in out_dir.glob(".tmp-*"):
         if stale != keep:
-            attempt(shutil.rmtree, stale)
+            attempt(shutil.rmtree if stale.is_dir() and not stale.is_symlink() else os.unlink, stale)
 
 
 def restore_replaced(out_dir):
@@ -182,7 +183,7 @@ class Lock:
     """
 
     def __init__(self, path):
-        self.fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        self.fd = open_plain(path, os.O_RDWR | os.O_CREAT)
         try:
             self.exclusive = _lock(self.fd)  # False: the file system has no locks
         except OSError as e:

@@ -1,0 +1,75 @@
+"""A run's folder that comes from a stranger: names in it that are links or pipes lead to no other file."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from nanochat import UserError, checkpoint, metrics, report
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="links need a right there, and pipes have no names")
+
+RECORD = {
+    "step": 0, "loss": 2.0, "tokens": 8, "step_time_s": 1.0, "tok_per_sec": 8.0, "data_wait_s": 0.0,
+    "mfu": 0.1, "flops": 1.0, "train_time_s": 1.0,
+}  # fmt: skip
+
+
+@pytest.fixture(params=["file", "nothing yet"])
+def outside(tmp_path, request) -> Path:
+    """A file that no run may change, or a name at which no run may make one."""
+    path = tmp_path / "outside"
+    if request.param == "file":
+        path.write_bytes(b"mine\n")
+    yield path
+    assert (path.read_bytes() if path.exists() else None) == (b"mine\n" if request.param == "file" else None)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
+
+
+def test_a_lock_that_is_a_link_is_refused_and_not_followed(folder, outside):
+    (folder / ".lock").symlink_to(outside)
+    with pytest.raises(UserError, match="lock: it is a link, a pipe or a device and no file; remove it"):
+        checkpoint.lock_folder(folder)
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl"])
+def test_a_pipe_in_place_of_a_file_is_refused_at_once(folder, name):
+    os.mkfifo(folder / name)
+    with pytest.raises(UserError, match="it is a link, a pipe or a device and no file"):
+        checkpoint.lock_folder(folder)
+        assert metrics.read_metrics(folder / name) == []
+        metrics.rewind_metrics(folder / name, 3)
+        metrics.Metrics(folder)
+
+
+def test_metrics_are_not_written_through_a_link(folder, outside):
+    (folder / "metrics.jsonl").symlink_to(outside)
+    with pytest.raises(UserError, match=r"metrics\.jsonl .it is a link"):
+        metrics.Metrics(folder)
+
+
+def test_no_temporary_name_is_a_way_out_of_the_folder(folder, outside):
+    for name in (".tmp-config.json", "metrics.tmp", "report.md.tmp", "loss.tmp.png", "report.md", "loss.png"):
+        (folder / name).symlink_to(outside)
+    (folder / "config.json").symlink_to(outside)
+    log = metrics.Metrics(folder)
+    log.write(RECORD)
+    metrics.rewind_metrics(folder / "metrics.jsonl", 1)
+    checkpoint.write_whole(folder / "config.json", b"{}")
+    report.write_report(folder, "run", [], [], True, pytest.fail)
+    assert (folder / "config.json").read_bytes() == b"{}" and not (folder / "config.json").is_symlink()
+    assert (folder / "report.md").stat().st_size and not (folder / "loss.png").is_symlink()
+
+
+def test_leftovers_that_are_links_are_removed_and_what_they_point_at_stays(folder, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    (folder / ".tmp-step_000001-1").symlink_to(tmp_path / "other")
+    (folder / ".tmp-config.json").symlink_to(tmp_path / "other" / "file")
+    checkpoint.lock_folder(folder).close()
+    assert (tmp_path / "other" / "file").exists() and not list(folder.glob(".tmp-*"))
