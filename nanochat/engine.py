@@ -11,6 +11,7 @@ import torch
 from nanochat import UserError
 from nanochat.checkpoint import Checkpoint, checkpoints_in, find, is_checkpoint, open_checkpoint
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.paths import user_path
 from nanochat.precision import autocast
 
 # Loading
@@ -30,7 +31,7 @@ def find_source(source: str | None, base_dir: Path, say=print) -> Checkpoint:
     if source is None:
         folders = [of_place[-1] for of_place in runs if of_place]
     else:
-        folders = [*(place / source for place in places), Path(source).expanduser()]
+        folders = [*(place / source for place in places), user_path("source", source)]
     for folder in folders:
         if is_checkpoint(folder):
             return open_checkpoint(folder)

@@ -31,6 +31,7 @@ from nanochat.data.tokenizer import open_tokenizer
 from nanochat.data.validation import ValidationBatches
 from nanochat.evaluate import bits_per_byte
 from nanochat.metrics import read_metrics
+from nanochat.paths import user_path
 
 what: Literal["packing", "precision"] = "packing"  # what to compare
 seeds = 3  # trainings of every variant, with the seeds 0, 1, ... [1..1000]
@@ -117,7 +118,7 @@ def train(variant: str, seed: int, run: Path):
     chosen = shared | {"seed": seed, "resume": "never", "compile": "off", **own_settings}
     chosen |= {"eval_every": -1, "sample_every": -1, "save_every": -1, "base_dir": base_path, "out_dir": run}
     for name in ("data", "val_data"):  # absolute: the copy of the sources is another working directory
-        if name in chosen and (path := Path(chosen[name]).expanduser()).exists():
+        if name in chosen and (path := user_path(name, chosen[name])).exists():
             chosen[name] = path.resolve()
     command = [sys.executable, "-m", "scripts.base_train", *(f"--{k}={v}" for k, v in chosen.items())]
     with tempfile.TemporaryDirectory() as folder:
@@ -165,7 +166,7 @@ for _, edits in VARIANTS.values():  # an edit that no longer fits is noticed bef
     with tempfile.TemporaryDirectory() as folder:
         edited_copy(edits, Path(folder))
 machine = runtime.start(device_type, seed=0)
-base_path = Path(base_dir).expanduser().resolve()
+base_path = user_path("base_dir", base_dir).resolve()
 dataset = open_dataset(data, val_data, base_dir=base_path)
 tokenizer = open_tokenizer("auto", vocab_size, dataset.tokenizer_folder(base_path), dataset.train_texts)
 shared = {k: v for k, v in settings.values.items() if k not in ("what", "seeds", "json", "base_dir")}

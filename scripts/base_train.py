@@ -14,7 +14,6 @@ import json
 import math
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -29,6 +28,7 @@ from nanochat.data.validation import validation_batches
 from nanochat.engine import continuations
 from nanochat.evaluate import bits_per_byte
 from nanochat.gpt import GPT, materialize
+from nanochat.paths import user_path
 from nanochat.report import write_report
 
 # Model
@@ -104,8 +104,8 @@ compute_dtype, dtype_reason = precision.resolve_dtype(dtype, device)
 stop = signals.StopSignal()  # ends the set-up; after the first step, it is a note for the end of a step
 machine.check_same_settings(settings.values)
 
-base_path = Path(base_dir).expanduser()
-run_path = Path(out_dir or base_path / "base_checkpoints" / (model_tag or f"d{depth}")).expanduser()
+base_path = user_path("base_dir", base_dir)
+run_path = user_path("out_dir", out_dir or base_path / "base_checkpoints" / (model_tag or f"d{depth}"))
 with machine.main_first("data", stop):  # the first process builds what is missing; then the others find it
     dataset = open_dataset(data, val_data, base_dir=base_path, text_field=text_field)
     wanted = vocab_size if vocab_size != -1 else 4096 if data == "embedded" else 32768

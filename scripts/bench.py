@@ -36,6 +36,7 @@ from nanochat.data.tokenizer import open_tokenizer
 from nanochat.diagnostics.step import scaled_rates
 from nanochat.gpt import GPT
 from nanochat.metrics import read_metrics
+from nanochat.paths import user_path
 
 # What to measure
 what: Literal["train", "start", "loader", "optimizer", "checkpoint", "communication"] = "train"
@@ -154,7 +155,7 @@ def bench_start() -> dict:
 
 def bench_loader() -> dict:
     """Tokens a second of reading, tokenizing and packing on one thread, and of tiktoken alone."""
-    base = Path(base_dir).expanduser()
+    base = user_path("base_dir", base_dir)
     dataset = open_dataset(data, base_dir=base)
     tokenizer = open_tokenizer("auto", vocab_size, dataset.tokenizer_folder(base), dataset.train_texts)
     results = {"corpus": {"name": dataset.name, "fingerprint": dataset.fingerprint[:12]}}

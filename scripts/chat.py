@@ -12,13 +12,13 @@ else to stderr.
 import os
 import signal
 import sys
-from pathlib import Path
 from typing import Literal
 
 import configurator
 from nanochat import precision, runtime
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.engine import find_source, generate, load_for_inference, text_pieces
+from nanochat.paths import user_path
 
 # Model
 source: str | None = None  # a run's tag, its folder or a checkpoint's (none = the newest, mid before base)
@@ -57,7 +57,7 @@ def note(text: str):
 
 machine = runtime.start(device_type, seed)
 compute_dtype, dtype_reason = precision.resolve_dtype(dtype, machine.device)
-checkpoint = find_source(source, Path(base_dir).expanduser(), note)
+checkpoint = find_source(source, user_path("base_dir", base_dir), note)
 tokenizer = Tokenizer.load(checkpoint.path / "tokenizer.json")
 model = load_for_inference(checkpoint, machine.device, compute_dtype)
 room = model.config.max_seq_len

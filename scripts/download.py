@@ -17,7 +17,7 @@ from nanochat.data.dataset import PUBLIC, open_dataset
 from nanochat.data.download import download
 from nanochat.data.imported import writing
 from nanochat.data.parquet import footer_digest
-from nanochat.data.paths import user_path
+from nanochat.paths import user_path
 
 # Public shards
 name: str | None = None  # public data set: climbmix or fineweb-edu

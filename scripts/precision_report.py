@@ -25,6 +25,7 @@ from nanochat.diagnostics.precision_page import page
 from nanochat.diagnostics.recorder import record_step
 from nanochat.diagnostics.step import scaled_rates
 from nanochat.gpt import GPT
+from nanochat.paths import user_path
 from nanochat.precision import name_of
 
 # Model
@@ -59,8 +60,8 @@ out: str | None = None  # file of the page (none = <base_dir>/precision_report.m
 configurator.configure(globals())
 
 DEFAULTS = configurator.defaults(Path(__file__).with_name("base_train.py"))
-base_path = Path(base_dir).expanduser()
-out_path = Path(out).expanduser() if out else base_path / "precision_report.md"
+base_path = user_path("base_dir", base_dir)
+out_path = user_path("out", out) if out else base_path / "precision_report.md"
 machine = runtime.start(device_type, seed)
 device = machine.device
 compute_dtype, reason = precision.resolve_dtype(dtype, device)

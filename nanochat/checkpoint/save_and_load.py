@@ -29,6 +29,7 @@ from nanochat.checkpoint.files import (
     write_tensors,
 )
 from nanochat.checkpoint.folder import STEP, checkpoints_in, remove_temporary, set_aside
+from nanochat.paths import user_path
 
 VERSION = 1  # of the files in a checkpoint; one of another version is refused, with its number
 MANIFEST, STATE, MODEL = "manifest.json", "state.json", "model.safetensors"
@@ -190,7 +191,7 @@ def find(out_dir, resume="auto", say=print):
             there = ", ".join(map(str, sorted(steps))) or "none"
             raise UserError(f"{out_dir} has no checkpoint of step {number[1]}; there are: {there}")
         return open_checkpoint(steps[int(number[1])])
-    if (checkpoint := _in_folder(resume, say)) is None:
+    if (checkpoint := _in_folder(resume, say, "resume")) is None:
         raise UserError(f"no checkpoint in {resume}; resume is auto, never, a step or a checkpoint's folder")
     return checkpoint
 
@@ -201,7 +202,7 @@ def find_weights(path, identity, say=print):
     path: the folder of a checkpoint, or of a run. Raises UserError if it holds no checkpoint, or one with
     another model or tokenizer.
     """
-    if (checkpoint := _in_folder(path, say)) is None:
+    if (checkpoint := _in_folder(path, say, "init_from")) is None:
         raise UserError(f"no checkpoint in {path}; init_from is the folder of a checkpoint or of a run")
     then = checkpoint.state["identity"]
     if then["model"] != identity["model"]:
@@ -222,9 +223,9 @@ def is_checkpoint(path):
     return (path / MANIFEST).exists() or (path.is_dir() and STEP.fullmatch(path.name) is not None)
 
 
-def _in_folder(path, say):
+def _in_folder(path, say, setting):
     """The checkpoint at a path, else the newest good one in that folder, else None."""
-    path = Path(path).expanduser()
+    path = user_path(setting, path)
     if is_checkpoint(path):
         return open_checkpoint(path)
     return _newest(path, say)

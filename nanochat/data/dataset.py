@@ -25,9 +25,9 @@ from nanochat import UserError
 from nanochat.data.download import CHECKSUMS, read_checksums
 from nanochat.data.imported import Dataset, build, open_built
 from nanochat.data.parquet import footer_digest
-from nanochat.data.paths import user_path
 from nanochat.data.progress import bar
 from nanochat.data.textfiles import find_files, read_documents
+from nanochat.paths import user_path
 
 # Tokens in one public shard. Its author takes 240 shards for 11.2 billion tokens of fineweb-edu, 11 % more
 # than computed from 250 million characters a shard and 4.8 characters a token (karpathy/nanochat:

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from helpers import ROOT, command, edit, losses, records, run_tree
+from helpers import command, edit, losses, records, run, run_tree
 from safetensors.torch import load_file, save_file
 
 SCRIPT = "scripts/base_train.py"
@@ -128,3 +128,9 @@ def test_a_damaged_line_of_the_metrics_is_skipped_and_named(tree, corpus, tmp_pa
     printed = run_tree(tree, command(corpus, out, "--num_iterations=5", "--eval_every=-1"))
     assert re.search(r"metrics.jsonl, line 2,? .*skipped", printed)
     assert sorted(losses(out)) == [0, 2, 3, 4]
+
+
+@pytest.mark.parametrize("setting", ["base_dir", "out_dir", "init_from", "resume"])
+def test_a_user_who_is_unknown_here_is_refused_in_one_sentence(corpus, tmp_path, setting):
+    printed = run(command(corpus, tmp_path / "run", f"--{setting}=~nouser/x"), status=2)
+    assert "~nouser/x" in printed
