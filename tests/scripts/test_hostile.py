@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from helpers import command, edit, losses, records, run, run_tree
+from helpers import ROOT, command, edit, losses, records, run, run_tree
 from safetensors.torch import load_file, save_file
 
 SCRIPT = "scripts/base_train.py"
