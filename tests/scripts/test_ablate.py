@@ -2,12 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, python_m
 
 TINY = ["--depth=1", "--max_seq_len=32", "--vocab_size=300", "--total_batch_size=128", "--num_iterations=3"]
 
@@ -18,12 +16,9 @@ def ablate(folder: Path, *arguments: str, status: int = 0, root: Path = ROOT) ->
     lines = (json.dumps(f"document {i} " + "word and word " * (i % 90)) for i in range(400))
     texts.write_text("\n".join(lines))
     os.utime(texts, (1, 1))  # the same file for every command
-    command = [sys.executable, "-m", "scripts.ablate", "--what=packing", "--json", "--dtype=float32", *TINY]
-    command += ["--eval_tokens=500", "--device_type=cpu", f"--data={texts}", f"--base_dir={folder / 'base'}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *arguments], cwd=root, env=environment, capture_output=True, text=True, timeout=300
-    )
+    command = ["scripts.ablate", "--what=packing", "--json", "--dtype=float32", *TINY, "--eval_tokens=500"]
+    command += ["--device_type=cpu", f"--data={texts}", f"--base_dir={folder / 'base'}"]
+    done = python_m([*command, *arguments], root)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stderr if status else done.stdout
 
