@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ENVIRONMENT, ROOT, command, records
+from helpers import ROOT, command, records
 
 ASCII = [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
 ODD = b"caf\xc3\xa9-\xff"  # a name that is not UTF-8, as Linux allows
@@ -15,7 +15,7 @@ ODD = b"caf\xc3\xa9-\xff"  # a name that is not UTF-8, as Linux allows
 def base_train(arguments, environment, status=0):
     """The bytes that a run prints."""
     started = [os.fsencode(word) for word in (sys.executable, "-m", *arguments)]
-    done = subprocess.run(started, cwd=ROOT, env=ENVIRONMENT | environment, capture_output=True, timeout=300)
+    done = subprocess.run(started, cwd=ROOT, env=os.environ | environment, capture_output=True, timeout=300)
     assert done.returncode == status, done.stdout + done.stderr
     assert b"Traceback" not in done.stderr
     return done.stderr if status else done.stdout
