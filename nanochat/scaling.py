@@ -5,6 +5,7 @@ learning rates of the scripts hold as they are; the rules carry them to other si
 rules together.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -37,8 +38,9 @@ def model_config(
     return GPTConfig(depth, num_heads * head_dim, num_heads, vocab_size, max_seq_len, window_pattern)
 
 
+@functools.lru_cache(8)  # a plan asks many times, and 512 layers take seconds
 def on_meta(config: GPTConfig) -> GPT:
-    """The model without memory behind it, to count its parameters and FLOPs."""
+    """The model without memory behind it, to count its parameters and FLOPs. Do not change it."""
     with torch.device("meta"):
         return GPT(config)
 
@@ -233,10 +235,9 @@ def pick_device_batch_size(
 ) -> int:
     """Rows of a micro-batch: the largest divisor of `rows` with at most `most_tokens` tokens that needs no
     more than 80 % of `memory` bytes."""
-    sizes = [n for n in range(rows, 0, -1) if rows % n == 0]
-    for size in sizes:
+    for size in range(min(rows, most_tokens // config.max_seq_len), 0, -1):
         tokens = size * config.max_seq_len
-        if tokens <= most_tokens and training_bytes(config, tokens, dtype, **where) <= 0.8 * memory:
+        if rows % size == 0 and training_bytes(config, tokens, dtype, **where) <= 0.8 * memory:
             return size
     return 1
 

@@ -1,13 +1,19 @@
 """Every numeric setting of every script has a range, and nothing that a person gives ends in a traceback."""
 
 import contextlib
+import functools
 import io
+import random
+import runpy
+import signal
 import sys
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, command
 
 import configurator
+from nanochat import UserError, runtime
+from nanochat.values import read_range
 
 SCRIPTS = [path for path in ROOT.glob("*/*.py") if "configurator.configure(" in path.read_text("utf-8")]
 SCRIPTS = {str(path.relative_to(ROOT)): path for path in sorted(SCRIPTS) if path.parent.name != "tests"}
@@ -71,3 +77,126 @@ def test_every_numeric_setting_of_every_script_has_a_range():
 def test_an_absurd_number_gets_a_sentence_with_the_numbers_that_are_not(script, argument, sentence):
     said = refusal(f"scripts/{script}.py", f"--{argument}")
     assert said.startswith(f"error: --{argument}: give ") and sentence in said and said.count("\n") == 2
+
+
+def test_an_empty_text_is_refused_except_where_it_means_something():
+    may_be_empty = set()
+    for script, path in SCRIPTS.items():
+        for name, setting in configurator._declared_settings(path).items():
+            if str in setting.kind and not (said := refusal(script, f"--{name}=")):
+                may_be_empty.add(name)
+            elif str in setting.kind:
+                assert said.startswith(f"error: --{name}='': it is empty; give a value, or leave it out")
+    assert may_be_empty == {"accept", "prompt", "sample_prompts"}
+
+
+# Every numeric setting of every script x nasty values, in one warm interpreter
+
+NASTY = ["0", "-0.0", "1", "-1", "-2", "2", "3", "7", "0.5", "-0.5", "1.5", "1e-300", "5e-324", "1e-6", "1e6"]
+NASTY += [
+    "1e9",
+    "1e38",
+    "1e100",
+    "1e308",
+    "-1e308",
+    "1e309",
+    "nan",
+    "inf",
+    "-inf",
+    "2**20",
+    "2**31",
+    "2**53+1",
+]
+NASTY += ["2**62", "2**63", "2**64", "10**18", "-10**18", "9" * 400, "1/0", "", " ", "many", "none", "true"]
+NASTY += ["0x10", "1_000", "1,5", "\u0663", "\udcff"]
+
+
+def values_for(setting):
+    """The nasty values, the bounds of the setting's range, and numbers next to them."""
+    bounds = [bound for pair in read_range(setting.range) for bound, _ in pair]
+    return [*NASTY, *dict.fromkeys(f"{bound}{step}" for bound in bounds for step in ("", "+1", "-1"))]
+
+
+def accepted(script):
+    """The arguments that the configurator accepts; every other one got its sentence."""
+    for name, setting in NUMBERS[script].items():
+        for value in values_for(setting):
+            argument = f"--{name}={value}"
+            said = refusal(script, argument)
+            if not said:
+                yield argument
+            else:
+                assert said.startswith(f"error: --{name}=") and said.count("\n") == 2, (argument, said)
+
+
+@pytest.fixture(scope="module")
+def plan(corpus):
+    """A function that runs base_train --plan in this process; it returns the last line of what it printed."""
+    arguments = command(corpus, corpus / "never", "--plan", "--depth=1", "--eval_every=-1")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def plan(*more):
+        out = io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+            patch.setattr(sys, "argv", [*arguments, *more])
+            patch.setattr(sys, "excepthook", sys.excepthook)
+            patch.setattr(runtime, "peak_flops", lambda *_: (1e12, "not measured"))
+            with pytest.raises((SystemExit, UserError)) as end:
+                runpy.run_module("scripts.base_train", run_name="__main__")
+        assert not isinstance(end.value, SystemExit) or (end.value.code == 0 and "memory" in out.getvalue())
+        return out.getvalue() if isinstance(end.value, SystemExit) else str(end.value)
+
+    yield plan
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def scripts_are_read_once(monkeypatch):
+    monkeypatch.setattr(configurator, "_declared_settings", functools.cache(configurator._declared_settings))
+
+
+@pytest.mark.parametrize("script", NUMBERS)
+def test_a_nasty_number_is_a_sentence_or_a_value_in_its_range(script):
+    assert len([*accepted(script)]) >= 2 * len(NUMBERS[script])
+
+
+ENDLESS = [  # each of these took more than 20 seconds: all numbers up to the rows of the batch were tried
+    "--total_batch_size=2**32 --max_seq_len=1 --device_batch_size=-1",
+    "--total_batch_size=2**32-1 --max_seq_len=1 --device_batch_size=-1 --depth=512",
+    "--num_iterations=-1 --target_flops=1e30 --total_batch_size=-1 --device_batch_size=-1",
+    "--num_iterations=1e9 --total_batch_size=-1 --device_batch_size=-1 --max_seq_len=1",
+]
+
+
+def combinations(arguments, many):
+    """Command lines of several of these arguments, each for another setting; the same ones every time."""
+    draw, of_setting = random.Random(0), {}
+    for argument in arguments:
+        of_setting.setdefault(argument.split("=")[0], []).append(argument)
+    for _ in range(many):
+        yield [draw.choice(of_setting[name]) for name in draw.sample([*of_setting], draw.randint(2, 7))]
+
+
+def test_a_plan_of_nasty_numbers_is_a_plan_or_a_sentence(plan):
+    for line in ENDLESS:
+        assert "micro-steps" in plan(*line.split()), line
+    arguments = [*accepted("scripts/base_train.py")]
+    for line in combinations(arguments, 40):
+        assert plan(*line), line
+
+
+@pytest.mark.slow
+def test_a_plan_of_every_nasty_number_is_a_plan_or_a_sentence(plan):
+    arguments = [*accepted("scripts/base_train.py")]
+    for line in [*([argument] for argument in arguments), *combinations(arguments, 600)]:
+        assert plan(*line), line
+
+
+@pytest.mark.slow
+def test_the_table_of_models_takes_every_number_that_it_accepts(monkeypatch, capsys):
+    for argument in [*accepted("experiments/models.py")]:
+        with monkeypatch.context() as patch, contextlib.suppress(UserError):
+            patch.setattr(sys, "argv", ["models", argument])
+            runpy.run_module("experiments.models", run_name="__main__")
+            assert capsys.readouterr().out.count("\n| ") > 5
