@@ -199,7 +199,8 @@ def test_help_is_wrapped_to_a_narrow_terminal_without_losing_a_word(capsys, monk
     monkeypatch.setenv("COLUMNS", str(columns))
     _, out, _ = stopped(capsys, "--help")
     assert "".join(out.split()) == "".join(HELP.split())
-    assert all(word in out for word in ("[auto", "bfloat16", "float32]"))  # a choice stays whole
+    whole = "[auto", "bfloat16", "float32]", "[-1, 0..1]"  # a choice and a range stay on one line
+    assert all(word in out for word in whole)
     wrapped = [line for line in out.splitlines() if "python" not in line]
     assert max(map(len, wrapped)) <= max(40, columns) and len(out.splitlines()) > len(HELP.splitlines())
     assert "\n    python -m scripts.train --depth=20 # a command keeps its line\n" in out
