@@ -29,7 +29,7 @@ width: int | None = None  # columns (none = derived) [-1, 1..2**20]
 dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of the products
 
 # Training
-rate = 3e-4  # step size [0..1e3]
+rate = 3e-4  # size of a step [-1, 0..1e3]
 decay: float = 0  # 0 = off
 plan = False  # print the plan and exit
 compiled: bool = True
@@ -51,7 +51,7 @@ Model
   --dtype=auto              of the products [auto|bfloat16|float32]
 
 Training
-  --rate=0.0003             step size [0..1e3]
+  --rate=0.0003             size of a step [-1, 0..1e3]
   --decay=0                 0 = off [float]
   --plan=false              print the plan and exit [bool]
   --compiled=true           [bool]
@@ -199,7 +199,7 @@ def test_help_is_wrapped_to_a_narrow_terminal_without_losing_a_word(capsys, monk
     monkeypatch.setenv("COLUMNS", str(columns))
     _, out, _ = stopped(capsys, "--help")
     assert "".join(out.split()) == "".join(HELP.split())
-    whole = "[auto", "bfloat16", "float32]", "[-1, 0..1]"  # a choice and a range stay on one line
+    whole = "[auto", "bfloat16", "float32]", "[-1, 0..1e3]"  # a choice and a range stay on one line
     assert all(word in out for word in whole)
     wrapped = [line for line in out.splitlines() if "python" not in line]
     assert max(map(len, wrapped)) <= max(40, columns) and len(out.splitlines()) > len(HELP.splitlines())
