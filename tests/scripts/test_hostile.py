@@ -57,7 +57,8 @@ def test_what_is_said_of_the_checkpoints_before_is_true(tree, corpus, tmp_path):
         ("scaler.scale(loss).backward()", "scaler.scale(loss * (math.inf if step > 3 else 1)).backward()"),
     )
     printed = run_tree(tree, command(corpus, tmp_path / "with", "--save_every=2"), status=2)
-    assert "three steps in a row were not finite" in printed and "checkpoint of step 4" in printed
+    assert "three steps in a row were not finite" in printed
+    assert re.search("newest checkpoint of step [46] is in", printed)  # that of 6 may still be written
     printed = run_tree(tree, command(corpus, tmp_path / "without", "--save_every=-1"), status=2)
     assert "three steps in a row were not finite" in printed and "has no checkpoint" in printed
 
