@@ -212,7 +212,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_named_state(self, named: dict[str, torch.Tensor]):
-        """Restore the `named_state` of any number of processes; UserError if a tensor is missing."""
+        """Restore the `named_state` of any number of processes; UserError if a tensor is missing, or of
+        another shape or type."""
         parts: dict[tuple, list] = {}  # by name of parameter and of state: (first row, tensor)
         for label, tensor in named.items():
             if parsed := STATE_LABEL.fullmatch(label):
@@ -224,6 +225,10 @@ class MuonAdamW(torch.optim.Optimizer):
             for key, mine in self.state[p].items() if p in self.state else ():
                 missing = mine.numel()
                 for first, tensor in parts.get((name, key), ()):
+                    if (tensor.ndim, tensor.shape[1:]) != (mine.ndim, mine.shape[1:]):
+                        continue  # it counts as missing, and so does another type
+                    if tensor.dtype != mine.dtype:
+                        continue
                     if mine.ndim == 0:
                         missing -= mine.copy_(tensor).numel()
                         break
@@ -233,9 +238,9 @@ class MuonAdamW(torch.optim.Optimizer):
                         missing -= part.copy_(tensor[low - first : high - first]).numel()
                 if missing:
                     raise UserError(
-                        f"the optimizer's state {name}/{key} is not in the checkpoint, or not whole; go back "
-                        "to the model that the run began with, or start a new run from its weights with "
-                        "--init_from"
+                        f"the optimizer's state {name}/{key} is not in the checkpoint, or not whole, or of "
+                        "another shape or type; go back to the model that the run began with, or start a "
+                        "new run from its weights with --init_from"
                     )
 
 

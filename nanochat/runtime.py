@@ -221,10 +221,16 @@ def random_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 def set_random_state(states: dict[str, torch.Tensor], device: torch.device):
     """Restore what `random_state` returned. Other keys, and the states of other devices, are ignored."""
-    if "random_state/cpu" in states:
-        torch.set_rng_state(states["random_state/cpu"])
-    if "random_state/cuda" in states and device.type == "cuda":
-        torch.cuda.set_rng_state(states["random_state/cuda"], device)
+    try:
+        if "random_state/cpu" in states:
+            torch.set_rng_state(states["random_state/cpu"])
+        if "random_state/cuda" in states and device.type == "cuda":
+            torch.cuda.set_rng_state(states["random_state/cuda"], device)
+    except (TypeError, RuntimeError) as error:
+        raise UserError(
+            "the checkpoint's random_state is none of torch's random number generators; go on from an "
+            "earlier one with --resume=STEP, or start a new run from its weights with --init_from"
+        ) from error
 
 
 def is_random_state(name: str) -> bool:

@@ -2,12 +2,14 @@
 
 import copy
 import math
+import re
 import shutil
 
 import numpy as np
 import pytest
 import torch
 
+from nanochat import UserError
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.muon import POLAR_EXPRESS, orthogonalize
 from nanochat.optim import PARAMETER_TABLE, MuonAdamW, parameter_groups, table_row
@@ -378,6 +380,25 @@ def test_state_does_not_depend_on_the_order_of_the_parameters_in_their_groups():
         o.step()
     for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        lambda t: t[..., None], lambda t: t.reshape(-1)[0], lambda t: t.int(), lambda t: t.double(),
+        lambda t: t.bool(), lambda t: t[None], lambda t: t.expand(2, *t.shape), lambda t: t.new_empty(0),
+    ],
+)  # fmt: skip
+def test_state_of_another_shape_or_type_is_refused_by_name(strange):
+    model = tiny_model()
+    optimizer = make_optimizer(model)
+    good = {name: tensor.clone() for name, tensor in optimizer.named_state().items()}
+    for name, tensor in good.items():
+        if strange(tensor).shape == tensor.shape and strange(tensor).dtype == tensor.dtype:
+            continue  # the first element of a number is the number
+        with pytest.raises(UserError, match=re.escape(f"{name} is not in the checkpoint, or not whole")):
+            optimizer.load_named_state(good | {name: strange(tensor)})
+    optimizer.load_named_state(good)
 
 
 def test_one_training_step_lowers_the_loss():

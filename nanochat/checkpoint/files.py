@@ -152,6 +152,7 @@ def read_json(path):
         raise ValueError(f"{constant} is not JSON")
 
     try:
+        refuse_endless(path)
         raw = path.read_bytes()
         value = json.loads(raw.decode(), parse_constant=refuse)
     except OSError as e:
@@ -167,6 +168,7 @@ def verify_file(path, size, sha256):
     """Raise Damaged if a file is missing or does not have this size and checksum."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK))
     try:
+        refuse_endless(path)
         with open(path, "rb", buffering=0) as f:
             actual = os.fstat(f.fileno()).st_size
             if actual != size:
@@ -177,6 +179,12 @@ def verify_file(path, size, sha256):
         raise _unreadable(path, e) from e
     if digest.hexdigest() != sha256:
         raise damaged(path, "does not match its checksum")
+
+
+def refuse_endless(path):
+    """Raise Damaged for a pipe, a device or a folder."""
+    if path.exists() and not path.is_file():  # opening a pipe would wait, and /dev/zero has no end
+        raise damaged(path, "is not a file")
 
 
 def damaged(path, what):

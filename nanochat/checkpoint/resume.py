@@ -21,7 +21,7 @@ def enter(run_path, resume, machine):
         raise UserError(f"the name of {run_path} is not UTF-8; give another --out_dir") from None
     if machine.is_main:
         lock_folder(run_path, machine.print)
-        found = find(run_path, resume, machine.print)
+        found = find(run_path, resume, machine.print, to_continue=True)
     path = machine.all_gather(str(found.path) if found else None)[0]  # all processes take the same one
     run_id = check_shared(run_path, machine)
     if path and not machine.is_main:
@@ -30,9 +30,10 @@ def enter(run_path, resume, machine):
 
 
 def load_weights(checkpoint, model):
-    """Put a checkpoint's weights into a model. Raises UserError if their names or shapes differ."""
+    """Put a checkpoint's weights into a model. Raises UserError if names, shapes or dtypes differ."""
     tensors, own = checkpoint.load_model(), model.state_dict()
-    wrong = [name for name in own if name not in tensors or tensors[name].shape != own[name].shape]
+    like = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    wrong = [name for name in own if like.get(name) != (own[name].shape, own[name].dtype)]
     wrong += [name for name in tensors if name not in own]
     if wrong:
         raise UserError(

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from nanochat import UserError
+from nanochat.checkpoint import schema
 from nanochat.checkpoint.files import (
     Damaged,
     attempt,
@@ -62,7 +63,7 @@ def save(
         raise ValueError("save() by several processes needs a run_id that they share")
     final = Path(out_dir) / f"step_{step:06d}"
     temp = final.with_name(f".tmp-{final.name}-{run_id or os.getpid()}")
-    part = temp / f"optimizer-{rank:05d}-of-{world_size:05d}.safetensors"
+    part = temp / _part(rank, world_size)
     contents = {STATE: to_json(state), **(files or {})}  # a ValueError here leaves nothing behind
     try:
         if rank == 0:  # remove what older saves left; other processes may already write into this one
@@ -171,12 +172,13 @@ class Checkpoint:
         return tensors
 
 
-def find(out_dir, resume="auto", say=print):
+def find(out_dir, resume="auto", say=print, to_continue=False):
     """The verified Checkpoint to continue from, or None to start from step 0.
 
     resume: "auto", the newest good one (`say` gets the names of damaged ones); "never", none, and the old run
-    in the folder is set aside; the number of a step; or the path of a checkpoint or of another run. Raises
-    UserError if that one does not exist or is damaged, or if all are damaged.
+    in the folder is set aside; the number of a step; or the path of a checkpoint or of another run.
+    to_continue: one whose state lacks something that a run needs counts as damaged. Raises UserError if that
+    one does not exist or is damaged, or if all are damaged.
     """
     resume = str(resume)
     if resume == "never":
@@ -184,14 +186,14 @@ def find(out_dir, resume="auto", say=print):
             say(f"the old run in {out_dir} is now in {aside}")
         return None
     if resume == "auto":
-        return _newest(out_dir, say)
+        return _newest(out_dir, say, to_continue)
     if number := re.fullmatch(r"(?:step_)?(\d+)", resume):
         steps = checkpoints_in(out_dir)
         if int(number[1]) not in steps:
             there = ", ".join(map(str, sorted(steps))) or "none"
             raise UserError(f"{out_dir} has no checkpoint of step {number[1]}; there are: {there}")
-        return open_checkpoint(steps[int(number[1])])
-    if (checkpoint := _in_folder(resume, say, "resume")) is None:
+        return open_checkpoint(steps[int(number[1])], to_continue=to_continue)
+    if (checkpoint := _in_folder(resume, say, "resume", to_continue)) is None:
         raise UserError(f"no checkpoint in {resume}; resume is auto, never, a step or a checkpoint's folder")
     return checkpoint
 
@@ -204,7 +206,7 @@ def find_weights(path, identity, say=print):
     """
     if (checkpoint := _in_folder(path, say, "init_from")) is None:
         raise UserError(f"no checkpoint in {path}; init_from is the folder of a checkpoint or of a run")
-    then = checkpoint.state["identity"]
+    then = {"model": None, "tokenizer": None} | checkpoint.state.get("identity", {})
     if then["model"] != identity["model"]:
         raise UserError(
             f"the model of {checkpoint.path} is {then['model']}, this one {identity['model']}; give the same "
@@ -223,42 +225,72 @@ def is_checkpoint(path):
     return (path / MANIFEST).exists() or (path.is_dir() and STEP.fullmatch(path.name) is not None)
 
 
-def _in_folder(path, say, setting):
+def _in_folder(path, say, setting, to_continue=False):
     """The checkpoint at a path, else the newest good one in that folder, else None."""
     path = user_path(setting, path)
     if is_checkpoint(path):
-        return open_checkpoint(path)
-    return _newest(path, say)
+        return open_checkpoint(path, to_continue=to_continue)
+    return _newest(path, say, to_continue)
 
 
-def open_checkpoint(path, verify=True):
+def open_checkpoint(path, verify=True, to_continue=False):
     """The Checkpoint in a folder. verify=False skips the checksums, for when another process has checked.
 
-    Raises Damaged, or UserError if it was written in another version of the format.
+    to_continue: the state must have all that a run needs to go on. Raises Damaged, or UserError if it was
+    written in another version of the format.
     """
     path = Path(path)
+    body = _read_manifest(path)
+    if verify:
+        files = body["files"].items()
+        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # hashing releases Python's lock
+            list(
+                pool.map(lambda item: verify_file(path / item[0], item[1]["size"], item[1]["sha256"]), files)
+            )
+    _, state = read_json(path / STATE)
+    schema.check(path / STATE, state, schema.STATE_TO_CONTINUE if to_continue else schema.STATE)
+    for name in body["files"]:
+        if name.endswith(".safetensors"):
+            schema.check_tensors(path / name)
+    return Checkpoint(path, body["step"], state, tuple(body["files"]))
+
+
+def _read_manifest(path):
+    """What the manifest of a checkpoint says, checked against its own checksum and for its form."""
     raw, body = read_json(path / MANIFEST)
-    version, intact = body.get("version"), body.pop("checksum", None) and _manifest(body) == raw
+    version = body.get("version")
+    try:
+        intact = body.pop("checksum", None) and _manifest(body) == raw
+    except (ValueError, RecursionError):  # lone surrogates, nested lists: nothing that a run writes
+        intact = False
     if version != VERSION and intact:
-        raise UserError(f"checkpoint {path} has format version {version}; this nanochat reads {VERSION}")
+        raise UserError(
+            f"checkpoint {path} has format version {version!r:.40}; this nanochat reads {VERSION}"
+        )
     if not intact:
-        raise damaged(path / MANIFEST, f"(format version {version}) does not match its own checksum")
+        raise damaged(path / MANIFEST, f"(format version {version!r:.40}) does not match its own checksum")
+    schema.check(path / MANIFEST, body, schema.MANIFEST)
     if (name := STEP.fullmatch(path.name)) and int(name[1]) != body["step"]:
         raise damaged(path / MANIFEST, f"is that of step {body['step']}")
     for name in body["files"]:
-        if Path(name).name != name:
-            raise damaged(path / MANIFEST, f"names a file outside of the folder, {name}")
-    if verify:
-        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # hashing releases Python's lock
-            list(pool.map(lambda item: verify_file(path / item[0], **item[1]), body["files"].items()))
-    return Checkpoint(path, body["step"], read_json(path / STATE)[1], tuple(body["files"]))
+        if Path(name).name != name or not re.fullmatch(r"[\w .-]{1,200}", name):
+            raise damaged(path / MANIFEST, f"names a file outside of the folder, {name!r:.200}")
+    parts, world_size = {name for name in body["files"] if name.startswith("optimizer-")}, body["world_size"]
+    wanted = {_part(rank, world_size) for rank in range(min(world_size, len(parts) + 1))} | {STATE, MODEL}
+    if missing := sorted(wanted - body["files"].keys()):
+        raise damaged(path / MANIFEST, f"does not name {missing[0]}")
+    return body
 
 
-def _newest(out_dir, say):
+def _part(rank, world_size):
+    return f"optimizer-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def _newest(out_dir, say, to_continue):
     steps = checkpoints_in(out_dir)
     for step in sorted(steps, reverse=True):
         try:
-            return open_checkpoint(steps[step])
+            return open_checkpoint(steps[step], to_continue=to_continue)
         except Damaged as e:
             say(f"{e}; trying the one before it")
     if steps:

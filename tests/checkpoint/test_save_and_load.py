@@ -250,12 +250,13 @@ def test_loading_runs_no_code_from_a_checkpoint_made_by_a_stranger(tmp_path):
     bomb = Bomb()
     bomb.target = str(tmp_path / "boom")
     path = save_step(tmp_path / "run", 1)
-    body = read_manifest(path)
+    body, opened = read_manifest(path), open_checkpoint(path)
     for name in ("model.safetensors", OPTIMIZER):
         body["files"][name] = write_file(path / name, [pickle.dumps(bomb)])
     write_manifest(path, body)
-    stranger = open_checkpoint(path)
-    for load in (stranger.load_model, stranger.load_optimizer):
+    with pytest.raises(UserError, match="has a header of"):
+        open_checkpoint(path)
+    for load in (opened.load_model, opened.load_optimizer):  # what has changed since
         with pytest.raises(UserError, match="cannot be read"):
             load()
     assert not (tmp_path / "boom").exists()
