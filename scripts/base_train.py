@@ -9,8 +9,6 @@ docs/walkthrough.md explains each section; `python -m scripts.download --name=cl
 """
 
 import contextlib
-import functools
-import json
 import math
 import time
 from dataclasses import asdict
@@ -20,7 +18,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import configurator
-from nanochat import checkpoint, distributed, metrics, optim, planning, precision, runtime, signals
+from nanochat import checkpoint, metrics, optim, planning, precision, runtime, signals
 from nanochat.data.dataset import open_dataset
 from nanochat.data.loader import TrainLoader, merge_states
 from nanochat.data.tokenizer import open_tokenizer
@@ -29,7 +27,7 @@ from nanochat.engine import continuations
 from nanochat.evaluate import bits_per_byte
 from nanochat.gpt import GPT, materialize
 from nanochat.paths import user_path
-from nanochat.report import write_report
+from nanochat.run_output import RunOutput
 
 # Model
 depth = 20  # Transformer layers; every other size follows from it [1..512]
@@ -185,46 +183,25 @@ if world_size > 1:  # averages the gradients over the processes while the backwa
 # ------------------------------------------------------------------------------------------------------
 # Log and save
 
-plan_lines = planning.lines(sections)
-facts = {"settings": settings.record(), "plan": plan_lines, "identity": identity, **machine.environment()}
-config_json = json.dumps(facts, indent=2).encode()
-if machine.is_main:
-    checkpoint.set_future_aside(run_path, resumed, say)
-    metrics.rewind_metrics(run_path / "metrics.jsonl", step, say)
-    checkpoint.write_whole(run_path / "config.json", config_json)
-log = metrics.Metrics(run_path, enabled=machine.is_main)
-log.start_wandb(run, facts, progress, say)
-console = metrics.Console(step, plan.num_iterations, machine.is_main)
-saver = checkpoint.AsyncSaver(run_path, machine.rank, world_size, run_id)  # each process writes its share
-distributed.before_end(saver.finish)  # if any process fails, a save under way is finished first
-prune = functools.partial(checkpoint.prune, run_path, keep_checkpoints, permanent_every, console.print)
+facts = {"settings": settings.record(), "plan": planning.lines(sections), "identity": identity}
+output = RunOutput(
+    run_path, run_id, machine, facts | machine.environment(), tokenizer, resumed, progress,
+    plan.num_iterations, run, keep_checkpoints, permanent_every,
+)  # fmt: skip
+log, console = output.log, output.console
 
 
-def save() -> float:
-    """Start to write a checkpoint of this moment, after `step` updates; returns the time on the clock."""
+def save():
+    """Start to write a checkpoint of this moment, after `step` updates."""
     state = {
         "identity": identity,
         "resolved": {"compiled": compiled, "device_batch_size": plan.device_batch_size},
         "num_iterations": plan.num_iterations,
-        "optimizer": type(optimizer).__name__,
         "loader": merge_states(machine.all_gather(loader.state())),
         "scaler": scaler.state_dict(),
         "loop": asdict(progress),
     }
-    random_state = runtime.random_state(device) if machine.is_main else {}
-    try:
-        saver.submit(
-            step,
-            model=model.state_dict(),
-            optimizer=optim.named_state(optimizer, model, machine.rank) | random_state,
-            state=state,
-            files={"tokenizer.json": tokenizer.to_bytes(), "config.json": config_json},
-            before_publish=log.sync,
-            after_publish=prune,
-        )
-    except checkpoint.SaveError as error:  # the previous save failed; training goes on
-        console.print(f"warning: {error}")
-    return time.monotonic()
+    output.save(step, model, optimizer, state)
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -256,13 +233,12 @@ def is_due(every: int) -> bool:
 # ------------------------------------------------------------------------------------------------------
 # The loop: what is due (save, sample, evaluate), then one optimizer step over its micro-steps, then the log
 
-first_step, saved_at = step, time.monotonic()
-bad_steps, stopping, save_now = 0, False, False
+first_step, bad_steps, stopping, save_now = step, 0, False, False
 while True:
     last_step = step == plan.num_iterations
     # Save first: after a stop signal there may be little time
     if step != first_step and (stopping or save_now or is_due(save_every) or is_due(permanent_every)):
-        saved_at = save()
+        save()
     if machine.is_main and not stopping and is_due(sample_every):
         progress.samples = continuations(model, tokenizer, sample_prompts.split("|"), compute_dtype, seed)
         console.print(*(f"--- {text}" for text in progress.samples))
@@ -271,8 +247,8 @@ while True:
         console.print(f"step {step}: validation {val_bpb:.4f} bits per byte")
         log.write({"step": step, "val_bpb": val_bpb, "tokens": progress.tokens})
         last_eval_step = step
-    if machine.is_main and last_eval_step == step:
-        write_report(run_path, run_path.name, plan_lines, progress.samples, last_step, console.print)
+    if last_eval_step == step:
+        output.report(final=last_step)
     if last_step or stopping:
         break
 
@@ -306,7 +282,7 @@ while True:
     finite = math.isfinite(grad_norm)
     overflow = not finite and scaler.get_scale() > 1  # of float16: the scale is halved, the step is not bad
     bad_steps = 0 if finite or overflow else bad_steps + 1
-    overdue = machine.is_main and saver.done() and 0 < 60 * save_minutes < time.monotonic() - saved_at
+    overdue = output.save_is_overdue(save_minutes)
     loss_sum, stops, saves = machine.all_sum([micro_losses.sum().item(), stop.at_step_end(), overdue])
     stopping, save_now = stops > 0, saves > 0
     spike = progress.add_step(loss_sum / world_size, plan.total_batch_size, seconds, finite)
@@ -333,14 +309,14 @@ while True:
         raise metrics.diverged(step, micro_losses.tolist(), step * rows, checkpoint.newest(run_path))
     if step == first_step:
         runtime.freeze_garbage()
-        saver.reserve(model.state_dict(), optim.named_state(optimizer, model, machine.rank))
+        output.prepare_to_save(model, optimizer)
     step += 1
 
 # ------------------------------------------------------------------------------------------------------
 # Finish
 
-for opened in (loader, saver, console, log):
-    opened.close()
+loader.close()
+output.close()
 if stopping:
     again = "" if resume == "auto" else " with --resume=auto"
     say(f"stopped by {stop.name or 'a signal'} after {step} steps and saved; the same command{again} goes on")

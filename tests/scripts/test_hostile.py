@@ -33,7 +33,7 @@ def test_a_run_needs_nothing_back_from_its_config_file(tree, corpus, tmp_path):
 
 
 def test_a_run_whose_folder_is_deleted_makes_it_again_and_says_so(tree, corpus, tmp_path):
-    at_step_2(tree, 'saver.wait() or __import__("shutil").rmtree(run_path)')
+    at_step_2(tree, 'output._saver.wait() or __import__("shutil").rmtree(run_path)')
     out = tmp_path / "run"
     printed = run_tree(tree, command(corpus, out))
     assert printed.count("was deleted while the run goes on") == 1

@@ -1,0 +1,95 @@
+"""What a run writes: metrics, console, wandb, checkpoints and the report."""
+
+import functools
+import json
+import time
+from pathlib import Path
+
+import torch
+
+from nanochat import checkpoint, distributed, metrics, optim, runtime
+from nanochat.report import write_report
+
+
+class RunOutput:
+    """Opens a run's outputs, once every process knows where the run begins.
+
+    The first process writes `log` (metrics.jsonl, wandb), the `console`, config.json and the report; of a
+    checkpoint each process writes its share. What the folder holds from after the checkpoint `resumed` is set
+    aside first. facts: what config.json holds; its "plan" is a list of lines.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        run_id: str,  # of checkpoint.enter
+        machine: runtime.Machine,
+        facts: dict,
+        tokenizer,
+        resumed: checkpoint.Checkpoint | None,
+        progress: metrics.Progress,
+        num_iterations: int,
+        wandb_run: str,  # its name, or dummy
+        keep_checkpoints: int,
+        permanent_every: int = -1,
+    ):
+        step = resumed.step if resumed else 0
+        config_json = json.dumps(facts, indent=2).encode()
+        if machine.is_main:
+            checkpoint.set_future_aside(path, resumed, machine.print)
+            metrics.rewind_metrics(path / "metrics.jsonl", step, machine.print)
+            checkpoint.write_whole(path / "config.json", config_json)
+        self._path, self._machine, self._progress, self._plan = path, machine, progress, facts["plan"]
+        self._files = {"tokenizer.json": tokenizer.to_bytes(), "config.json": config_json}
+        self.log = metrics.Metrics(path, enabled=machine.is_main)
+        self.log.start_wandb(wandb_run, facts, progress, machine.print)
+        self.console = metrics.Console(step, num_iterations, machine.is_main)
+        self._saver = checkpoint.AsyncSaver(path, machine.rank, machine.world_size, run_id)
+        distributed.before_end(self._saver.finish)  # if any process fails, a save under way is finished first
+        self._prune = functools.partial(
+            checkpoint.prune, path, keep_checkpoints, permanent_every, self.console.print
+        )
+        self._saved_at = time.monotonic()
+
+    def prepare_to_save(self, model: torch.nn.Module, optimizer):
+        """Make the buffers of a save, once the optimizer has its state (after its first step)."""
+        self._saver.reserve(model.state_dict(), optim.named_state(optimizer, model, self._machine.rank))
+
+    def save(self, step: int, model: torch.nn.Module, optimizer, state: dict):
+        """Start to write a checkpoint after `step` updates. Every process calls it at the same step.
+
+        state: what else the run needs to continue, ready for JSON; the same on all processes. Raises
+        UserError if the model's weights are not finite. If the save before this one failed, the console says
+        so.
+        """
+        random_state = runtime.random_state(self._machine.device) if self._machine.is_main else {}
+        try:
+            self._saver.submit(
+                step,
+                model=model.state_dict(),
+                optimizer=optim.named_state(optimizer, model, self._machine.rank) | random_state,
+                state=state | {"optimizer": type(optimizer).__name__},
+                files=self._files,
+                before_publish=self.log.sync,
+                after_publish=self._prune,
+            )
+        except checkpoint.SaveError as error:  # training goes on
+            self.console.print(f"warning: {error}")
+        self._saved_at = time.monotonic()
+
+    def save_is_overdue(self, minutes: float) -> bool:
+        """Whether the last save began more than `minutes` ago and is done (minutes <= 0: never). False on all
+        processes but the first, whose clock decides."""
+        since = time.monotonic() - self._saved_at
+        return self._machine.is_main and self._saver.done() and 0 < 60 * minutes < since
+
+    def report(self, final: bool):
+        """Write the report of what the run has done so far, from its metrics."""
+        if self._machine.is_main:
+            samples = self._progress.samples
+            write_report(self._path, self._path.name, self._plan, samples, final, self.console.print)
+
+    def close(self):
+        """Finish the save that is under way, then close everything. Raises SaveError if that save failed."""
+        for opened in (self._saver, self.console, self.log):
+            opened.close()
