@@ -167,11 +167,12 @@ class GPT(nn.Module):
         angles = torch.outer(positions, frequencies)  # (T, D / 2)
         self.cos, self.sin = angles.cos().to(device), angles.sin().to(device)
 
-    def forward(self, idx, targets=None, reduction="mean", cache=None):
+    def forward(self, idx, targets=None, reduction="mean", cache=None, positions=None):
         """idx (B, T) int64 -> logits (B, T, V) float32; with targets (B, T) int64, the loss in nats instead.
 
         Targets of -1 are not scored. `reduction` is that of F.cross_entropy; "none" gives (B * T,). With a
-        `cache` (engine.KVCache), idx continues the tokens that the cache holds.
+        `cache` (engine.KVCache), idx continues the tokens that the cache holds. `positions` (N,) int64 are
+        indices into the B * T positions: logits (N, V) of these alone.
         """
         start = 0 if cache is None else cache.length
         stop = start + idx.size(1)
@@ -186,6 +187,8 @@ class GPT(nn.Module):
                 value_embedding = self.value_embeddings[str(i)](idx).to(x.dtype)  # (B, T, C)
             x = block(x, x0, value_embedding, rotary, None if cache is None else cache.layers[i])
         x = norm(x)
+        if positions is not None:
+            x = x.flatten(0, 1)[positions]  # (N, C)
         if targets is None:
             return softcap(self.head(x))
         return softcapped_cross_entropy(
