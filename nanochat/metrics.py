@@ -16,6 +16,7 @@ from nanochat import UserError
 from nanochat.plain_file import open_plain
 
 RECENT_STEPS = 64  # losses that a spike is measured against
+EVALUATIONS = ("val_bpb", "samples", "own_score", "core")  # an evaluation's record has one of these at least
 
 
 @dataclass
@@ -27,7 +28,6 @@ class Progress:
     train_seconds: float = 0.0
     skipped: int = 0  # steps whose gradient was not finite
     recent: list[float] = field(default_factory=list)  # losses of the latest good steps
-    samples: list[str] = field(default_factory=list)  # what the model wrote last
     wandb_id: str | None = None
 
     def add_step(self, loss: float, tokens: int, seconds: float, finite: bool) -> bool:
@@ -135,7 +135,7 @@ def read_metrics(path, say=lambda warning: None) -> list[dict]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-            if not isinstance(record["step"], int) or not ("loss" in record or "val_bpb" in record):
+            if not isinstance(record["step"], int) or not record.keys() & {"loss", *EVALUATIONS}:
                 raise ValueError("neither a step nor an evaluation")
             records.append(record)
         except (ValueError, KeyError, TypeError, RecursionError):
@@ -146,7 +146,8 @@ def read_metrics(path, say=lambda warning: None) -> list[dict]:
 def last_evaluation(path, step: int) -> int:
     """The step of the last evaluation in a metrics.jsonl, after at most `step` updates; -1 if there is
     none."""
-    return max((r["step"] for r in read_metrics(path) if "val_bpb" in r and r["step"] <= step), default=-1)
+    steps = (r["step"] for r in read_metrics(path) if "loss" not in r and r["step"] <= step)
+    return max(steps, default=-1)
 
 
 def rewind_metrics(path, step: int, say=print):

@@ -39,7 +39,7 @@ class RunOutput:
             checkpoint.set_future_aside(path, resumed, machine.print)
             metrics.rewind_metrics(path / "metrics.jsonl", step, machine.print)
             checkpoint.write_whole(path / "config.json", config_json)
-        self._path, self._machine, self._progress, self._plan = path, machine, progress, facts["plan"]
+        self._path, self._machine, self._plan = path, machine, facts["plan"]
         self._files = {"tokenizer.json": tokenizer.to_bytes(), "config.json": config_json}
         self.log = metrics.Metrics(path, enabled=machine.is_main)
         self.log.start_wandb(wandb_run, facts, progress, machine.print)
@@ -86,7 +86,8 @@ class RunOutput:
     def report(self, final: bool):
         """Write the report of what the run has done so far, from its metrics."""
         if self._machine.is_main:
-            samples = self._progress.samples
+            records = metrics.read_metrics(self.log.path)
+            samples = next((r["samples"] for r in reversed(records) if r.get("samples")), [])
             write_report(self._path, self._path.name, self._plan, samples, final, self.console.print)
 
     def close(self):

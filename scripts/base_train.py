@@ -204,6 +204,19 @@ def save():
     output.save(step, model, optimizer, state)
 
 
+def evaluate():
+    """Score and sample what is due after `step` updates, as one record of metrics.jsonl."""
+    record = {"step": step, "tokens": progress.tokens, "train_time_s": progress.train_seconds}
+    if is_due(eval_every):
+        record["val_bpb"] = bits_per_byte(model, validation, token_bytes, compute_dtype, machine)
+        console.print(f"step {step}: validation {record['val_bpb']:.4f} bits per byte")
+    if is_due(sample_every) and machine.is_main:
+        record["samples"] = continuations(model, tokenizer, sample_prompts.split("|"), compute_dtype, seed)
+        console.print(*(f"--- {text}" for text in record["samples"]))
+    log.write(record)
+    output.report(final=last_step)
+
+
 # ------------------------------------------------------------------------------------------------------
 # Schedules: what changes from step to step
 
@@ -231,7 +244,7 @@ def is_due(every: int) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------
-# The loop: what is due (save, sample, evaluate), then one optimizer step over its micro-steps, then the log
+# The loop: what is due (save, evaluate), then one optimizer step over its micro-steps, then the log
 
 first_step, bad_steps, stopping, save_now = step, 0, False, False
 while True:
@@ -239,16 +252,9 @@ while True:
     # Save first: after a stop signal there may be little time
     if step != first_step and (stopping or save_now or is_due(save_every) or is_due(permanent_every)):
         save()
-    if machine.is_main and not stopping and is_due(sample_every):
-        progress.samples = continuations(model, tokenizer, sample_prompts.split("|"), compute_dtype, seed)
-        console.print(*(f"--- {text}" for text in progress.samples))
-    if not stopping and last_eval_step != step and is_due(eval_every):
-        val_bpb = bits_per_byte(model, validation, token_bytes, compute_dtype, machine)
-        console.print(f"step {step}: validation {val_bpb:.4f} bits per byte")
-        log.write({"step": step, "val_bpb": val_bpb, "tokens": progress.tokens})
+    if not stopping and last_eval_step != step and (is_due(eval_every) or is_due(sample_every)):
+        evaluate()
         last_eval_step = step
-    if last_eval_step == step:
-        output.report(final=last_step)
     if last_step or stopping:
         break
 

@@ -167,7 +167,7 @@ _STATE = {
     "scaler": lambda v: "" if v == {} else fields(_SCALER, required=_SCALER)(v),
     "loop": data_class(Progress),
 }
-STATE = fields(_STATE)
+STATE = fields({"identity": _STATE["identity"]})  # what inference reads
 STATE_TO_CONTINUE = fields(_STATE, required=[name for name in _STATE if name != "optimizer"])
 
 
