@@ -1,0 +1,244 @@
+"""Questions about a text, made from the text itself: what comes next here?
+
+A question is a passage (the query), what the text has after it (the answer), and two or three wrong choices.
+Questions come in groups of as many as they have choices. All questions of a group offer the same choices, and
+each choice is right once: the wrong choices of one question are the answers of the others. So a rule that looks
+at the choices alone (the shortest, the most frequent, the first) is right exactly as often as chance, and what
+a model scores above chance it has read in the query.
+"""
+
+import ast
+import hashlib
+import io
+import re
+import tokenize
+import warnings
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+QUERY_CHARS = 240  # of a query at most; the time of an evaluation grows with it
+CONTINUATION_CHARS = 40  # of a continuation, and then to the end of its word
+QUESTIONS = 48  # of a task: whole groups of three and of four
+FEWEST_QUESTIONS = 12  # a task with fewer is left out: its score would be noise
+TEXT_CHARS = 500_000  # of the documents that questions are made from
+OPEN_GROUPS = 64  # groups that wait for members; they are searched for each question
+
+KEYWORDS = {"def", "return", "else", "import", "in", "is", "as", "and"}  # each has places of its own
+OPENING = {")": "(", "]": "[", "}": "{"}
+LEVELS = (4, 8, 12, 16)  # columns at which a line begins
+NOT_PYTHON = (SyntaxError, ValueError, MemoryError, RecursionError, tokenize.TokenError)
+
+Span = tuple[int, int]  # where an answer begins and ends in its document
+Question = tuple[str, str]  # query, answer
+
+
+# -- places in any text
+
+
+def continuations(text: str) -> Iterator[Span]:
+    """Some words in a row. Scripts without blanks between words begin and end anywhere."""
+    wide = "[\u2e80-\U0010ffff]"
+    begin, end = rf"(?<=\S)(?:\s(?=\S)|(?={wide}))", rf"\S{{0,40}}?(?=\s|{wide})"
+    for match in re.finditer(rf"(?s){begin}.{{{CONTINUATION_CHARS}}}{end}", text):
+        if match.start() >= QUERY_CHARS // 2:
+            yield match.span()
+
+
+def repeated_words(text: str) -> Iterator[Span]:
+    """A word of four letters or more, with the blank before it, that stands in the passage too."""
+    latest = {}
+    for match in re.finditer(r"(?<=\S) ([^\W\d_]{4,})\b", text):
+        if latest.get(match[1], -1) >= query_start(text, match.start()):
+            yield match.span()
+        latest[match[1]] = match.start()
+
+
+# -- places in Python's source
+
+
+class Source:
+    """A document that is Python: its syntax tree and its tokens.
+
+    tokens: (type, text, start, end) of each, in characters from the beginning of the document. Raises one of
+    NOT_PYTHON if the document is something else.
+    """
+
+    def __init__(self, text: str):
+        self.text = text
+        with warnings.catch_warnings():  # of odd escapes in strings
+            warnings.simplefilter("ignore")
+            self.tree = ast.parse(text)
+        self.lines = [0]  # where each begins
+        for line in io.StringIO(text, newline=""):
+            self.lines.append(self.lines[-1] + len(line))
+        self.tokens = []
+        for token in tokenize.generate_tokens(io.StringIO(text, newline="").readline):
+            start, end = (self.lines[row - 1] + column for row, column in (token.start, token.end))
+            self.tokens.append((token.type, token.string, start, end))
+
+
+def keywords(source: Source) -> Iterator[Span]:
+    """A keyword."""
+    for kind, string, start, end in source.tokens:
+        if kind == tokenize.NAME and string in KEYWORDS:
+            yield start, end
+
+
+def brackets(source: Source) -> Iterator[Span]:
+    """A closing bracket before a blank or the end of its line. Its opening one stands in the passage."""
+    opened = []
+    for kind, string, start, end in source.tokens:
+        if kind == tokenize.OP and string in OPENING.values():
+            opened.append(start)
+        elif kind == tokenize.OP and string in OPENING and opened:
+            before = opened.pop()
+            inside = query_start(source.text, start) <= before < start - 3
+            if inside and source.text[end : end + 1].isspace():
+                yield start, end
+
+
+def indentations(source: Source) -> Iterator[Span]:
+    """The blanks before a statement but for the last one: a tokenizer joins that to the word after it."""
+    ends = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.NL, tokenize.COMMENT)
+    before = tokenize.NEWLINE
+    for kind, _, start, _ in source.tokens:
+        line = source.text.rfind("\n", 0, start) + 1
+        if kind == tokenize.NAME and before in ends and start - line in LEVELS:
+            yield line, start - 1
+        before = kind
+
+
+def arguments(source: Source) -> Iterator[Span]:
+    """The name of an argument of three letters or more, used in its function."""
+    starts = [start for _, _, start, _ in source.tokens]
+    for node in ast.walk(source.tree):
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        taken = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+        names = {argument.arg for argument in taken} - {"self", "cls"}
+        head, body, end = (source.lines[i] for i in (node.lineno - 1, node.body[0].lineno - 1, node.end_lineno))
+        for i in range(bisect_left(starts, body), bisect_left(starts, end)):
+            _, string, start, stop = source.tokens[i]
+            other = source.tokens[i - 1][1] == "." or source.text[stop : stop + 1] == "="
+            if string in names and len(string) > 2 and not other and query_start(source.text, start) <= head:
+                yield start, stop
+
+
+# -- tasks
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked. `form` is the type of a task in CORE's bundle."""
+
+    label: str
+    form: str  # multiple_choice, schema (which passage comes before these words?) or language_modeling
+    choices: int  # 1: the model has to write the answer
+    few_answers: bool  # the same few answers everywhere; else no answer comes twice
+    find: Callable  # the places, in a text or, for Python, in a Source
+    python: bool = False
+
+    @property
+    def random_baseline(self) -> float:
+        """What guessing scores, in percent."""
+        return 0.0 if self.choices == 1 else 100 / self.choices
+
+    def items(self, group: list[Question]) -> list[dict]:
+        """The questions of a group as the lines of a task's file have them."""
+        queries, answers = zip(*group, strict=True)
+        if self.form == "language_modeling":
+            return [{"context": query, "continuation": answer} for query, answer in group]
+        if self.form == "schema":
+            options = {"context_options": queries}
+            return [options | {"continuation": answer, "gold": i} for i, answer in enumerate(answers)]
+        return [{"query": query, "choices": answers, "gold": i} for i, query in enumerate(queries)]
+
+
+TASKS = (
+    Task("continuation", "multiple_choice", 4, False, continuations),
+    Task("beginning", "schema", 4, False, continuations),
+    Task("repeated_word", "multiple_choice", 4, False, repeated_words),
+    Task("next_word", "language_modeling", 1, False, repeated_words),
+    Task("keyword", "multiple_choice", 4, True, keywords, python=True),
+    Task("bracket", "multiple_choice", 3, True, brackets, python=True),
+    Task("indentation", "multiple_choice", 4, True, indentations, python=True),
+    Task("argument", "multiple_choice", 4, False, arguments, python=True),
+)
+
+
+def make_items(documents: Iterable[str]) -> dict[Task, list[dict]]:
+    """The items of each task for which the documents have enough places.
+
+    The same documents give the same items. Only the first TEXT_CHARS characters are read.
+    """
+    questions: dict[Task, list[Question]] = {task: [] for task in TASKS}
+    for text in _first(documents):
+        try:
+            source = Source(text)
+        except NOT_PYTHON:
+            source = None
+        for task in TASKS:
+            where = source if task.python else text
+            for start, end in task.find(where) if where else ():
+                questions[task].append((text[query_start(text, start) : start], text[start:end]))
+    items = {}
+    for task in TASKS:
+        found = [item for group in _groups(task, questions[task]) for item in task.items(group)]
+        if len(found) >= FEWEST_QUESTIONS:
+            items[task] = found
+    return items
+
+
+def _first(documents: Iterable[str]) -> Iterator[str]:
+    room = TEXT_CHARS
+    for text in documents:
+        yield text[:room]
+        room -= len(text)
+        if room <= 0:
+            return
+
+
+def query_start(text: str, at: int) -> int:
+    """Where the passage before a place begins: at the first line in reach, else at the first word."""
+    first, last = at - QUERY_CHARS, at - QUERY_CHARS // 3
+    if first <= 0:
+        return 0
+    line = text.find("\n", first - 1, last)
+    if line >= 0:
+        return line + 1
+    blank = text.find(" ", first - 1, last)
+    return blank + 1 if blank >= 0 else first
+
+
+def _groups(task: Task, questions: list[Question]) -> list[list[Question]]:
+    """Groups of questions that can share their choices, QUESTIONS questions in all if there are so many.
+
+    The order of the hashes draws the questions: it is random, and the same for the same text.
+    """
+    order = {hashlib.sha256("\0".join((task.label, *q)).encode(errors="replace")).digest(): q for q in questions}
+    waiting, complete, used = [], [], set()
+    for _, (query, answer) in sorted(order.items()):
+        if len(query) < QUERY_CHARS // 4 or (answer in used and not task.few_answers):
+            continue
+        fitting = (group for group in waiting if all(_apart(task, (query, answer), other) for other in group))
+        group = next(fitting, None)
+        if group is None:
+            if len(waiting) == OPEN_GROUPS:
+                continue
+            waiting.append(group := [])
+        group.append((query, answer))
+        used.add(answer)
+        if len(group) == task.choices:
+            waiting.remove(group)
+            complete.append(group)
+        if len(complete) * task.choices >= QUESTIONS:
+            break
+    return complete
+
+
+def _apart(task: Task, one: Question, other: Question) -> bool:
+    """Whether the answer of each question is wrong for the other one."""
+    if one[1] == other[1]:
+        return False
+    return task.few_answers or (one[1].strip() not in other[0] and other[1].strip() not in one[0])
