@@ -1,10 +1,10 @@
 """Questions about a text, made from the text itself: what comes next here?
 
 A question is a passage (the query), what the text has after it (the answer), and two or three wrong choices.
-Questions come in groups of as many as they have choices. All questions of a group offer the same choices, and
-each choice is right once: the wrong choices of one question are the answers of the others. So a rule that looks
-at the choices alone (the shortest, the most frequent, the first) is right exactly as often as chance, and what
-a model scores above chance it has read in the query.
+Questions come in groups of as many as they have choices. All questions of a group offer the same choices,
+and each choice is right once: the wrong choices of one question are the answers of the others. So a rule that
+looks at the choices alone (the shortest, the most frequent, the first) is right exactly as often as chance.
+What a model scores above chance it has read in the query.
 """
 
 import ast
@@ -16,6 +16,7 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 QUERY_CHARS = 240  # of a query at most; the time of an evaluation grows with it
 CONTINUATION_CHARS = 40  # of a continuation, and then to the end of its word
@@ -39,7 +40,7 @@ Question = tuple[str, str]  # query, answer
 def continuations(text: str) -> Iterator[Span]:
     """Some words in a row. Scripts without blanks between words begin and end anywhere."""
     wide = "[\u2e80-\U0010ffff]"
-    begin, end = rf"(?<=\S)(?:\s(?=\S)|(?={wide}))", rf"\S{{0,40}}?(?=\s|{wide})"
+    begin, end = rf"(?<=\S)(?:\s(?=\S)|(?={wide}))", rf"\S{{1,40}}?(?=\s|{wide})"
     for match in re.finditer(rf"(?s){begin}.{{{CONTINUATION_CHARS}}}{end}", text):
         if match.start() >= QUERY_CHARS // 2:
             yield match.span()
@@ -57,12 +58,18 @@ def repeated_words(text: str) -> Iterator[Span]:
 # -- places in Python's source
 
 
-class Source:
-    """A document that is Python: its syntax tree and its tokens.
+class Token(NamedTuple):
+    """A token of Python's source; start and end are counted in characters of the whole document."""
 
-    tokens: (type, text, start, end) of each, in characters from the beginning of the document. Raises one of
-    NOT_PYTHON if the document is something else.
-    """
+    kind: int  # of the module `token`
+    string: str
+    start: int
+    end: int
+    column: int  # of its start, in its line
+
+
+class Source:
+    """A document that is Python: its syntax tree and its tokens. Raises one of NOT_PYTHON if it is not."""
 
     def __init__(self, text: str):
         self.text = text
@@ -75,25 +82,24 @@ class Source:
         self.tokens = []
         for token in tokenize.generate_tokens(io.StringIO(text, newline="").readline):
             start, end = (self.lines[row - 1] + column for row, column in (token.start, token.end))
-            self.tokens.append((token.type, token.string, start, end))
+            self.tokens.append(Token(token.type, token.string, start, end, token.start[1]))
 
 
 def keywords(source: Source) -> Iterator[Span]:
     """A keyword."""
-    for kind, string, start, end in source.tokens:
-        if kind == tokenize.NAME and string in KEYWORDS:
-            yield start, end
+    for token in source.tokens:
+        if token.kind == tokenize.NAME and token.string in KEYWORDS:
+            yield token.start, token.end
 
 
 def brackets(source: Source) -> Iterator[Span]:
     """A closing bracket before a blank or the end of its line. Its opening one stands in the passage."""
     opened = []
-    for kind, string, start, end in source.tokens:
+    for kind, string, start, end, _ in source.tokens:
         if kind == tokenize.OP and string in OPENING.values():
             opened.append(start)
         elif kind == tokenize.OP and string in OPENING and opened:
-            before = opened.pop()
-            inside = query_start(source.text, start) <= before < start - 3
+            inside = query_start(source.text, start) <= opened.pop() < start - 3
             if inside and source.text[end : end + 1].isspace():
                 yield start, end
 
@@ -102,25 +108,25 @@ def indentations(source: Source) -> Iterator[Span]:
     """The blanks before a statement but for the last one: a tokenizer joins that to the word after it."""
     ends = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.NL, tokenize.COMMENT)
     before = tokenize.NEWLINE
-    for kind, _, start, _ in source.tokens:
-        line = source.text.rfind("\n", 0, start) + 1
-        if kind == tokenize.NAME and before in ends and start - line in LEVELS:
-            yield line, start - 1
-        before = kind
+    for token in source.tokens:
+        if token.kind == tokenize.NAME and before in ends and token.column in LEVELS:
+            yield token.start - token.column, token.start - 1
+        before = token.kind
 
 
 def arguments(source: Source) -> Iterator[Span]:
     """The name of an argument of three letters or more, used in its function."""
-    starts = [start for _, _, start, _ in source.tokens]
+    starts = [token.start for token in source.tokens]
     for node in ast.walk(source.tree):
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
         taken = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
         names = {argument.arg for argument in taken} - {"self", "cls"}
-        head, body, end = (source.lines[i] for i in (node.lineno - 1, node.body[0].lineno - 1, node.end_lineno))
+        rows = node.lineno, node.body[0].lineno, node.end_lineno + 1  # counted from 1
+        head, body, end = (source.lines[row - 1] for row in rows)
         for i in range(bisect_left(starts, body), bisect_left(starts, end)):
-            _, string, start, stop = source.tokens[i]
-            other = source.tokens[i - 1][1] == "." or source.text[stop : stop + 1] == "="
+            _, string, start, stop, _ = source.tokens[i]
+            other = source.tokens[i - 1].string == "." or source.text[stop : stop + 1] == "="
             if string in names and len(string) > 2 and not other and query_start(source.text, start) <= head:
                 yield start, stop
 
@@ -129,11 +135,11 @@ def arguments(source: Source) -> Iterator[Span]:
 
 
 @dataclass(frozen=True)
-class Task:
-    """What is asked. `form` is the type of a task in CORE's bundle."""
+class TaskKind:
+    """A kind of question."""
 
     label: str
-    form: str  # multiple_choice, schema (which passage comes before these words?) or language_modeling
+    task_type: str  # CORE's: multiple_choice, schema (which passage stood before?) or language_modeling
     choices: int  # 1: the model has to write the answer
     few_answers: bool  # the same few answers everywhere; else no answer comes twice
     find: Callable  # the places, in a text or, for Python, in a Source
@@ -147,32 +153,32 @@ class Task:
     def items(self, group: list[Question]) -> list[dict]:
         """The questions of a group as the lines of a task's file have them."""
         queries, answers = zip(*group, strict=True)
-        if self.form == "language_modeling":
+        if self.task_type == "language_modeling":
             return [{"context": query, "continuation": answer} for query, answer in group]
-        if self.form == "schema":
+        if self.task_type == "schema":
             options = {"context_options": queries}
             return [options | {"continuation": answer, "gold": i} for i, answer in enumerate(answers)]
         return [{"query": query, "choices": answers, "gold": i} for i, query in enumerate(queries)]
 
 
 TASKS = (
-    Task("continuation", "multiple_choice", 4, False, continuations),
-    Task("beginning", "schema", 4, False, continuations),
-    Task("repeated_word", "multiple_choice", 4, False, repeated_words),
-    Task("next_word", "language_modeling", 1, False, repeated_words),
-    Task("keyword", "multiple_choice", 4, True, keywords, python=True),
-    Task("bracket", "multiple_choice", 3, True, brackets, python=True),
-    Task("indentation", "multiple_choice", 4, True, indentations, python=True),
-    Task("argument", "multiple_choice", 4, False, arguments, python=True),
+    TaskKind("continuation", "multiple_choice", 4, False, continuations),
+    TaskKind("beginning", "schema", 4, False, continuations),
+    TaskKind("repeated_word", "multiple_choice", 4, False, repeated_words),
+    TaskKind("next_word", "language_modeling", 1, False, repeated_words),
+    TaskKind("keyword", "multiple_choice", 4, True, keywords, python=True),
+    TaskKind("bracket", "multiple_choice", 3, True, brackets, python=True),
+    TaskKind("indentation", "multiple_choice", 4, True, indentations, python=True),
+    TaskKind("argument", "multiple_choice", 4, False, arguments, python=True),
 )
 
 
-def make_items(documents: Iterable[str]) -> dict[Task, list[dict]]:
+def make_items(documents: Iterable[str]) -> dict[TaskKind, list[dict]]:
     """The items of each task for which the documents have enough places.
 
     The same documents give the same items. Only the first TEXT_CHARS characters are read.
     """
-    questions: dict[Task, list[Question]] = {task: [] for task in TASKS}
+    questions: dict[TaskKind, list[Question]] = {task: [] for task in TASKS}
     for text in _first(documents):
         try:
             source = Source(text)
@@ -211,14 +217,17 @@ def query_start(text: str, at: int) -> int:
     return blank + 1 if blank >= 0 else first
 
 
-def _groups(task: Task, questions: list[Question]) -> list[list[Question]]:
+def _groups(task: TaskKind, questions: list[Question]) -> list[list[Question]]:
     """Groups of questions that can share their choices, QUESTIONS questions in all if there are so many.
 
     The order of the hashes draws the questions: it is random, and the same for the same text.
     """
-    order = {hashlib.sha256("\0".join((task.label, *q)).encode(errors="replace")).digest(): q for q in questions}
+
+    def place(question: Question) -> bytes:
+        return hashlib.sha256("\0".join((task.label, *question)).encode(errors="replace")).digest()
+
     waiting, complete, used = [], [], set()
-    for _, (query, answer) in sorted(order.items()):
+    for query, answer in sorted(set(questions), key=place):
         if len(query) < QUERY_CHARS // 4 or (answer in used and not task.few_answers):
             continue
         fitting = (group for group in waiting if all(_apart(task, (query, answer), other) for other in group))
@@ -237,7 +246,7 @@ def _groups(task: Task, questions: list[Question]) -> list[list[Question]]:
     return complete
 
 
-def _apart(task: Task, one: Question, other: Question) -> bool:
+def _apart(task: TaskKind, one: Question, other: Question) -> bool:
     """Whether the answer of each question is wrong for the other one."""
     if one[1] == other[1]:
         return False
