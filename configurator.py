@@ -52,16 +52,19 @@ class Settings:
 
     values: dict
     sources: dict
+    arguments: tuple = ()  # the bare ones, if the script takes others than config files
 
     def record(self):
         """{name: {"value": ..., "source": ...}} for JSON. Checkpoints, wandb and the report store it."""
         return {name: {"value": value, "source": self.sources[name]} for name, value in self.values.items()}
 
 
-def configure(globals_, argv=None):
+def configure(globals_, argv=None, arguments="CONFIG_FILE"):
     """Give a script's variables the values that the command line asks for. Returns the `Settings`.
 
-    `globals_` is the script's globals(). `argv` is the command line (None: sys.argv[1:]).
+    `globals_` is the script's globals(). `argv` is the command line (None: sys.argv[1:]). `arguments` is what
+    --help calls a bare argument. With another name than CONFIG_FILE, these are not read as config files:
+    they are the script's own, in `Settings.arguments`.
     --help prints every setting and exits with status 0. If anything is wrong, all mistakes are printed on
     stderr, no variable changes, and the script exits with status 2. From this call on, a UserError that
     nothing catches ends the script in the same way: its sentence, status 2, no traceback. A character that
@@ -79,9 +82,10 @@ def configure(globals_, argv=None):
     environment = {n: v for n, v in ENVIRONMENT.items() if n in declared and os.environ.get(v)}
     if "--help" in argv or "-h" in argv:
         values |= {name: os.environ[variable] for name, variable in environment.items()}
-        _say(_help_page(globals_, declared, values), sys.stdout)
+        _say(_help_page(globals_, declared, values, arguments), sys.stdout)
         raise SystemExit(0)
-    command_line, files = _read_arguments(argv, declared, errors)
+    command_line, bare = _read_arguments(argv, declared, errors)
+    files = bare if arguments == "CONFIG_FILE" else []
     from_files = [given for path in files for given in _read_file(path, declared, errors)]
     given = [(n, ast.Constant(os.environ[v]), f"environment {v}", v) for n, v in environment.items()]
     for name, expression, source, label in given + from_files + command_line:
@@ -94,7 +98,7 @@ def configure(globals_, argv=None):
         _say(report + "hint: --help lists every setting with its default", sys.stderr)
         raise SystemExit(2)
     globals_.update(values)
-    return Settings(values, sources)
+    return Settings(values, sources, tuple(bare))
 
 
 def defaults(path):
@@ -195,8 +199,8 @@ def _kind(annotation):
 
 # What a person gives, as lists of (name, expression, source, label for an error).
 def _read_arguments(argv, declared, errors):
-    """What the command line gives, and the config files that it names."""
-    given, files, rest = [], [], deque(argv)
+    """What the command line gives to settings, and its bare arguments."""
+    given, bare, rest = [], [], deque(argv)
     switches = {name for name, setting in declared.items() if bool in setting.kind}
     negated = {f"no_{name}": name for name in switches if f"no_{name}" not in declared}
     while rest:
@@ -205,7 +209,7 @@ def _read_arguments(argv, declared, errors):
         name = key[2:].replace("-", "_") if key.startswith("--") else ""
         following = rest[0] if rest else "--"
         if not argument.startswith("-"):
-            files.append(argument)
+            bare.append(argument)
         elif name in negated:
             given.append((negated[name], ast.Constant(False), "command line", key))
             errors += [f"{key} takes no value"] if equals else []
@@ -221,7 +225,7 @@ def _read_arguments(argv, declared, errors):
                 text = "true" if name in switches and following.lower() not in WORDS else rest.popleft()
             label = f"{key}={show(text)}"
             given.append((name, _expression(text, declared[name].kind), "command line", label))
-    return given, files
+    return given, bare
 
 
 def _read_file(path, declared, errors):
@@ -268,14 +272,14 @@ def _near(name, names, dashes=""):
     return f"; did you mean {dashes}{close[0]}?" if close else ""
 
 
-def _help_page(globals_, declared, values):
+def _help_page(globals_, declared, values, arguments):
     """The docstring, the usage, and every setting with its default, help and type, in its group."""
     width = max(40, min(110, shutil.get_terminal_size().columns))
     module = getattr(globals_.get("__spec__"), "name", None)
     command = f"python -m {module}" if module else f"python {os.path.basename(globals_['__file__'])}"
     doc = (globals_.get("__doc__") or "").strip()
     doc = re.sub(r"^\S.*(\n\S.*)*", lambda prose: textwrap.fill(prose[0], width), doc, flags=re.MULTILINE)
-    lines = [doc, "", f"usage: {command} [CONFIG_FILE ...] [--setting=value ...]"]
+    lines = [doc, "", f"usage: {command} [{arguments} ...] [--setting=value ...]"]
     left = {name: f"  --{name}={show(values[name])}  " for name in declared}
     column, group = min(MAX_COLUMN, width // 2, max(map(len, left.values()), default=0)), ""
     for name, setting in declared.items():

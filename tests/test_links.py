@@ -54,16 +54,16 @@ def test_metrics_are_not_written_through_a_link(folder, outside):
 
 
 def test_no_temporary_name_is_a_way_out_of_the_folder(folder, outside):
-    for name in (".tmp-config.json", "metrics.tmp", "report.md.tmp", "loss.tmp.png", "report.md", "loss.png"):
+    names = ["config.json", "report.md", "report.html", "loss.png"]
+    for name in (*names, *(f".tmp-{name}" for name in names[:-1]), "metrics.tmp", "loss.tmp.png"):
         (folder / name).symlink_to(outside)
-    (folder / "config.json").symlink_to(outside)
     log = metrics.Metrics(folder)
     log.write(RECORD)
     metrics.rewind_metrics(folder / "metrics.jsonl", 1)
     checkpoint.write_whole(folder / "config.json", b"{}")
     report.write_report(folder, "run", [], [], True, pytest.fail)
     assert (folder / "config.json").read_bytes() == b"{}" and not (folder / "config.json").is_symlink()
-    assert (folder / "report.md").stat().st_size and not (folder / "loss.png").is_symlink()
+    assert (folder / "report.md").stat().st_size and not any(path.is_symlink() for path in folder.iterdir())
 
 
 def test_leftovers_that_are_links_are_removed_and_what_they_point_at_stays(folder, tmp_path):

@@ -101,10 +101,15 @@ def test_the_plot_is_a_png_with_something_on_it(tmp_path):
     assert reddish.sum() > 50 and bluish.sum() > 50  # validation, and the loss
 
 
-def test_the_report_leaves_no_other_file_than_its_two(tmp_path):
+def test_the_report_leaves_no_other_file_than_its_three(tmp_path):
     make_run(tmp_path)
     write_report(tmp_path, "A run", [], SAMPLES, final=True)
-    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "loss.png", "report.md"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "metrics.jsonl",
+        "loss.png",
+        "report.md",
+        "report.html",
+    }
 
 
 @pytest.mark.parametrize("fails_at", ["loss.png", "report.md"])

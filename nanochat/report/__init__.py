@@ -2,15 +2,25 @@
 config.json. `write_report` makes them during a run; scripts/report.py makes them again and compares runs."""
 
 from dataclasses import replace
-from pathlib import Path
 
 from nanochat import UserError
+from nanochat.report.comparison import MOST_RUNS, comparison_page
 from nanochat.report.markdown import write_markdown
 from nanochat.report.page import write_page
-from nanochat.report.run_data import Run, read_run
+from nanochat.report.run_data import Run, find_run, read_run
 from nanochat.report.run_page import run_page
 
-__all__ = ["Run", "read_run", "run_page", "write_page", "write_report"]
+__all__ = [
+    "MOST_RUNS",
+    "Run",
+    "comparison_page",
+    "find_run",
+    "read_run",
+    "run_page",
+    "write_files",
+    "write_page",
+    "write_report",
+]
 
 
 def write_report(out_dir, title: str, plan: list[str], samples: list[str], final: bool, say=print):
@@ -24,8 +34,13 @@ def write_report(out_dir, title: str, plan: list[str], samples: list[str], final
         run = replace(run, name=title, config={"plan": plan} | run.config)
         if samples and not run.samples:
             run.samples = [{"step": run.num_steps, "samples": samples}]
-        write_page(Path(out_dir) / "report.html", run_page(run, final))
-        write_markdown(run, final)
+        write_files(run, final)
     except (OSError, UserError) as error:
         reason = getattr(error, "strerror", None) or error
         say(f"warning: no report in {out_dir} ({reason}); the next evaluation tries again")
+
+
+def write_files(run: Run, final: bool, price_per_hour: float | None = None):
+    """report.html, report.md and loss.png of a run that was read from its folder. Raises OSError."""
+    write_page(run.folder / "report.html", run_page(run, final, price_per_hour))
+    write_markdown(run, final)

@@ -62,16 +62,16 @@ def rounded(values) -> list:
     return [None if math.isnan(v) else float(f"{v:.6g}") for v in map(float, values)]
 
 
-def smooth(values: np.ndarray, keep: float = 0.95) -> np.ndarray:
-    """The running mean in which a value's weight falls by `keep` a step; NaN passes it by."""
-    mean = weight = 0.0
-    out = np.full(len(values), math.nan)
-    for i, value in enumerate(values.tolist()):
-        if value == value:
-            mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
-        if weight:
-            out[i] = mean / weight
-    return out
+def smooth(values: np.ndarray) -> np.ndarray:
+    """The mean of each value and its neighbours, 2 % of the curve but at most 101 values; without NaN."""
+    half = min(len(values) // 100, 50)
+    good = ~np.isnan(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(good, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(good)])
+    middle = np.arange(len(values))
+    first, end = np.maximum(middle - half, 0), np.minimum(middle + half + 1, len(values))
+    count = counts[end] - counts[first]
+    return np.where(count > 0, (sums[end] - sums[first]) / np.maximum(count, 1), np.nan)
 
 
 def interpolated(run: Run, records: list[dict], name: str, column: str) -> list:
@@ -104,10 +104,12 @@ def x_of_steps(run: Run, starts: np.ndarray) -> dict[str, list]:
     return {axis: thin(run.steps[column], starts)[2] for axis, column in columns.items()}
 
 
-def curve_of(values: np.ndarray, starts, name: str, group: str, color: int = 0, band=True) -> Curve:
-    """A smoothed curve in the band of its bins' extremes."""
+def curve_of(
+    values: np.ndarray, starts, name: str, group: str, color: int = 0, band=True, smoothed=True
+) -> Curve:
+    """A curve of the bins' means, smoothed or not, and the band of their extremes."""
     low, high, _ = thin(values, starts)
-    _, _, mean = thin(smooth(values) if band else values, starts)
+    _, _, mean = thin(smooth(values) if smoothed else values, starts)
     mean = [None if at_bottom is None else m for m, at_bottom in zip(mean, low, strict=True)]
     return Curve(name, group, mean, color, low if band else None, high if band else None)
 

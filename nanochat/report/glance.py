@@ -56,7 +56,7 @@ def _results(run: Run):
     loss = steps["loss"][~np.isnan(steps["loss"])]
     if len(loss):
         tail = loss[-max(1, len(loss) // 20) :]
-        yield "training loss", f"{tail.mean():.4f}", "nats per token", "mean of the last 5 % of the steps"
+        yield "training loss", f"{tail.mean():.4f}", "nats per token", "mean of the last 5 % of steps"
     if run.num_steps:
         skipped, spikes = run.last("skipped") or 0, int((steps["spike"] == 1).sum())
         yield "steps", f"{run.num_steps:,}", "", f"{spikes:,} spikes, {skipped:,.0f} skipped"
@@ -96,7 +96,7 @@ def _costs(run: Run, price_per_hour):
             f"median step {compact(1000 * typical['step_time_s'])} ms",
         )
     if not math.isnan(typical["tok_per_sec"]):
-        yield "throughput", compact(typical["tok_per_sec"]), "tokens/s", "at the median step"
+        yield "tokens per second", compact(round(typical["tok_per_sec"])), "", "at the median step"
     if not math.isnan(typical["mfu"]):
         yield "MFU", f"{100 * typical['mfu']:.1f}", "%", "model FLOPs, of the machine's peak"
     if memory := next((m for r in reversed(run.evals) if (m := number(r.get("peak_memory")))), None):

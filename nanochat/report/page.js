@@ -43,7 +43,7 @@
     const power = 10 ** Math.floor(Math.log10(span / most));
     const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= (span / most) * 0.999);
     const ticks = [];
-    for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * step; i++) ticks.push(i * step);
+    for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * step; i++) ticks.push(i * step + 0); // -0 + 0 is 0
     return ticks;
   }
   function timeTicks(low, high, most) {
@@ -138,7 +138,7 @@
     element("path", { class: "axis", d: `M${LEFT} ${bottom}H${right}` }, svg);
     element("text", { x: (LEFT + right) / 2, y: HEIGHT - 3, "text-anchor": "middle" }, svg, NAMES[axis]);
     const clip = element("clipPath", { id: "live-" + chart.id }, svg);
-    element("rect", { x: LEFT, y: 0, width: right - LEFT, height: bottom }, clip);
+    element("rect", { x: LEFT - 5, y: 0, width: right - LEFT + 10, height: bottom }, clip);
     const plot = element("g", { "clip-path": `url(#live-${chart.id})` }, svg);
     for (const [curve, indexes] of shown) drawCurve(chart, curve, indexes, plot);
     for (const [kind, i] of chart.marks) {
@@ -311,7 +311,7 @@
     const input = box.querySelector("input"), label = box.querySelector("output");
     const steps = sets.map((set) => Number(set.dataset.step));
     const show = (i) => {
-      sets.forEach((set, k) => { set.hidden = k !== i; set.open = k === i; });
+      sets.forEach((set, k) => { set.hidden = k !== i; set.open = true; set.firstChild.hidden = true; });
       label.textContent = sets[i].querySelector("summary").textContent;
       input.setAttribute("aria-valuetext", label.textContent);
     };
@@ -357,7 +357,7 @@
   touched = 0;
   let resizing = 0;
   addEventListener("resize", () => { cancelAnimationFrame(resizing); resizing = requestAnimationFrame(() => charts.forEach(draw)); });
-  addEventListener("beforeprint", () => { document.querySelectorAll("details.table").forEach((d) => { d.open = false; }); charts.forEach(draw); });
+  addEventListener("beforeprint", () => charts.forEach(draw));
   const written = document.getElementById("written");
   if (written) written.textContent = new Date(1000 * page.written).toLocaleString();
   if (page.running) reload();

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import time
+from datetime import datetime, timezone
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -79,6 +80,14 @@ def e(value) -> str:
     return escape(text(value))
 
 
+def footer() -> str:
+    """When the page was written."""
+    now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    return (
+        f'<footer>Written by nanochat, <span id="written">{now}</span>. One file; it loads nothing.</footer>'
+    )
+
+
 def section(id: str, title: str, *content: str) -> str:
     """A part of the page with a heading; empty if it has no content."""
     inside = "\n".join(part for part in content if part)
@@ -125,6 +134,7 @@ def tiles(entries: list[tuple]) -> str:
     made = []
     for i, (name, value, unit, note) in enumerate(entries):
         kind = "tile main" if i == 0 else "tile"
+        note, unit = (", ".join(filter(None, (unit, note))), "") if len(unit) > 4 else (note, unit)
         small = f" <small>{e(unit)}</small>" if unit else ""
         below = f'<dd class="note">{e(note)}</dd>' if note else ""
         made.append(
@@ -144,11 +154,12 @@ def figure(chart: Chart, x_of: dict) -> str:
     for kind, label in (("spike", "spike (6 sigma)"), ("skipped", "skipped step (not finite)")):
         if any(mark == kind for mark, _ in chart.marks):
             legend.append(f'<li><i class="swatch {kind}"></i>{label}</li>')
+    unit = e(chart.unit) + (", logarithmic" if chart.log else "")
     note = f'<p class="note">{e(chart.note)}</p>' if chart.note else ""
     return (
         f'<figure class="chart" id="{chart.id}"><figcaption><h3>{e(chart.title)}</h3> '
-        f"<small>{e(chart.unit)}{', logarithmic' if chart.log else ''}</small></figcaption>\n"
-        f'<ul class="legend">{"".join(legend)}<li class="where"></li></ul>\n'
+        f'<small>{unit}</small><span class="where"></span></figcaption>\n'
+        f'<ul class="legend">{"".join(legend)}</ul>\n'
         f"{svg.draw(chart, x_of, _description(chart, x_of))}\n{note}"
         f'<details class="table"><summary>Values</summary>{_values(chart, x_of)}</details></figure>'
     )

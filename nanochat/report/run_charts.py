@@ -17,7 +17,7 @@ def run_charts(run: Run) -> tuple[list[Chart], dict]:
 
     def of_steps(id, title, unit, column, name, color, factor=1.0, band=True, marks=()):
         values = run.steps[column] * factor
-        curve = curves.curve_of(values, starts, name, "steps", color, band)
+        curve = curves.curve_of(values, starts, name, "steps", color, band, smoothed="smoothed" in name)
         return Chart(f"chart-{id}", title, unit, [curve], log=spans(values), marks=list(marks))
 
     charts = [
@@ -28,7 +28,7 @@ def run_charts(run: Run) -> tuple[list[Chart], dict]:
             "lr", "Learning rate", "as a share of the full rate", "lr_multiplier", "factor", 2, band=False
         ),
         of_steps("speed", "Throughput", "tokens/s", "tok_per_sec", "tokens/s, smoothed", 6),
-        of_steps("wait", "Wait for data", "ms a step", "data_wait_s", "wait, smoothed", 4, 1000.0),
+        of_steps("wait", "Wait for data", "ms a step", "data_wait_s", "wait", 4, 1000.0),
         Chart("chart-tasks", "Task scores", "0 = chance, 1 = all right", _score_curves(run)),
     ]
     charts[0].log = charts[3].log = False

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pyarrow as pa
 import pyarrow.json
 
 from nanochat import UserError
+from nanochat.paths import user_path
 from nanochat.plain_file import open_plain
 
 MAX_METRICS_BYTES, MAX_CONFIG_BYTES, MAX_LINE_BYTES = 2**29, 2**22, 2**20
@@ -54,13 +56,22 @@ class Run:
     @property
     def num_iterations(self) -> int | None:
         """Updates that the run plans to make; None if its config.json does not say."""
-        planned = number(self.section("derived").get("num_iterations"))
-        return int(planned) if planned else None
+        given = self.settings().get("num_iterations", {}).get("value")
+        planned = number(self.section("derived").get("num_iterations")) or number(given)
+        return int(planned) if planned and planned > 0 else None
 
     @property
     def is_complete(self) -> bool:
         """Whether it has made, and evaluated, all its steps."""
         return bool(self.num_iterations and self.evals and self.evals[-1]["step"] >= self.num_iterations)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it looks as if a process still trains: steps are missing, and one was written just now."""
+        times = self.steps["step_time_s"][-100:]
+        patience = 60 + 20 * float(np.nanmedian(times)) if (times >= 0).any() else 60
+        written = (self.folder / "metrics.jsonl").stat().st_mtime
+        return not self.is_complete and time.time() - written < patience
 
     def section(self, name: str) -> dict:
         """A part of config.json that has names and values; {} if it is missing."""
@@ -94,6 +105,22 @@ def text(value) -> str:
     """A value as a text of bounded length, without control characters (they could hide what stands there)."""
     cut = str(value)[:MAX_TEXT]
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in cut)
+
+
+def find_run(name: str, base_dir: Path) -> Path:
+    """The folder of a run that is named by its folder, or by its tag under base_dir. Raises UserError."""
+    given = user_path("run", name)
+    if given.is_dir():
+        return given
+    places = [base_dir / place for place in ("mid_checkpoints", "base_checkpoints")]
+    for place in places:
+        if given.name == name and (place / name).is_dir():
+            return place / name
+    tags = sorted({folder.name for place in places for folder in place.glob("*") if folder.is_dir()})
+    known = ", ".join(tags[:20]) or "none"
+    raise UserError(
+        f"there is no run {name}; give its folder, or its tag (under {base_dir} there are: {known})"
+    )
 
 
 def read_run(folder, say=lambda warning: None) -> Run:

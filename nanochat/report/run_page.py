@@ -1,7 +1,5 @@
 """report.html: the page of one run."""
 
-from datetime import datetime, timezone
-
 from nanochat.report import curves, page
 from nanochat.report.glance import at_a_glance, sentence, time_left
 from nanochat.report.page import e
@@ -11,7 +9,7 @@ from nanochat.report.run_data import Run
 from nanochat.report.svg import compact, duration
 
 MOST_SAMPLES = 30  # sets of samples on a page
-MOST_COLUMNS = 6  # evaluations in the table of tasks
+MOST_COLUMNS = 5  # evaluations in the table of tasks
 
 
 def run_page(run: Run, final: bool, price_per_hour: float | None = None) -> str:
@@ -24,7 +22,7 @@ def run_page(run: Run, final: bool, price_per_hour: float | None = None) -> str:
         page.section("tasks", "Tasks", _tasks(run, drawn.get("chart-tasks", ""))),
         page.section("position", "Does it use its context?", _position(run, drawn.get("chart-position", ""))),
         page.section("samples", "What it writes", _samples(run)),
-        page.section("settings", "Settings that differ from the defaults", _settings(run)),
+        page.section("settings", "Changed settings", _settings(run)),
         page.section("plan", "Plan", _plan(run)),
         page.section("environment", "Environment", _environment(run)),
         page.section("repeat", "Do it again", _repeat(run)),
@@ -36,7 +34,7 @@ def run_page(run: Run, final: bool, price_per_hour: float | None = None) -> str:
         f'<main id="main">\n{glance}',
         *sections,
         "</main>",
-        _footer(),
+        page.footer(),
     ]
     return page.document(
         f"{run.name}: nanochat report", "\n".join(filter(None, body)), charts, x_of, not final
@@ -45,13 +43,6 @@ def run_page(run: Run, final: bool, price_per_hour: float | None = None) -> str:
 
 def _grid(figures: list[str]) -> str:
     return f'<div class="charts">\n{chr(10).join(figures)}\n</div>' if figures else ""
-
-
-def _footer() -> str:
-    now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    return (
-        f'<footer>Written by nanochat, <span id="written">{now}</span>. One file; it loads nothing.</footer>'
-    )
 
 
 def _header(run: Run, final: bool):

@@ -84,7 +84,7 @@ def draw(chart: Chart, x_of: dict[str, dict[str, list]], description: str) -> st
     to_y = _scale(y_low, y_high, HEIGHT - BOTTOM, TOP, chart.log)
     parts = [*_frame(chart, axis, x_low, x_high, y_low, y_high, to_x, to_y, found)]
     clip = f"clip-{chart.id}"
-    inside = f'<rect x="{LEFT}" y="0" width="{WIDTH}" height="{HEIGHT - BOTTOM}"/>'
+    inside = f'<rect x="{LEFT - 5}" y="0" width="{WIDTH}" height="{HEIGHT - BOTTOM}"/>'
     parts.append(f'<clipPath id="{clip}">{inside}</clipPath><g clip-path="url(#{clip})">')
     for curve, values in zip(chart.curves, xs, strict=True):
         parts += _curve(curve, values, to_x, to_y)
@@ -132,11 +132,11 @@ def _curve(curve, xs, to_x, to_y):
         ends = [(to_y(low), to_y(high)) for low, high in ends]
         there = [(x, high) for (x, _), (_, high) in zip(points, ends, strict=True)]
         back = [(x, low) for (x, _), (low, _) in zip(points, ends, strict=True)][::-1]
-        yield f'<path class="band c{curve.color}" d="{_path(there + back)}"/>'
-    yield f'<path class="line c{curve.color}" d="{_path(points)}"/>'
+        yield f'<path class="band c{curve.color % 8}" d="{_path(there + back)}"/>'
+    yield f'<path class="line c{curve.color % 8}" d="{_path(points)}"/>'
     if curve.dots or len(points) == 1:
         for x, y in points:
-            yield f'<circle class="dot c{curve.color}" cx="{x:.1f}" cy="{_bounded(y):.1f}" r="3"/>'
+            yield f'<circle class="dot c{curve.color % 8}" cx="{x:.1f}" cy="{_bounded(y):.1f}" r="3"/>'
 
 
 def _marks(chart, xs, to_x):

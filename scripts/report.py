@@ -1,0 +1,46 @@
+"""Write the page of a run again, or one page that compares runs.
+
+    python -m scripts.report ~/.cache/nanochat/base_checkpoints/laptop    # its report.html and report.md
+    python -m scripts.report d4 d4-again --out=comparison.html            # curves over each other
+
+A run is named by its folder, or by its tag in base_checkpoints or mid_checkpoints of base_dir. The page is
+one file that loads nothing, so it can be mailed or put on a server as it is.
+"""
+
+import sys
+from pathlib import Path
+
+import configurator
+from nanochat import UserError
+from nanochat.paths import user_path
+from nanochat.report import MOST_RUNS, comparison_page, find_run, read_run, run_page, write_files, write_page
+
+out: str | None = None  # file to write (none = the run's report.html; comparison.html here for several runs)
+price_per_hour = -1.0  # what the machine costs an hour, to show the cost (-1 = as the run says) [-1, 0..1e9]
+base_dir = "~/.cache/nanochat"  # where runs are looked for by tag (environment: NANOCHAT_BASE_DIR)
+
+settings = configurator.configure(globals(), arguments="RUN")
+
+
+def warn(message: str):
+    print(message, file=sys.stderr)
+
+
+folders = [find_run(name, user_path("base_dir", base_dir)) for name in dict.fromkeys(settings.arguments)]
+if not 1 <= len(folders) <= MOST_RUNS:
+    raise UserError(f"name 1 to {MOST_RUNS} runs, such as: python -m scripts.report d4")
+price = price_per_hour if price_per_hour >= 0 else None
+path = user_path("out", out) if out else Path("comparison.html") if len(folders) > 1 else None
+try:
+    runs = [read_run(folder, warn) for folder in folders]
+    if path is None:
+        path = runs[0].folder / "report.html"
+        write_files(runs[0], not runs[0].goes_on, price)
+    elif len(runs) == 1:
+        write_page(path, run_page(runs[0], not runs[0].goes_on, price))
+    else:
+        write_page(path, comparison_page(runs, price))
+except OSError as error:
+    reason = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    raise UserError(f"no report ({reason}); give another place with --out=FILE") from error
+print(f"report: {path}")
