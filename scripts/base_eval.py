@@ -1,0 +1,150 @@
+"""What a checkpoint can do: bits per byte, its scores in tasks, and samples.
+
+    python -m scripts.base_eval                                  # the newest checkpoint
+    python -m scripts.base_eval --source=d12 --step=5000 --eval=bpb,core
+    torchrun --standalone --nproc_per_node=8 -m scripts.base_eval --source=d20
+
+Text and settings are those of the checkpoint's run, so bits per byte is the number that the run had. The
+tasks are those made from the validation text, and CORE's if its public bundle is here
+(python -m scripts.download --name=core). The results go to the terminal, and to the run's folder as
+base_eval_NNNNNN.md and .json for the checkpoint of step NNNNNN.
+"""
+
+import time
+from typing import Literal
+
+import torch
+
+import configurator
+from nanochat import UserError, checkpoint, precision, runtime
+from nanochat.data.bundle import open_bundle
+from nanochat.data.dataset import open_dataset
+from nanochat.data.own_tasks import open_own_tasks
+from nanochat.data.progress import bar
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.data.validation import validation_batches
+from nanochat.engine import continuations, find_source, load_for_inference
+from nanochat.evaluate import bits_per_byte
+from nanochat.evaluation_page import page, results_folder, settings_of_run, write_results
+from nanochat.paths import user_path
+from nanochat.task_scores import score_tasks
+
+# Model
+source: str | None = None  # a run's tag, its folder or a checkpoint's (none = the newest, mid before base)
+step = -1  # of the checkpoint in that run (-1 = the newest) [-1, 0..1e12]
+base_dir = "~/.cache/nanochat"  # where data, tokenizers and runs live (environment: NANOCHAT_BASE_DIR)
+out_dir: str | None = None  # folder of the results (none = the run's)
+
+# What to evaluate
+eval = "bpb,core,sample"  # any of bpb, core (all tasks) and sample, with commas between them
+core_metric_max_per_task = -1  # examples of each of CORE's tasks (-1 = all) [-1, 1..1e9]
+bundle: str | None = None  # folder or zip file of CORE's bundle (none = <base_dir>/eval_bundle)
+
+# Text (none = as in the run)
+data: str | None = None  # embedded, a file or folder of text, climbmix or fineweb-edu
+val_data: str | None = None  # a file or folder that is the validation split
+text_field: str | None = None  # the field of JSON objects or column of parquet files that holds the text
+eval_tokens: int | None = None  # validation tokens to score (-1 = all) [-1, 1..1e12]
+sample_prompts: str | None = None  # texts to continue, separated by |
+
+# Machine
+device_type: Literal["auto", "cuda", "cpu", "mps"] = "auto"  # auto = cuda, else mps, else cpu
+dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto = as in the run
+
+settings = configurator.configure(globals())
+
+parts = [part.strip() for part in eval.split(",")]
+if unknown := [part for part in parts if part not in ("bpb", "core", "sample")]:
+    raise UserError(f"eval has {unknown[0]!r}; give any of bpb, core and sample, with commas between them")
+
+# ------------------------------------------------------------------------------------------------------
+# Load: the checkpoint, the settings of its run, the model
+
+machine = runtime.start(device_type, seed=0)
+say, device, share = machine.print, machine.device, (machine.rank, machine.world_size)
+machine.check_same_settings(settings.values)
+base_path = user_path("base_dir", base_dir)
+found = find_source(source, base_path, say)
+if step != -1:
+    found = checkpoint.find(found.path.parent, step, say)
+machine.check_same({"the checkpoint": found.path.name, "its identity": found.state["identity"]})
+folder = results_folder(found, out_dir)
+
+run = settings_of_run(found)
+if data is not None:  # the run's validation files belong to the run's data
+    run |= {"data": data, "val_data": None, "text_field": "text"}
+for name in ("val_data", "text_field", "eval_tokens", "sample_prompts"):
+    run[name] = run[name] if settings.values[name] is None else settings.values[name]
+compute_dtype, dtype_reason = precision.resolve_dtype(run["dtype"] if dtype == "auto" else dtype, device)
+tokenizer = Tokenizer.load(found.path / "tokenizer.json")
+model = load_for_inference(found, device, torch.float32)  # as in training, autocast casts what it needs
+if tokenizer.vocab_size != model.config.vocab_size:
+    raise UserError(f"{found.path} has the tokenizer of another model; copy the right tokenizer.json into it")
+
+# The text, and the tasks made from it
+dataset, own, public, problem = None, [], [], ""
+with machine.main_first("data"):  # the first process builds what is missing; then the others find it
+    try:
+        if "bpb" in parts or "core" in parts:
+            where = {"base_dir": base_path, "text_field": run["text_field"]}
+            dataset = open_dataset(run["data"], run["val_data"], **where)
+        if "core" in parts:
+            own = open_own_tasks(dataset, dataset.tokenizer_folder(base_path), say)
+    except UserError as error:
+        problem = f"{error} (the data are those of the run; name others with --data)"
+if problem and "bpb" in parts:
+    raise UserError(problem)
+if problem:
+    say(f"the tasks from the validation text are left out: {problem}")
+if "core" in parts:
+    opened, reason = open_bundle(bundle, base_path, core_metric_max_per_task)
+    public = opened.tasks if opened else []
+    if reason:
+        say(reason)
+
+# ------------------------------------------------------------------------------------------------------
+# Evaluate
+
+results = {
+    "checkpoint": str(found.path),
+    "step": found.step,
+    "device": runtime.device_name(device),
+    "world_size": machine.world_size,
+    "dtype": precision.name_of(compute_dtype),
+}
+facts = {
+    "checkpoint": str(found.path),
+    "model": f"{sum(p.numel() for p in model.parameters()):,} parameters, depth {model.config.depth}",
+    "computed": f"on {results['device']} x {machine.world_size}, in {results['dtype']} ({dtype_reason})",
+}
+if dataset:
+    same = dataset.fingerprint == found.state["identity"].get("data")
+    results["data"] = {"name": dataset.name, "fingerprint": dataset.fingerprint, "same_as_in_training": same}
+    facts["text"] = f"{dataset.name}, {dataset.note}" + (
+        "" if same else "; not the run's, so these numbers are not comparable with the run's"
+    )
+began = time.monotonic()
+if "bpb" in parts:
+    rows = max(1, min(run["device_batch_size"], 2**16 // model.config.max_seq_len))
+    validation = validation_batches(
+        dataset.val_shards, tokenizer, model.config.max_seq_len, rows, run["eval_tokens"], *share, device
+    )
+    token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(device)
+    results["val_bpb"] = bits_per_byte(model, validation, token_bytes, compute_dtype, machine)
+if "core" in parts:
+    questions = -(-sum(len(task.examples) for task in own + public) // machine.world_size)
+    with bar("tasks", "question", questions, hidden=not machine.is_main) as progress:
+        results |= score_tasks(model, tokenizer, own, public, compute_dtype, machine, progress.update)
+if "sample" in parts and machine.is_main:
+    prompts = run["sample_prompts"].split("|")
+    results["samples"] = continuations(model, tokenizer, prompts, compute_dtype, run["seed"])
+facts["time"] = f"{time.monotonic() - began:.1f} s"
+
+# ------------------------------------------------------------------------------------------------------
+# Show and write
+
+if machine.is_main:
+    text = page(f"{results_folder(found, None).name}, step {found.step:,}", facts, results, own, public)
+    say(text)
+    write_results(folder, found.step, results, text, say)
+machine.close()

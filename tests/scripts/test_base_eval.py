@@ -1,0 +1,172 @@
+"""scripts.base_eval: its numbers are the run's, what it writes, and what it says about bad settings."""
+
+import json
+import runpy
+import shutil
+import signal
+import sys
+
+import pytest
+import torch
+from bundles import write_bundle
+from helpers import command, records, run, save_step
+
+from nanochat import UserError, core, runtime
+from nanochat.checkpoint import checkpoints_in, open_checkpoint
+from nanochat.data.bundle import open_bundle
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.engine import load_for_inference
+
+
+@pytest.fixture(scope="module")
+def trained(corpus, tmp_path_factory):
+    """The folder of a finished run with evaluations after 3, 6 and 8 steps and checkpoints after 6 and 8."""
+    out = tmp_path_factory.mktemp("runs") / "tiny"
+    run(command(corpus, out, "--eval_every=3", "--sample_prompts=alpha|def"))
+    assert sorted(checkpoints_in(out)) == [6, 8]
+    return out
+
+
+@pytest.fixture
+def base_eval(corpus, monkeypatch, capsys):
+    """Run the script in this process; returns what it printed."""
+
+    def base_eval(*arguments):
+        monkeypatch.setattr(sys, "argv", ["base_eval", f"--base_dir={corpus.parent / 'base'}", *arguments])
+        runpy.run_module("scripts.base_eval", run_name="__main__")
+        return capsys.readouterr().out
+
+    handler, hook = signal.getsignal(signal.SIGINT), sys.excepthook
+    yield base_eval
+    signal.signal(signal.SIGINT, handler)
+    sys.excepthook = hook
+
+
+def bpb_of_run(out, step):
+    return next(r["val_bpb"] for r in records(out) if r["step"] == step and "val_bpb" in r)
+
+
+def written(folder, step):
+    return json.loads((folder / f"base_eval_{step:06d}.json").read_text("utf-8"))
+
+
+# ------------------------------------------------------------------------------------------------------
+# Its numbers
+
+
+def test_bits_per_byte_are_those_of_the_run_at_any_of_its_checkpoints(base_eval, trained):
+    printed = base_eval(f"--source={trained}", "--eval=bpb")
+    assert written(trained, 8)["val_bpb"] == pytest.approx(bpb_of_run(trained, 8), abs=1e-6)
+    assert f"Bits per byte: {bpb_of_run(trained, 8):.6f}" in printed
+    base_eval(f"--source={trained / 'step_000008'}", "--step=6", "--eval=bpb")
+    assert written(trained, 6)["val_bpb"] == pytest.approx(bpb_of_run(trained, 6), abs=1e-6)
+    assert written(trained, 6)["data"]["same_as_in_training"]
+
+
+def test_its_samples_are_those_of_the_run(base_eval, trained):
+    base_eval(f"--source={trained}", "--eval=sample")
+    of_run = next(r["samples"] for r in records(trained) if r["step"] == 8 and "samples" in r)
+    assert written(trained, 8)["samples"] == of_run and len(of_run) == 2
+
+
+def test_its_scores_are_those_of_core(base_eval, trained, corpus, tmp_path):
+    write_bundle(tmp_path / "bundle")
+    printed = base_eval(f"--source={trained}", "--eval=core", f"--bundle={tmp_path / 'bundle'}")
+    tasks = open_bundle(tmp_path / "bundle", tmp_path)[0].tasks
+    own = open_bundle(next((corpus.parent / "base" / "tokenizers").glob("*/own_tasks-1")), tmp_path)[0].tasks
+    found, machine = open_checkpoint(trained / "step_000008"), runtime.start("cpu", 0)
+    model = load_for_inference(found, machine.device, torch.float32)
+    tokenizer, results = Tokenizer.load(found.path / "tokenizer.json"), written(trained, 8)
+    expected = core.evaluate(model, tokenizer, tasks, torch.float32, machine)
+    assert results["core_tasks"] == {label: result.centred for label, result in expected.items()}
+    assert results["core"] == pytest.approx(sum(results["core_tasks"].values()) / len(tasks))
+    expected = core.evaluate(model, tokenizer, own, torch.float32, machine)
+    assert results["own_tasks"] == {label: result.accuracy for label, result in expected.items()}
+    centred = [result.centred for result in expected.values()]
+    assert results["own_score"] == pytest.approx(sum(centred) / len(centred))
+    for label, result in expected.items():
+        (line,) = [line for line in printed.splitlines() if line.startswith(f"| {label} ")]
+        accuracy, _, centred, n = (float(cell) for cell in line.split("|")[2:-1])
+        assert (accuracy, centred, n) == (round(result.accuracy, 3), round(result.centred, 3), result.n)
+
+
+@pytest.mark.slow
+def test_several_processes_give_the_same_numbers(trained, corpus, tmp_path):
+    arguments = ["scripts.base_eval", f"--source={trained}", f"--base_dir={corpus.parent / 'base'}"]
+    for processes in (1, 2):
+        run([*arguments, f"--out_dir={tmp_path / str(processes)}"], processes=processes)
+    one, two = (written(tmp_path / str(processes), 8) for processes in (1, 2))
+    assert two["val_bpb"] == pytest.approx(one["val_bpb"], abs=1e-6)
+    assert (two["own_tasks"], two["samples"], two["world_size"]) == (one["own_tasks"], one["samples"], 2)
+
+
+# ------------------------------------------------------------------------------------------------------
+# What it writes and says
+
+
+def test_the_page_is_printed_and_written_beside_the_json(base_eval, trained, tmp_path):
+    printed = base_eval(f"--source={trained}", "--eval=bpb, core,sample", f"--out_dir={tmp_path / 'new'}")
+    page = (tmp_path / "new" / "base_eval_000008.md").read_text("utf-8")
+    assert page in printed and printed.endswith("base_eval_000008.md and .json\n")
+    assert page.startswith("# tiny, step 8\n") and "same_as_in_training" not in page
+    for title in ("## Bits per byte: ", "## Tasks from the validation text: ", "## Samples"):
+        assert title in page
+    tables = [line for line in page.splitlines() if line.startswith("|")]
+    assert tables and all(line.endswith("|") for line in tables)
+    assert "CORE was left out" in printed and "python -m scripts.download --name=core" in printed
+
+
+def test_a_folder_that_cannot_be_written_costs_a_line_and_no_result(base_eval, trained, tmp_path):
+    (tmp_path / "file").write_text("")
+    printed = base_eval(f"--source={trained}", "--eval=bpb", f"--out_dir={tmp_path / 'file' / 'x'}")
+    assert "## Bits per byte: " in printed and "the results are not written: " in printed
+
+
+def test_a_checkpoint_that_was_copied_out_of_its_run_gets_the_results_itself(base_eval, trained, tmp_path):
+    shutil.copytree(trained / "step_000008", tmp_path / "mine")
+    base_eval(f"--source={tmp_path / 'mine'}", "--eval=bpb")
+    assert written(tmp_path / "mine", 8)["val_bpb"] == pytest.approx(bpb_of_run(trained, 8), abs=1e-6)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_other_text_is_scored_and_said_to_be_another(base_eval, trained, corpus, tmp_path):
+    text = "a text of ours. " * 300
+    (tmp_path / "train.txt").write_text(text)
+    (tmp_path / "val.txt").write_text(text[:999])
+    arguments = [f"--data={tmp_path / 'train.txt'}", f"--val_data={tmp_path / 'val.txt'}"]
+    printed = base_eval(f"--source={trained}", "--eval=bpb", *arguments, f"--out_dir={tmp_path}")
+    assert "not the run's" in printed and not written(tmp_path, 8)["data"]["same_as_in_training"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "sentence"),
+    [
+        ("--eval=bpb,speed", "eval has 'speed'; give any of bpb, core and sample"),
+        ("--step=7", "has no checkpoint of step 7; there are: 6, 8"),
+        ("--bundle=/no/such/bundle", "no evaluation bundle can be read at /no/such/bundle"),
+        ("--data=/no/such/text", "data=/no/such/text does not exist"),
+        ("--out_dir=~nobody-here/x", "begins with a user who is unknown here"),
+    ],
+)
+def test_a_bad_setting_gets_one_sentence(base_eval, trained, argument, sentence):
+    with pytest.raises(UserError) as error:
+        base_eval(f"--source={trained}", argument)
+    assert sentence in str(error.value)
+
+
+def test_text_that_is_gone_leaves_out_the_tasks_made_from_it_but_not_core(base_eval, trained, tmp_path):
+    write_bundle(tmp_path / "bundle")
+    arguments = [f"--source={trained}", f"--bundle={tmp_path / 'bundle'}", f"--out_dir={tmp_path}"]
+    printed = base_eval(*arguments, "--eval=core", "--data=/no/such/text")
+    assert "the tasks from the validation text are left out: data=/no/such/text" in printed
+    assert "core" in written(tmp_path, 8) and "own_score" not in written(tmp_path, 8)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [b"[]", b"{", b'{"settings": 3}', b'{"settings": {"eval_tokens": {"value": "x"}}}'],
+)
+def test_settings_from_a_stranger_are_met_with_a_sentence(base_eval, tmp_path, config):
+    save_step(tmp_path, 5, state={"identity": {"model": {}}}, files={"config.json": config})
+    with pytest.raises(UserError, match=r"config\.json is not"):
+        base_eval(f"--source={tmp_path}")
