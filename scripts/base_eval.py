@@ -91,7 +91,7 @@ with machine.main_first("data"):  # the first process builds what is missing; th
         if "core" in parts:
             own = open_own_tasks(dataset, dataset.tokenizer_folder(base_path), say)
     except UserError as error:
-        problem = f"{error} (the data are those of the run; name others with --data)"
+        problem = str(error) + (" (as in the run; name other text with --data)" if data is None else "")
 if problem and "bpb" in parts:
     raise UserError(problem)
 if problem:
