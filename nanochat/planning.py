@@ -98,6 +98,15 @@ class Plan:
         """Time of all steps at 30 % of the peak."""
         return self.flops_per_token * self.tokens / (0.3 * self.hardware.peak_flops)
 
+    def numbers(self) -> dict[str, int]:
+        """What the report needs to know of the plan, for config.json."""
+        return {
+            "num_iterations": self.num_iterations,
+            "parameters": self.parameters["total"],
+            "flops_per_token": self.flops_per_token,
+            "data_tokens": self.data_tokens,
+        }
+
     def check(self, accept: str):
         """Raise UserError if this run must not begin. `accept` is the setting of that name."""
         if refusal := self.refusal(accept):

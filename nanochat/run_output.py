@@ -16,7 +16,7 @@ class RunOutput:
 
     The first process writes `log` (metrics.jsonl, wandb), the `console`, config.json and the report; of a
     checkpoint each process writes its share. What the folder holds from after the checkpoint `resumed` is set
-    aside first. facts: what config.json holds; its "plan" is a list of lines.
+    aside first. facts: what config.json holds.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class RunOutput:
             checkpoint.set_future_aside(path, resumed, machine.print)
             metrics.rewind_metrics(path / "metrics.jsonl", step, machine.print)
             checkpoint.write_whole(path / "config.json", config_json)
-        self._path, self._machine, self._plan = path, machine, facts["plan"]
+        self._path, self._machine = path, machine
         self._files = {"tokenizer.json": tokenizer.to_bytes(), "config.json": config_json}
         self.log = metrics.Metrics(path, enabled=machine.is_main)
         self.log.start_wandb(wandb_run, facts, progress, machine.print)
@@ -84,11 +84,9 @@ class RunOutput:
         return self._machine.is_main and self._saver.done() and 0 < 60 * minutes < since
 
     def report(self, final: bool):
-        """Write the report of what the run has done so far, from its metrics."""
+        """Write the report of what the run has done so far. final: it goes no further now."""
         if self._machine.is_main:
-            records = metrics.read_metrics(self.log.path)
-            samples = next((r["samples"] for r in reversed(records) if r.get("samples")), [])
-            write_report(self._path, self._path.name, self._plan, samples, final, self.console.print)
+            write_report(self._path, final, self.console.print)
 
     def close(self):
         """Finish the save that is under way, then close everything. Raises SaveError if that save failed."""

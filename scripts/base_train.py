@@ -86,6 +86,9 @@ device_type: Literal["auto", "cuda", "cpu", "mps"] = "auto"  # auto = cuda, else
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto = the best that the device has
 compile: Literal["auto", "on", "off"] = "auto"  # auto = if it saves more time than it takes
 seed = 42  # of initial weights, order of the data, and samples [0..2**62]
+price_per_hour = (
+    -1.0
+)  # what the machine costs an hour, to show the cost in the report (-1 = unknown) [-1, 0..1e9]
 process_timeout = 600.0  # seconds to wait for a process that does not answer; then all end [1..1e6]
 run = "dummy"  # the run's name at wandb (dummy = no wandb)
 plan = False  # print the plan and exit
@@ -184,8 +187,9 @@ if world_size > 1:  # averages the gradients over the processes while the backwa
 # Log and save
 
 facts = {"settings": settings.record(), "plan": planning.lines(sections), "identity": identity}
+facts |= {"derived": plan.numbers(), **machine.environment()}
 output = RunOutput(
-    run_path, run_id, machine, facts | machine.environment(), tokenizer, resumed, progress,
+    run_path, run_id, machine, facts, tokenizer, resumed, progress,
     plan.num_iterations, run, keep_checkpoints, permanent_every,
 )  # fmt: skip
 log, console = output.log, output.console
@@ -213,7 +217,7 @@ def evaluate():
     if is_due(sample_every) and machine.is_main:
         record["samples"] = continuations(model, tokenizer, sample_prompts.split("|"), compute_dtype, seed)
         console.print(*(f"--- {text}" for text in record["samples"]))
-    log.write(record)
+    log.write(record | {"peak_memory": machine.peak_memory()})
     output.report(final=last_step)
 
 
@@ -322,11 +326,13 @@ while True:
 # Finish
 
 loader.close()
+if stopping:
+    output.report(final=True)
 output.close()
 if stopping:
     again = "" if resume == "auto" else " with --resume=auto"
     say(f"stopped by {stop.name or 'a signal'} after {step} steps and saved; the same command{again} goes on")
 else:
     took = f"{progress.train_seconds:.0f} s in steps, {machine.peak_memory() / 2**30:.2f} GiB at most"
-    say(f"done: {took}\nreport: {run_path / 'report.md'}")
+    say(f"done: {took}\nreport: {run_path / 'report.html'}")
 machine.close()

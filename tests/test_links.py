@@ -61,7 +61,7 @@ def test_no_temporary_name_is_a_way_out_of_the_folder(folder, outside):
     log.write(RECORD)
     metrics.rewind_metrics(folder / "metrics.jsonl", 1)
     checkpoint.write_whole(folder / "config.json", b"{}")
-    report.write_report(folder, "run", [], [], True, pytest.fail)
+    report.write_report(folder, True, pytest.fail)
     assert (folder / "config.json").read_bytes() == b"{}" and not (folder / "config.json").is_symlink()
     assert (folder / "report.md").stat().st_size and not any(path.is_symlink() for path in folder.iterdir())
 

@@ -1,5 +1,6 @@
 """report.md and its plot: whole, readable, and with the samples as the model wrote them."""
 
+import json
 import os
 
 import matplotlib.image
@@ -19,7 +20,7 @@ SAMPLES = [
 ]
 
 
-def make_run(folder, steps=40, every=10):
+def make_run(folder, steps=40, every=10, samples=(), plan=()):
     log = Metrics(folder)
     for step in range(steps):
         if step % every == 0:
@@ -36,8 +37,9 @@ def make_run(folder, steps=40, every=10):
                 "flops": (step + 1) * 10**9,
             }
         )
-    log.write({"step": steps, "val_bpb": 1.23456, "tokens": steps * 512})
+    log.write({"step": steps, "val_bpb": 1.23456, "tokens": steps * 512, "samples": samples})
     log.close()
+    (folder / "config.json").write_text(json.dumps({"plan": plan}))
 
 
 def fenced_blocks(markdown):
@@ -57,8 +59,8 @@ def fenced_blocks(markdown):
 
 
 def test_each_sample_is_in_a_code_block_of_its_own(tmp_path):
-    make_run(tmp_path)
-    write_report(tmp_path, "A run", ["batch 512"], SAMPLES, final=True)
+    make_run(tmp_path, samples=SAMPLES)
+    write_report(tmp_path, final=True)
     blocks = fenced_blocks((tmp_path / "report.md").read_text(encoding="utf-8"))
     assert len(blocks) == len(SAMPLES)
     for block, sample in zip(blocks, SAMPLES, strict=True):
@@ -68,9 +70,10 @@ def test_each_sample_is_in_a_code_block_of_its_own(tmp_path):
 
 
 def test_the_report_holds_title_plan_validation_and_what_the_run_did(tmp_path):
-    make_run(tmp_path)
-    write_report(tmp_path, "Run d4", ["batch: 512 tokens", "dtype: float32"], ["x"], final=True)
-    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    (run := tmp_path / "Run d4").mkdir()
+    make_run(run, samples=["x"], plan=["batch: 512 tokens", "dtype: float32"])
+    write_report(run, final=True)
+    text = (run / "report.md").read_text(encoding="utf-8")
     assert text.startswith("# Run d4\n")
     assert "- batch: 512 tokens\n- dtype: float32\n" in text
     assert "| 40 | 20,480 | 1.2346 |" in text  # the last evaluation, in the table
@@ -82,17 +85,20 @@ def test_the_report_holds_title_plan_validation_and_what_the_run_did(tmp_path):
 
 
 def test_the_report_of_an_unfinished_run_says_so_and_is_rewritten(tmp_path):
-    make_run(tmp_path)
-    write_report(tmp_path, "A run", [], ["first words"], final=False)
+    make_run(tmp_path, samples=["first words"])
+    write_report(tmp_path, final=False)
     assert "still going on" in (tmp_path / "report.md").read_text(encoding="utf-8")
-    write_report(tmp_path, "A run", [], ["second words"], final=True)
+    log = Metrics(tmp_path)
+    log.write({"step": 41, "samples": ["second words"]})
+    log.close()
+    write_report(tmp_path, final=True)
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert "first words" not in text and "second words" in text
 
 
 def test_the_plot_is_a_png_with_something_on_it(tmp_path):
     make_run(tmp_path)
-    write_report(tmp_path, "A run", [], [], final=True)
+    write_report(tmp_path, final=True)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     pixels = matplotlib.image.imread(tmp_path / "loss.png")
     assert pixels.shape[0] > 300 and pixels.shape[1] > 600
@@ -102,21 +108,17 @@ def test_the_plot_is_a_png_with_something_on_it(tmp_path):
 
 
 def test_the_report_leaves_no_other_file_than_its_three(tmp_path):
-    make_run(tmp_path)
-    write_report(tmp_path, "A run", [], SAMPLES, final=True)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "metrics.jsonl",
-        "loss.png",
-        "report.md",
-        "report.html",
-    }
+    make_run(tmp_path, samples=SAMPLES)
+    before = os.listdir(tmp_path)
+    write_report(tmp_path, final=True)
+    assert {path.name for path in tmp_path.iterdir()} == {*before, "loss.png", "report.md", "report.html"}
 
 
-@pytest.mark.parametrize("fails_at", ["loss.png", "report.md"])
+@pytest.mark.parametrize("fails_at", ["loss.png", "report.md", "report.html"])
 def test_a_report_that_fails_leaves_the_one_before_and_says_so(tmp_path, monkeypatch, fails_at):
-    make_run(tmp_path)
-    write_report(tmp_path, "A run", [], ["old words"], final=False)
-    before = {name: (tmp_path / name).read_bytes() for name in ("loss.png", "report.md")}
+    make_run(tmp_path, samples=["old words"])
+    write_report(tmp_path, final=False)
+    before = {name: (tmp_path / name).read_bytes() for name in ("loss.png", "report.md", "report.html")}
     replace = os.replace
 
     def die(source, target):
@@ -126,7 +128,7 @@ def test_a_report_that_fails_leaves_the_one_before_and_says_so(tmp_path, monkeyp
 
     monkeypatch.setattr(os, "replace", die)
     said = []
-    write_report(tmp_path, "A run", [], ["new words"], final=True, say=said.append)
+    write_report(tmp_path, final=True, say=said.append)
     assert len(said) == 1 and "no report" in said[0], "one line says why there is no report"
     assert (tmp_path / fails_at).read_bytes() == before[fails_at]
     assert b"old words" in (tmp_path / "report.md").read_bytes()
@@ -138,7 +140,7 @@ def test_the_report_before_the_first_step_has_no_plot(tmp_path, records):
     for record in records:
         log.write(record)
     log.close()
-    write_report(tmp_path, "A run", ["plan"], [], final=False)
+    write_report(tmp_path, final=False)
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert "No step" in text and "loss.png" not in text
     assert not (tmp_path / "loss.png").exists()
@@ -150,6 +152,25 @@ def test_steps_with_a_loss_that_is_not_a_number_are_left_out_of_the_report(tmp_p
     log.write({"step": 40, "loss": float("nan"), "step_time_s": 0.1})
     log.write({"step": 41, "val_bpb": float("nan"), "tokens": 1})
     log.close()
-    write_report(tmp_path, "A run", [], [], final=True)
+    write_report(tmp_path, final=True)
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert "nan" not in text.lower() and "None" not in text
+
+
+def test_the_report_holds_task_scores_and_the_loss_by_position(tmp_path):
+    make_run(tmp_path)
+    log = Metrics(tmp_path)
+    by_position = {"1-16": 4.25, "17-64": 3.5, "65-256": 3.0}
+    scores = {
+        "own_score": 0.125,
+        "own_tasks": {"complete the | bracket": 0.75},
+        "core": 0.25,
+        "core_tasks": {"a": -0.5},
+    }
+    log.write({"step": 41, "val_bpb": 1.5, "tokens": 1, "loss_by_position": by_position, **scores})
+    log.close()
+    write_report(tmp_path, final=True)
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "| 1-16 | 4.2500 |\n| 17-64 | 3.5000 |\n| 65-256 | 3.0000 |" in text
+    assert "| own tasks | 0.1250" in text and "| CORE | 0.2500" in text
+    assert "| complete the \\| bracket | 75.0 % |\n| CORE: a | -50.0 % |" in text

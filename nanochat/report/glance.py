@@ -28,8 +28,8 @@ def sentence(run: Run) -> str:
     done = f", trained on {compact(tokens)} tokens" if tokens else ", before its first step"
     done += f" in {duration(seconds)}" if seconds else ""
     world = number(run.config.get("world_size"))
-    device = text(run.config.get("device") or "")[:200]
-    where = f" on {device}" if device else ""
+    device = run.config.get("device")
+    where = f" on {text(device)[:200]}" if isinstance(device, str) else ""
     return model + done + where + (f", {world:.0f} processes" if world and world > 1 else "") + "."
 
 

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.json
 
 from nanochat import UserError
+from nanochat.metrics import EVALUATIONS
 from nanochat.paths import user_path
 from nanochat.plain_file import open_plain
 
@@ -29,7 +30,6 @@ COLUMNS = [
     "flops", "train_time_s", "epoch", "skipped",
 ]  # fmt: skip
 SCHEMA = pa.schema([("step", pa.int64()), *((name, pa.float64()) for name in COLUMNS), ("spike", pa.bool_())])
-OTHER_KINDS = ("val_bpb", "own_score", "core", "samples")  # a record with one of these is no training step
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Run:
 
 def _is_setting(entry) -> bool:
     plain = (str, int, float, bool, type(None))
-    return isinstance(entry, dict) and isinstance(entry.get("value"), plain)
+    return isinstance(entry, dict) and isinstance(entry.get("value", ()), plain)
 
 
 def number(value) -> float | None:
@@ -186,7 +186,7 @@ def _parse(lines: list[bytes], others: list[dict], damaged) -> dict[str, np.ndar
     is_step = [
         b'"loss":' in line
         and len(line) < 9999
-        and not any(b'"%b":' % k.encode() in line for k in OTHER_KINDS)
+        and not any(b'"%b":' % k.encode() in line for k in EVALUATIONS)
         for line in lines
     ]
     try:  # all at once: many times as fast as a line at a time
@@ -230,7 +230,7 @@ def _parse_line(line: bytes, rows: list[dict], others: list[dict]) -> bool:
         return False
     if "loss" in record:
         rows.append(record)
-    elif any(name in record for name in OTHER_KINDS):
+    elif any(name in record for name in EVALUATIONS):
         others.append(record)
     else:
         return False
