@@ -1,22 +1,23 @@
-"""One record a step -> console, metrics.jsonl and wandb."""
+"""The records of a run: metrics.jsonl, which a resumed run cuts back, and what the loop remembers."""
 
 import json
 import math
 import os
 import statistics
 import sys
-import time
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
-
-from tqdm import tqdm
 
 from nanochat import UserError
 from nanochat.plain_file import open_plain
+from nanochat.wandb_log import start_wandb
 
 RECENT_STEPS = 64  # losses that a spike is measured against
-EVALUATIONS = ("val_bpb", "samples", "own_score", "core")  # an evaluation's record has one of these at least
+SMOOTHING = 0.9  # share of the old mean in the smoothed loss
+_NUMBER = (int, float, type(None))
+# What a record tells, with its types. Only training records have a loss; an evaluation has at least one of the
+# others. Training record k is update k, counted from 0; an evaluation at k was made after k updates
+KINDS = {"loss": _NUMBER, "val_bpb": _NUMBER, "own_score": _NUMBER, "core": _NUMBER, "samples": list}
 
 
 @dataclass
@@ -29,9 +30,12 @@ class Progress:
     skipped: int = 0  # steps whose gradient was not finite
     recent: list[float] = field(default_factory=list)  # losses of the latest good steps
     wandb_id: str | None = None
+    val_bpb: float | None = None  # bits per byte of the last validation
+    smooth_sum: float = 0.0  # the running mean of the losses before its correction, see smoothed_loss
+    smooth_steps: int = 0  # losses in it
 
-    def add_step(self, loss: float, tokens: int, seconds: float, finite: bool) -> bool:
-        """Count a step, and return whether its loss is a spike."""
+    def add_step(self, loss: float, tokens: int, seconds: float, finite: bool) -> dict:
+        """Count a step, and return what its record gets: the new totals, and whether its loss is a spike."""
         spike = is_spike(loss, self.recent)
         self.tokens += tokens
         self.train_seconds += seconds
@@ -39,7 +43,24 @@ class Progress:
             self.recent = [*self.recent, loss][-RECENT_STEPS:]
         else:
             self.skipped += 1
-        return spike
+        if math.isfinite(loss):
+            self.smooth_sum = SMOOTHING * self.smooth_sum + (1 - SMOOTHING) * loss
+            self.smooth_steps += 1
+        return {
+            "smoothed_loss": self.smoothed_loss,
+            "tokens": self.tokens,
+            "train_time_s": self.train_seconds,
+            "skipped": self.skipped,
+            "spike": spike,
+        }
+
+    @property
+    def smoothed_loss(self) -> float:
+        """The running mean of the losses: one batch's loss is noisy. NaN before the first loss.
+
+        The sum starts at 0, so it is too low at first; the division corrects that.
+        """
+        return self.smooth_sum / (1 - SMOOTHING**self.smooth_steps) if self.smooth_steps else math.nan
 
 
 class Metrics:
@@ -49,9 +70,9 @@ class Metrics:
     file holds whole records. NaN and infinity are written as null, since JSON has neither.
     """
 
-    def __init__(self, out_dir, wandb_run=None, enabled: bool = True):
+    def __init__(self, out_dir, wandb_log=None, enabled: bool = True):
         self.path = Path(out_dir) / "metrics.jsonl"
-        self.wandb_run, self.enabled = wandb_run, enabled
+        self.wandb_log, self.enabled = wandb_log, enabled
         if enabled:  # the first process writes for all
             self.file = self._open()
 
@@ -64,7 +85,7 @@ class Metrics:
     def write(self, record: dict):
         if not self.enabled:
             return
-        record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        record = _without_nan(record)
         line = (json.dumps(record) + "\n").encode()
         try:
             if os.fstat(self.file).st_nlink == 0:  # what is written now would go nowhere
@@ -76,8 +97,8 @@ class Metrics:
             ) from error
         if written < len(line):  # a resumed run drops the broken line
             raise UserError(f"cannot write {self.path} (the disk is full); make room and start again")
-        if self.wandb_run is not None:
-            self.wandb_run.log({k: v for k, v in record.items() if v is not None}, step=record["step"])
+        if self.wandb_log is not None:
+            self.wandb_log.write(record)
 
     def _begin_again(self):
         """Go on in a new file, and a new folder if that is gone too."""
@@ -94,8 +115,8 @@ class Metrics:
     def start_wandb(self, run: str, config: dict, progress: Progress, say):
         """Log to a wandb run of that name too, or go on in the one that `progress` remembers."""
         if self.enabled:
-            self.wandb_run = start_wandb(run, "nanochat", config, self.path.parent, progress.wandb_id, say)
-            progress.wandb_id = self.wandb_run.id if self.wandb_run else None
+            self.wandb_log = start_wandb(run, "nanochat", config, self.path.parent, progress.wandb_id, say)
+            progress.wandb_id = self.wandb_log.id if self.wandb_log else None
 
     def sync(self):
         """Return when every record is on disk."""
@@ -105,8 +126,15 @@ class Metrics:
     def close(self):
         if self.enabled:
             os.close(self.file)
-        if self.wandb_run is not None:
-            self.wandb_run.finish()
+        if self.wandb_log is not None:
+            self.wandb_log.finish()
+
+
+def _without_nan(value):
+    """The value with None for every number in it that JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _without_nan(part) for name, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def is_spike(loss: float, recent: list[float]) -> bool:
@@ -135,10 +163,12 @@ def read_metrics(path, say=lambda warning: None) -> list[dict]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-            if not isinstance(record["step"], int) or not record.keys() & {"loss", *EVALUATIONS}:
+            kinds = record.keys() & KINDS.keys()
+            fits = kinds and all(isinstance(record[kind], KINDS[kind]) for kind in kinds)
+            if type(record["step"]) is not int or not fits:
                 raise ValueError("neither a step nor an evaluation")
             records.append(record)
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             say(f"warning: {path}, line {number}, is damaged and skipped")
     return records
 
@@ -151,11 +181,8 @@ def last_evaluation(path, step: int) -> int:
 
 
 def rewind_metrics(path, step: int, say=print):
-    """Drop the records made after `step` updates: training records from `step` on, evaluations after it.
-
-    Training record k is update k, counted from 0; an evaluation at k was made after k updates. The file
-    changes at once or not at all.
-    """
+    """Drop the records made after `step` updates: training records from `step` on, and what is later than it
+    of evaluations, task scores and samples. The file changes at once or not at all."""
     path = Path(path)
     if not path.is_file():
         return
@@ -167,100 +194,3 @@ def rewind_metrics(path, step: int, say=print):
         f.flush()
         os.fsync(f.fileno())
     os.replace(temporary, path)
-
-
-class Console:
-    """Prints a line about each step: on a terminal one line that is rewritten, in a log file a line each."""
-
-    def __init__(self, first_step: int, num_iterations: int, enabled: bool):
-        self.enabled, self.terminal = enabled, enabled and sys.stderr.isatty()
-        self.smooth, self.seen, self.num_iterations = 0.0, 0, num_iterations
-        self.since = (
-            None  # (time, step) after the first step, which compiles; the speed is counted from there
-        )
-        self.bar = tqdm(
-            initial=first_step,
-            total=num_iterations,
-            disable=not self.terminal,
-            dynamic_ncols=True,
-            leave=False,
-        )
-
-    def step(self, record: dict):
-        loss = record["loss"]
-        if math.isfinite(loss):  # one batch's loss is noisy; show a running mean
-            self.smooth, self.seen = 0.9 * self.smooth + 0.1 * loss, self.seen + 1
-            loss = self.smooth / (1 - 0.9**self.seen)
-        text = (
-            f"loss {loss:.4f} | lr x{record['lr_multiplier']:.2f} | {1000 * record['step_time_s']:.0f} ms "
-            f"| {record['tok_per_sec']:,.0f} tok/s | mfu {100 * record['mfu']:.1f} %"
-        )
-        self.bar.set_postfix_str(text, refresh=False)
-        self.bar.update()
-        done, now = record["step"] + 1, time.monotonic()
-        self.since = self.since or (now, done)
-        if self.enabled and not self.terminal:
-            since, first = self.since
-            each = (now - since) / (done - first) if done > first else record["step_time_s"]
-            eta = timedelta(seconds=round(each * (self.num_iterations - done)))
-            self.print(f"step {done}/{self.num_iterations} | {text} | {eta} left")
-
-    def print(self, *lines):
-        """Lines above the progress line."""
-        if not self.enabled:
-            return
-        try:
-            for line in lines:
-                tqdm.write(str(line), file=sys.stdout)
-            sys.stdout.flush()
-        except BrokenPipeError:  # Ctrl-C ends the `tee` behind a run too; the run still has to save
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-    def close(self):
-        self.bar.close()
-
-
-def start_wandb(run: str, project: str, config: dict, folder, run_id: str | None, say=print):
-    """A wandb run named `run`; None for "dummy". Without a network or an API key it logs offline and says so.
-
-    `run_id` continues the run with that id.
-    """
-    if run == "dummy":
-        return None
-    try:
-        import wandb  # only where it is used: a machine may not have it
-    except ImportError:
-        say("wandb is not installed, so nothing is logged there: pip install wandb, or leave --run out")
-        return None
-    mode = os.environ.get("WANDB_MODE")
-    options = {
-        "project": project,
-        "name": run,
-        "config": config,
-        "dir": str(folder),
-        "id": run_id,
-        "resume": "allow",
-        "settings": wandb.Settings(silent=True, console="off", init_timeout=20),
-    }
-    if mode is None and not _has_wandb_key():
-        say("wandb has no API key here: logging offline (wandb login; wandb sync uploads it later)")
-        mode = "offline"
-    try:
-        return wandb.init(**options, mode=mode)
-    except Exception as error:  # a network can fail in many ways; training goes on without it
-        say(
-            f"wandb cannot be reached ({type(error).__name__}): logging offline (wandb sync uploads it later)"
-        )
-        wandb.teardown()  # its service still holds the id of the attempt that failed
-        return wandb.init(**options, mode="offline")
-
-
-def _has_wandb_key() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    import netrc
-
-    try:
-        return any("wandb" in host for host in netrc.netrc().hosts)
-    except (OSError, netrc.NetrcParseError):
-        return False

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from nanochat import UserError, runtime, scaling
+from nanochat.bars import duration
 from nanochat.data.dataset import PUBLIC
 from nanochat.gpt import GPTConfig
 from nanochat.precision import name_of
@@ -264,17 +265,6 @@ def text(sections: dict[str, dict[str, str]], warnings: list[str]) -> str:
 def lines(sections: dict[str, dict[str, str]]) -> list[str]:
     """The same for a file: `name: text`."""
     return [f"{name}: {said}" for section in sections.values() for name, said in section.items()]
-
-
-def duration(seconds: float) -> str:
-    """A time as a person says it: 45 s, 12 min, 3.5 h, 168 days."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if seconds < 100 * 60:
-        return f"{seconds / 60:.0f} min"
-    if seconds < 48 * 3600:
-        return f"{seconds / 3600:.1f} h"
-    return f"{seconds / 86_400:,.0f} days"
 
 
 def gib(size: int) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from nanochat import checkpoint, distributed, metrics, optim, runtime
+from nanochat.console import Console
 from nanochat.report import write_report
 
 
@@ -43,7 +44,7 @@ class RunOutput:
         self._files = {"tokenizer.json": tokenizer.to_bytes(), "config.json": config_json}
         self.log = metrics.Metrics(path, enabled=machine.is_main)
         self.log.start_wandb(wandb_run, facts, progress, machine.print)
-        self.console = metrics.Console(step, num_iterations, machine.is_main)
+        self.console = Console(step, num_iterations, machine.is_main, progress)
         self._saver = checkpoint.AsyncSaver(path, machine.rank, machine.world_size, run_id)
         distributed.before_end(self._saver.finish)  # if any process fails, a save under way is finished first
         self._prune = functools.partial(

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from nanochat import UserError, distributed, memory
+from nanochat import UserError, bars, distributed, memory
 from nanochat.signals import StopSignal
 
 # TFLOP/s of dense 16-bit matrix products that are summed in float32, from the makers' data sheets. The first
@@ -55,8 +55,8 @@ class Machine:
         if self.is_main:
             try:
                 print(*words, **options, flush=True)
-            except BrokenPipeError:  # Ctrl-C also ends a `tee` that reads this; the run still has to save
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            except OSError:
+                bars.give_up(sys.stdout)
 
     def all_sum(self, values: list[float]) -> list[float]:
         """Element-wise sums over all processes."""

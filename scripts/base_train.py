@@ -212,7 +212,8 @@ def evaluate():
     """Score and sample what is due after `step` updates, as one record of metrics.jsonl."""
     record = {"step": step, "tokens": progress.tokens, "train_time_s": progress.train_seconds}
     if is_due(eval_every):
-        record["val_bpb"] = bits_per_byte(model, validation, token_bytes, compute_dtype, machine)
+        progress.val_bpb = bits_per_byte(model, validation, token_bytes, compute_dtype, machine)
+        record["val_bpb"] = progress.val_bpb
         console.print(f"step {step}: validation {record['val_bpb']:.4f} bits per byte")
     if is_due(sample_every) and machine.is_main:
         record["samples"] = continuations(model, tokenizer, sample_prompts.split("|"), compute_dtype, seed)
@@ -295,7 +296,7 @@ while True:
     overdue = output.save_is_overdue(save_minutes)
     loss_sum, stops, saves = machine.all_sum([micro_losses.sum().item(), stop.at_step_end(), overdue])
     stopping, save_now = stops > 0, saves > 0
-    spike = progress.add_step(loss_sum / world_size, plan.total_batch_size, seconds, finite)
+    totals = progress.add_step(loss_sum / world_size, plan.total_batch_size, seconds, finite)
     record = {
         "step": step,
         "loss": loss_sum / world_size,
@@ -305,12 +306,9 @@ while True:
         "data_wait_s": loader.wait_s - waited,
         "tok_per_sec": plan.total_batch_size / seconds,
         "mfu": plan.flops_per_token * plan.total_batch_size / seconds / hardware.peak_flops,
-        "tokens": progress.tokens,
+        **totals,  # smoothed_loss, tokens, train_time_s, skipped, spike
         "flops": progress.tokens * plan.flops_per_token,
-        "train_time_s": progress.train_seconds,
         "epoch": loader.epoch,
-        "skipped": progress.skipped,
-        "spike": spike,
         **precision.loss_scale(scaler),
     }
     log.write(record)

@@ -99,7 +99,7 @@ def data_class(kind):
     class needs nothing here, unless its type is a new one."""
     forms = {
         int: whole(), float: number, str: text, bool: truth, list[float]: listed(number),
-        list[str]: listed(text), str | None: either(nothing, text),
+        list[str]: listed(text), str | None: either(nothing, text), float | None: either(nothing, number),
     }  # fmt: skip
     hints = typing.get_type_hints(kind)
     return fields({f.name: forms[hints[f.name]] for f in dataclasses.fields(kind)}, only=True)

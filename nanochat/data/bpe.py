@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from nanochat import UserError
+from nanochat.bars import bar
 from nanochat.data.parquet import first_line
-from nanochat.data.progress import bar
 
 # The time to train grows with the square of the longest run that the pattern leaves whole, so the training
 # cuts runs. Longer ones are DNA, or one letter again and again: no word that a token should learn. The
@@ -44,10 +44,13 @@ def train_tokens(
     command = [sys.executable, "-m", "nanochat.data.bpe"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     # A session of its own: Ctrl-C in a terminal goes to this process alone, which then ends the other
-    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as child:
+    documents = len(texts) if hasattr(texts, "__len__") else None
+    progress = bar("training the tokenizer", " documents", documents, hidden=not show_progress)
+    with progress, subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as child:
         try:
             with contextlib.suppress(BrokenPipeError):  # it has ended; its answer or its status says why
-                _send(child.stdin, [max_tokens, pattern], _limited(texts, max_chars, show_progress))
+                _send(child.stdin, [max_tokens, pattern], _limited(texts, max_chars, progress))
+                progress.set_description_str("training the tokenizer, now joining pairs")
             answer = child.stdout.read()
         finally:
             child.kill()
@@ -71,17 +74,20 @@ def without_surrogates(text: str) -> str:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _limited(texts: Iterable[str], max_chars: int, show_progress: bool) -> Iterator[str]:
-    """The texts up to `max_chars` characters in all (-1: all of them), as valid Unicode."""
-    with bar("training the tokenizer", "chars", hidden=not show_progress) as progress:
-        for text in texts:
-            if max_chars >= 0:
-                text = text[:max_chars]
-                max_chars -= len(text)
-            progress.update(len(text))
-            yield without_surrogates(text)
-            if max_chars == 0:
-                return
+def _limited(texts: Iterable[str], max_chars: int, progress) -> Iterator[str]:
+    """The texts up to `max_chars` characters in all (-1: all of them), as valid Unicode. The bar `progress`
+    counts them; its total becomes the number of texts that have `max_chars` characters, if it is less."""
+    chars, documents = 0, progress.total
+    for number, text in enumerate(texts, start=1):
+        if max_chars >= 0:
+            text = text[: max_chars - chars]
+        chars += len(text)
+        if documents and chars and max_chars >= 0:
+            progress.total = min(documents, number * max_chars // chars)
+        progress.update()
+        yield without_surrogates(text)
+        if chars == max_chars:
+            return
 
 
 def _send(pipe: BinaryIO, arguments: list, texts: Iterable[str]) -> None:

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat import UserError
+from nanochat.bars import bar
 from nanochat.data.download import CHECKSUMS, read_checksums
 from nanochat.data.imported import Dataset, build, open_built
 from nanochat.data.parquet import footer_digest
-from nanochat.data.progress import bar
 from nanochat.data.textfiles import find_files, read_documents
 from nanochat.paths import user_path
 

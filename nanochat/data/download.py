@@ -18,9 +18,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from nanochat import UserError
+from nanochat.bars import DownloadBar
 from nanochat.data.answers import announced_sha256, kind_of, retry_after, safe, strong_tag
 from nanochat.data.parquet import first_line
-from nanochat.data.progress import DownloadProgress
 
 CHECKSUMS = "checksums.json"
 CHUNK = 1 << 14  # bytes written at once; a break loses at most these
@@ -47,7 +47,7 @@ def download(
     """
     folder.mkdir(parents=True, exist_ok=True)
     failed: dict[str, str] = {}
-    with _locked(folder), DownloadProgress(len(urls)) as progress:
+    with _locked(folder), DownloadBar(len(urls)) as progress:
         fetcher = _Fetcher(folder, check, timeout, retries, progress)
         pool = ThreadPoolExecutor(min(workers, max(1, len(urls))))
         try:
@@ -104,9 +104,7 @@ class _TryAgain(Exception):
 class _Fetcher:
     """Downloads single files; several threads call `get` at the same time. Setting `stop` ends them all."""
 
-    def __init__(
-        self, folder: Path, check: Callable, timeout: float, retries: int, progress: DownloadProgress
-    ):
+    def __init__(self, folder: Path, check: Callable, timeout: float, retries: int, progress: DownloadBar):
         self._folder, self._check, self._progress = folder, check, progress
         self._timeout, self._retries = timeout, retries
         self._lock = threading.Lock()  # for the checksums

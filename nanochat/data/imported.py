@@ -18,7 +18,7 @@ from pathlib import Path
 
 from nanochat import UserError
 from nanochat.data.amount import estimate_tokens
-from nanochat.data.parquet import RowGroups, first_line, iterate_documents, write_sorted
+from nanochat.data.parquet import Documents, RowGroups, first_line, write_sorted
 from nanochat.data.tokenizer import Tokenizer
 
 STALE_S = 86_400  # a temporary folder unchanged for so many seconds is left from a killed build
@@ -34,9 +34,9 @@ class Dataset:
     fingerprint: str  # of the content, hexadecimal; a checkpoint stores it
     note: str  # one line for the log: how many documents, from where
 
-    def train_texts(self) -> Iterator[str]:
+    def train_texts(self) -> Documents:
         """The training documents in stored order."""
-        return iterate_documents(self.train_shards)
+        return Documents(self.train_shards)
 
     def estimated_tokens(self, tokenizer: Tokenizer) -> int:
         """About how many training tokens there are, without `<|bos|>`: exact for up to 2 MB of text.

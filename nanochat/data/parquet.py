@@ -68,11 +68,23 @@ class RowGroups:
         return [text or "" for text in texts]
 
 
+class Documents:
+    """The documents of all shards in stored order; len() is their number."""
+
+    def __init__(self, shards: Sequence[Path]):
+        self._groups = RowGroups(shards)
+
+    def __len__(self) -> int:
+        return sum(self._groups.sizes)
+
+    def __iter__(self) -> Iterator[str]:
+        for group in range(len(self._groups.sizes)):
+            yield from self._groups.read(group)
+
+
 def iterate_documents(shards: Sequence[Path]) -> Iterator[str]:
     """The documents of all shards in stored order."""
-    groups = RowGroups(shards)
-    for group in range(len(groups.sizes)):
-        yield from groups.read(group)
+    yield from Documents(shards)
 
 
 def open_shard(shard: Path, field: str = "text"):

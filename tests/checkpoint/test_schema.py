@@ -12,6 +12,7 @@ from helpers import numbers, save_step
 
 from nanochat import UserError, metrics, runtime
 from nanochat.checkpoint import Damaged, find, load_weights, open_checkpoint, save_and_load
+from nanochat.checkpoint.schema import data_class
 from nanochat.data import loader
 
 LANES = {str(lane): {"epoch": 0, "taken": 3, "pieces": [[5, 0], [6, 2]]} for lane in range(2)}
@@ -116,6 +117,13 @@ def test_resume_auto_names_a_crafted_state_and_takes_the_one_before(run_folder):
     with pytest.raises(Damaged, match="state has no loop"):
         find(run_folder, "2", to_continue=True)
     assert open_checkpoint(run_folder / "step_000002").step == 2  # its weights are usable
+
+
+def test_what_an_older_nanochat_did_not_remember_has_a_default():
+    form = data_class(metrics.Progress)
+    assert form({"tokens": 5}) == "" and metrics.Progress(tokens=5).val_bpb is None
+    assert form({"val_bpb": 1.5, "smooth_steps": 3}) == form({"val_bpb": None}) == ""
+    assert "is 'text' and not a number" in form({"val_bpb": "text"})
 
 
 def test_a_value_that_the_loop_does_not_know_is_named(run_folder):

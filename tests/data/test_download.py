@@ -319,7 +319,7 @@ def test_the_command_gets_training_shards_and_the_pinned_validation_shard(server
     process = command(server, tmp_path / "base", "--name=climbmix", "--num_shards=3", "--workers=2")
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    assert "4 of 4 files are in" in err and "4/4 files" in err
+    assert "4 of 4 files are in" in err
     paths = {path for path, _, _ in server.requests}
     assert f"/datasets/karpathy/climbmix-400b-shuffle/resolve/main/{ONE}" in paths
     data = open_dataset("climbmix", base_dir=tmp_path / "base")
@@ -369,7 +369,7 @@ def test_the_command_imports_local_text(server, tmp_path):
     (tmp_path / "texts.jsonl").write_text("".join(f'{{"body": "text {i}"}}\n' for i in range(200)))
     process = command(server, tmp_path / "base", f"--data={tmp_path}/texts.jsonl", "--text_field=body")
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 0 and "training and" in out and "importing: 100%" in err
+    assert (process.returncode, err) == (0, "") and "training and" in out
 
 
 def test_ctrl_c_stops_it_and_the_next_command_goes_on(server, tmp_path):

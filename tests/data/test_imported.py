@@ -72,7 +72,7 @@ def test_it_is_imported_once_and_again_when_the_source_changed(texts, tmp_path, 
         dataset, "read_documents", lambda path, *rest: (reads.append(path), read(path, *rest))[1]
     )
     first = open_dataset(folder, base_dir=tmp_path / "base")
-    assert len(reads) == 64 and "importing: 100%" in capsys.readouterr().err
+    assert len(reads) == 64
     assert open_dataset(str(folder), base_dir=tmp_path / "base") == first and len(reads) == 64
     os.utime(folder / "a.jsonl", (1, 1))
     touched = open_dataset(folder, base_dir=tmp_path / "base")

@@ -1,0 +1,143 @@
+"""Progress bars on stderr: redrawn on a terminal, a few lines in a log file."""
+
+import os
+import sys
+import threading
+import time
+
+QUICK_S = 3.0  # seconds; work that is done sooner leaves no line in a log file
+REMIND_S = 60.0  # seconds between two lines about longer work in a log file
+
+
+def is_terminal(stream) -> bool:
+    """Whether a line on this stream can be redrawn."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def bar(description: str, unit: str, total: int | None = None, hidden=False, terminal=None, leave=True):
+    """A bar over `total` bytes, characters or pieces of work; use it in `with`, and call its update(n).
+
+    total: None if it is not known. terminal: whether it may redraw its line (None: find out). leave: whether
+    the complete bar stays on the terminal.
+    """
+    if terminal is None:
+        terminal = is_terminal(sys.stderr)
+    if hidden or not terminal:
+        return LogLines(description, unit, total, hidden)
+    from tqdm import tqdm
+
+    return tqdm(
+        desc=description,
+        unit=unit,
+        total=total,
+        unit_scale=True,
+        mininterval=0.2,
+        dynamic_ncols=True,
+        leave=leave,
+    )
+
+
+class LogLines:
+    """A bar for a log file: a line after QUICK_S seconds, then one each minute, and one at the end."""
+
+    def __init__(self, description: str, unit: str, total: int | None, hidden: bool = False):
+        self.description, self.unit, self.total, self.hidden = description, unit, total, hidden
+        self.done, self.began, self.next_line = 0, time.monotonic(), QUICK_S
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, error, *_):
+        if error is None:
+            self.close()
+
+    def update(self, n: int = 1):
+        self.done += n
+        if not self.hidden and (seconds := time.monotonic() - self.began) >= self.next_line:
+            of = f" of {short(self.total)}" if self.total else ""
+            self._print(f"{short(self.done)}{of} {self.unit} after {duration(seconds)}")
+            self.next_line = seconds + REMIND_S
+
+    def set_description_str(self, description: str):
+        self.description = description
+
+    def close(self):
+        seconds = time.monotonic() - self.began
+        if not self.hidden and seconds >= QUICK_S:
+            self._print(f"{short(self.done)} {self.unit} in {duration(seconds)}")
+        self.hidden = True  # that was the last line
+
+    def _print(self, text: str):
+        print_line(f"{self.description}: {text}", sys.stderr)
+
+
+class DownloadBar:
+    """One bar over the bytes of all files. A file of unknown size counts as the mean of the known ones."""
+
+    def __init__(self, files: int):
+        self._bar = bar(f"0/{files} files", "B")
+        self._files, self._done = files, 0
+        self._sizes: dict[str, int] = {}  # bytes of each file, once known
+        self._arrived: dict[str, int] = {}  # bytes of each file that are here
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "DownloadBar":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._bar.__exit__(*exception)
+
+    def expect(self, name: str, size: int | None) -> None:
+        """The size of a file in bytes, if the server gave it."""
+        with self._lock:
+            if size:
+                self._sizes[name] = size
+                self._bar.total = sum(self._sizes.values()) * self._files // len(self._sizes)
+
+    def arrived(self, name: str, size: int) -> None:
+        """`size` bytes of a file are here: fewer than before if the file starts again."""
+        with self._lock:
+            self._bar.update(size - self._arrived.get(name, 0))
+            self._arrived[name] = size
+
+    def file_done(self, failed: int) -> None:
+        """One more file is complete or given up; `failed` is how many have been given up so far."""
+        self._done += 1
+        self._bar.set_description_str(
+            f"{self._done - failed}/{self._files} files" + (f", {failed} failed" if failed else "")
+        )
+
+
+def print_line(text: str, stream):
+    """Print to a stream, or go on without it: its reader may be gone, or its disk full."""
+    try:
+        print(text, file=stream, flush=True)
+    except OSError:
+        give_up(stream)
+
+
+def give_up(stream):
+    """Send what follows on a stream nowhere. Ctrl-C also ends the `tee` behind a run, and the run still has
+    to save."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+def duration(seconds: float) -> str:
+    """A time as a person says it: 45 s, 12 min, 3.5 h, 168 days."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 86_400:,.0f} days"
+
+
+def short(number: float) -> str:
+    """A count in three digits or so: 999, 1.23k, 45.6M."""
+    for unit in ("", "k", "M", "G", "T"):
+        if number < 999.5 or unit == "T":
+            return f"{number:.3g}{unit}" if unit else f"{number:.0f}"
+        number /= 1000

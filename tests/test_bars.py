@@ -1,0 +1,110 @@
+"""Bars: on a terminal one line, in a log file few; what they count is what was done."""
+
+import io
+import os
+import sys
+import types
+
+import pytest
+
+from nanochat import bars
+from nanochat.bars import DownloadBar, bar, short
+from nanochat.data import bpe
+from nanochat.data.dataset import open_dataset
+from nanochat.data.tokenizer import PATTERN
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = types.SimpleNamespace(now=1000.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(bars, "time", clock)
+    return clock
+
+
+def test_in_a_log_file_quick_work_leaves_no_line(capsys, clock):
+    with bar("importing", "B", 100) as progress:
+        for _ in range(10):
+            clock.now += 0.29
+            progress.update(10)
+    assert capsys.readouterr().err == ""
+
+
+def test_in_a_log_file_longer_work_has_a_line_early_one_each_minute_and_one_at_its_end(capsys, clock):
+    with bar("importing", "B", 150_000) as progress:
+        for _ in range(150):
+            clock.now += 1
+            progress.update(1000)
+    assert capsys.readouterr().err.splitlines() == [
+        "importing: 3k of 150k B after 3 s",
+        "importing: 63k of 150k B after 63 s",
+        "importing: 123k of 150k B after 2 min",
+        "importing: 150k B in 2 min",
+    ]
+
+
+def test_work_that_fails_is_not_said_to_be_done(capsys, clock):
+    with pytest.raises(OSError), bar("importing", "B") as progress:
+        clock.now += 10
+        progress.update(5)
+        raise OSError
+    assert capsys.readouterr().err.splitlines() == ["importing: 5 B after 10 s"]
+
+
+def test_a_download_names_its_files_and_counts_bytes_that_come_again_once(capsys, clock):
+    with DownloadBar(2) as progress:
+        progress.expect("a", 1000)
+        progress.arrived("a", 600)
+        progress.arrived("a", 100)  # the server starts it again
+        clock.now += 5
+        progress.arrived("a", 1000)
+        progress.file_done(failed=0)
+        progress.expect("b", 3000)
+        progress.arrived("b", 500)
+        progress.file_done(failed=1)
+    assert capsys.readouterr().err.splitlines() == [
+        "0/2 files: 1k of 2k B after 5 s",  # b may be as large as a
+        "1/2 files, 1 failed: 1.5k B in 5 s",
+    ]
+
+
+@pytest.mark.parametrize("number, said", [
+    (0, "0"), (7, "7"), (999, "999"), (1000, "1k"), (1234, "1.23k"), (999_499, "999k"), (999_500, "1M"),
+    (45_600_000, "45.6M"), (7.5e9, "7.5G"), (123e12, "123T"),
+])  # fmt: skip
+def test_a_count_is_said_in_three_digits(number, said):
+    assert short(number) == said
+
+
+@pytest.fixture
+def at_terminal(monkeypatch):
+    """Have this function called with stderr as a terminal; returns what it wrote there."""
+
+    def call(function):
+        screen = io.StringIO()
+        screen.isatty = lambda: True
+        monkeypatch.setattr(sys, "stderr", screen)
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("COLUMNS", "60")
+        function()
+        return screen.getvalue()
+
+    return call
+
+
+def test_on_a_terminal_import_and_tokenizer_have_bars_that_fit_its_width(at_terminal, tmp_path):
+    for i in range(300):
+        (tmp_path / f"{i}.txt").write_text(f"text number {i} " * 9)
+    drawn = at_terminal(lambda: open_dataset(tmp_path, base_dir=tmp_path / "base"))
+    assert "importing: 100%" in drawn and max(map(len, drawn.split("\r"))) <= 61
+    drawn = at_terminal(lambda: bpe.train_tokens(["some text"] * 9, 260, PATTERN, 50, show_progress=True))
+    assert "joining pairs" in drawn and "6.00/6.00" in drawn  # of 9 documents, 50 characters are in 6
+    assert at_terminal(lambda: bpe.train_tokens(["some text"] * 9, 260, PATTERN)) == ""
+
+
+def test_a_stream_whose_reader_is_gone_is_given_up(clock):
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w") as stream:
+        bars.print_line("one", stream)
+        bars.print_line("two", stream)
