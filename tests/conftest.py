@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-# torch's threads spin while they wait for each other. On cores that other processes use too, a tiny run
-# takes three times the CPU time that way. OpenMP reads this when torch is imported, here and in children.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# One thread for torch, here and in children: two files of tests run at a time, sums have one order, and a tiny
+# model has no work for a second thread. OpenMP reads this when torch is imported.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # A shell's background jobs begin with SIGINT ignored, and the processes that tests start would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)

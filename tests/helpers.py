@@ -30,12 +30,15 @@ def command(corpus: Path, out: Path, *more: str) -> list[str]:
     return ["scripts.base_train", *TINY, *data, f"--base_dir={corpus.parent / 'base'}", *more]
 
 
-# Half of what a tiny run costs is the import of torch. The starter imports it once, and each run is a fork of
-# the starter: a process of its own, which runs the script as `python -m` does and ends as any Python program.
+# Most of what a tiny run costs is the import of torch and other libraries. The starter imports them once, and
+# each run is a fork of the starter: a process of its own, which runs the script as `python -m` does and ends as
+# any Python program. Without gc.freeze() its end would copy the memory of all that was imported.
 STARTER = """
-import json, os, runpy, signal, sys
-import torch, torch._dynamo
+import gc, json, os, runpy, signal, sys
+import matplotlib.backends.backend_agg, pyarrow.parquet, safetensors.torch, tiktoken, torch, torch._dynamo
 
+gc.collect()
+gc.freeze()
 orders = open(os.dup(0))  # sys.stdin stays unread, for the script
 while line := orders.readline():
     child = os.fork()
@@ -45,9 +48,11 @@ while line := orders.readline():
 else:
     sys.exit()
 orders.close()
-folder, streams, sys.argv = json.loads(line)
+folder, streams, encoding, sys.argv = json.loads(line)
 for number, path in enumerate(streams):
     os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
+sys.stdout.reconfigure(encoding=encoding)
+sys.stderr.reconfigure(encoding=encoding)
 os.chdir(folder)
 sys.path[0] = folder
 signal.alarm(900)  # seconds; a run that hangs is killed
@@ -62,8 +67,8 @@ def starter(environment: frozenset) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", STARTER], env=dict(environment), **pipes)
 
 
-def python_m(arguments: list[str], folder: Path = ROOT) -> subprocess.CompletedProcess:
-    """Run `python -m ARGUMENTS` in a folder to its end."""
+def python_m(arguments: list[str], folder: Path = ROOT, encoding="utf-8") -> subprocess.CompletedProcess:
+    """Run `python -m ARGUMENTS` in a folder to its end. encoding: of what it prints (Linux)."""
     if sys.platform != "linux":  # elsewhere a fork of a program with threads is not safe
         command = [sys.executable, "-m", *arguments]
         return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
@@ -74,9 +79,9 @@ def python_m(arguments: list[str], folder: Path = ROOT) -> subprocess.CompletedP
         process = starter(frozenset(environment.items()))
     with tempfile.TemporaryDirectory() as name:
         streams = [os.devnull, f"{name}/out", f"{name}/err"]
-        print(json.dumps([str(folder), streams, arguments]), file=process.stdin, flush=True)
+        print(json.dumps([str(folder), streams, encoding, arguments]), file=process.stdin, flush=True)
         status = int(process.stdout.readline())
-        out, err = (Path(stream).read_text(encoding="utf-8") for stream in streams[1:])
+        out, err = (Path(stream).read_text(encoding=encoding) for stream in streams[1:])
     return subprocess.CompletedProcess(arguments, status, out, err)
 
 

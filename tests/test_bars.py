@@ -86,6 +86,7 @@ def at_terminal(monkeypatch):
         monkeypatch.setattr(sys, "stderr", screen)
         monkeypatch.setenv("TERM", "xterm")
         monkeypatch.setenv("COLUMNS", "60")
+        monkeypatch.setenv("LINES", "30")
         function()
         return screen.getvalue()
 

@@ -53,6 +53,7 @@ def open_screen(monkeypatch, columns=120) -> Screen:
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("LINES", "30")
     monkeypatch.setenv("TERM", "xterm")
     return screen
 
@@ -205,8 +206,9 @@ def test_a_narrow_terminal_shows_the_most_important_numbers(clock, monkeypatch):
     for step in range(200):
         make(console, clock, step)
     assert screen.lines == ["step 200/5000 | loss 3.0000"]  # "20 min left" would need two more columns
-    console.bar(100, "evaluating").refresh()
-    assert all(len(line) <= 40 for line in screen.lines)
+    with console.bar(100, "evaluating") as bar:
+        bar.refresh()
+        assert "evaluating" in screen.lines[-1] and all(len(line) <= 40 for line in screen.lines)
 
 
 def test_a_line_is_never_wider_than_the_terminal_and_has_whole_pieces():

@@ -28,14 +28,6 @@ DATA = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # sums in the order of the page's figures, and no fight over cores
-    yield
-    torch.set_num_threads(threads)
-
-
 def says(*words: str):
     """The walkthrough has these words; spaces and line ends do not count."""
     page = re.sub(r"\s+", " ", WALKTHROUGH)

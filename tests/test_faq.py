@@ -54,14 +54,6 @@ def says_about(question: int, value: float, rel=0.02):
     assert any(number == pytest.approx(value, rel=rel) for number in found), (question, value)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # ------------------------------------------------------------------------------------------------------
 # The two pages
 
