@@ -15,8 +15,8 @@ from nanochat.wandb_log import start_wandb
 RECENT_STEPS = 64  # losses that a spike is measured against
 SMOOTHING = 0.9  # share of the old mean in the smoothed loss
 _NUMBER = (int, float, type(None))
-# What a record tells, with its types. Only training records have a loss; an evaluation has at least one of the
-# others. Training record k is update k, counted from 0; an evaluation at k was made after k updates
+# What a record tells, with its types. Only training records have a loss; an evaluation has at least one other
+# of these. Training record k is update k, counted from 0; an evaluation at k was made after k updates
 KINDS = {"loss": _NUMBER, "val_bpb": _NUMBER, "own_score": _NUMBER, "core": _NUMBER, "samples": list}
 
 

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-# One thread for torch, here and in children: two files of tests run at a time, sums have one order, and a tiny
-# model has no work for a second thread. OpenMP reads this when torch is imported.
+# One thread for torch, here and in children: two files of tests run at a time, sums have one order, and a
+# tiny model has no work for a second thread. OpenMP reads this when torch is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # A shell's background jobs begin with SIGINT ignored, and the processes that tests start would inherit that

@@ -31,8 +31,8 @@ def command(corpus: Path, out: Path, *more: str) -> list[str]:
 
 
 # Most of what a tiny run costs is the import of torch and other libraries. The starter imports them once, and
-# each run is a fork of the starter: a process of its own, which runs the script as `python -m` does and ends as
-# any Python program. Without gc.freeze() its end would copy the memory of all that was imported.
+# each run is a fork of the starter: a process of its own, which runs the script as `python -m` does and ends
+# as any Python program. Without gc.freeze() its end would copy the memory of all that was imported.
 STARTER = """
 import gc, json, os, runpy, signal, sys
 import matplotlib.backends.backend_agg, pyarrow.parquet, safetensors.torch, tiktoken, torch, torch._dynamo

@@ -32,6 +32,9 @@ class Screen(io.StringIO):
     def isatty(self):
         return True
 
+    def fileno(self):
+        return 2
+
     @property
     def lines(self):
         lines, column = [""], 0
@@ -52,8 +55,8 @@ def open_screen(monkeypatch, columns=120) -> Screen:
     screen = Screen()
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setenv("LINES", "30")
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(os, "get_terminal_size", lambda *_: os.terminal_size((columns, 30)))
     monkeypatch.setenv("TERM", "xterm")
     return screen
 
