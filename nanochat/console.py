@@ -138,7 +138,7 @@ class TimeLeft:
 
     A step costs the mean of the last hundred or so. What comes between two steps counts as a pause if it is
     longer than the step; pauses go on at the rate measured up to the last one. The first step of a process
-    is not counted: it compiles.
+    is not counted, nor what follows it: it compiles, and then memory is set aside for saving.
     """
 
     def __init__(self):
@@ -149,7 +149,7 @@ class TimeLeft:
         """A step of that length has just ended, at `now` on the clock."""
         if self.last is not None:
             self.steps += 1
-            pause = now - self.last - seconds
+            pause = now - self.last - seconds if self.steps > 1 else 0.0
             if pause > seconds:
                 self.paused += pause
                 self.pause_per_step = self.paused / self.steps

@@ -268,6 +268,8 @@ def test_the_time_left_follows_a_machine_that_becomes_slower_and_knows_nothing_a
     left, now = TimeLeft(), 0.0
     left.add(60.0, now)  # compiles
     assert left.after(9) is None
+    left.add(0.1, now := 100.0)  # after a pause for what is done once
+    assert left.after(9) == pytest.approx(0.9)
     for seconds in [0.1] * 500 + [0.3] * 400:
         now += seconds
         left.add(seconds, now)
