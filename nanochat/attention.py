@@ -4,14 +4,18 @@ import torch
 import torch.nn.functional as F
 
 
-def attention(q, k, v, window: int):
+def attention(q, k, v, window: int, visible=None):
     """Causal softmax attention of the last Tq of Tk positions.
 
     q (B, H, Tq, D), k and v (B, H, Tk, D) of one dtype, Tq <= Tk. Each position sees the last `window`
-    positions, itself included. Returns (B, H, Tq, D). Scores are divided by sqrt(D). The fused kernels
-    compute the softmax and the sums in float32.
+    positions, itself included. visible (B, 1, 1, Tk) bool masks what is no text in some rows; None: all is
+    text. Returns (B, H, Tq, D). Scores are divided by sqrt(D). The fused kernels compute the softmax and the
+    sums in float32.
     """
     Tq, Tk = q.size(2), k.size(2)
+    if visible is not None:
+        mask = _band(Tq, Tk, window, q.device) & visible
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     if Tq == Tk and window >= Tk:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     if Tq == Tk and Tk % window == 0:

@@ -10,6 +10,7 @@ import torch
 
 from nanochat import UserError
 from nanochat.checkpoint import Checkpoint, checkpoints_in, find, is_checkpoint, open_checkpoint
+from nanochat.decode import KVCache, decode_step
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.paths import user_path
 from nanochat.precision import autocast
@@ -91,97 +92,193 @@ def load_for_inference(checkpoint: Checkpoint, device: torch.device, dtype: torc
 # Generating
 
 
-class LayerCache:
-    """Keys and values of one layer for the positions so far: (B, H, length, D), in buffers of max_seq_len."""
-
-    def __init__(self, max_seq_len: int):
-        self.max_seq_len, self.length, self.k, self.v = max_seq_len, 0, None, None
-
-    def append(self, k, v):
-        """Add k and v (B, H, T, D) of T new positions; returns those of all positions."""
-        if self.k is None:
-            B, H, _, D = k.shape
-            self.k, self.v = (
-                torch.empty(B, H, self.max_seq_len, D, dtype=x.dtype, device=x.device) for x in (k, v)
-            )
-        stop = self.length + k.size(2)
-        self.k[:, :, self.length : stop], self.v[:, :, self.length : stop] = k, v
-        self.length = stop
-        return self.k[:, :, :stop], self.v[:, :, :stop]
-
-
-class KVCache:
-    """A LayerCache for each layer; `length` is the number of positions in it."""
-
-    def __init__(self, config: GPTConfig):
-        self.layers = [LayerCache(config.max_seq_len) for _ in range(config.depth)]
-
-    @property
-    def length(self) -> int:
-        return self.layers[0].length
-
-
-def sample_token(logits, temperature: float, top_k: int, top_p: float, generator):
-    """Draw a token for each row of logits (B, V) float32; returns ids (B, 1) int64.
+def sample_token(logits, temperature: float, top_k: int, top_p: float, draw):
+    """Draw a token for each row of logits (B, V) float32; returns ids (B, 1) int64, -1 if the row has nan.
 
     temperature: 0 takes the likeliest token; so does a value below 1e-6, since dividing by it may overflow.
     top_k: only the k likeliest tokens are drawn (k <= 0: all). top_p: of those, only the likeliest ones that
     together reach this share of the probability, at least one (nucleus sampling, arXiv 1904.09751).
+    draw: (B, 1) float64, uniform on [0, 1), what chance adds. The tokens share [0, 1) by their probabilities,
+    and the one at `draw` is taken; so a row's token does not depend on other rows.
     """
     if temperature < 1e-6:
-        return logits.argmax(-1, keepdim=True)
+        top, ids = logits.max(-1, keepdim=True)
+        return torch.where(top.isfinite(), ids, -1)
+    ids = None
     if 0 < top_k < logits.size(-1):
-        kth = logits.topk(top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
+        logits, ids = logits.topk(top_k)  # likeliest first
+    elif top_p < 1:
+        logits, ids = logits.sort(-1, descending=True)
     p = (logits / temperature).softmax(-1)
+    reached = p.cumsum(-1, dtype=torch.float64)
+    total = reached[:, -1:]
     if top_p < 1:
-        sorted_p, order = p.sort(-1, descending=True)
-        before = sorted_p.cumsum(-1) - sorted_p  # the probability of all likelier tokens
-        p = torch.zeros_like(p).scatter(-1, order, sorted_p.masked_fill(before >= top_p, 0))
-    return torch.multinomial(p, 1, generator=generator)
+        kept = (reached - p < top_p * total).sum(-1, keepdim=True)  # those that likelier ones leave room for
+        total = reached.gather(-1, kept - 1)
+    place = (reached <= draw * total).sum(-1, keepdim=True).clamp(max=p.size(-1) - 1)
+    token = place if ids is None else ids.gather(-1, place)
+    return torch.where(total.isfinite(), token, -1)
 
 
-@torch.inference_mode()
+class Draws:
+    """Uniform random numbers, a stream for each seed: next(draws) is (B, 1) float64 on `device`.
+
+    They come from the CPU, so that a seed means the same numbers on every device.
+    """
+
+    AHEAD = 64  # numbers of each stream that are made at a time
+
+    def __init__(self, seeds, device):
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.device, self.used, self.numbers = device, self.AHEAD, None
+
+    def __next__(self):
+        if self.used == self.AHEAD:
+            rows = [torch.rand(self.AHEAD, generator=g, dtype=torch.float64) for g in self.generators]
+            self.numbers, self.used = torch.stack(rows).to(self.device), 0
+        self.used += 1
+        return self.numbers[:, self.used - 1 : self.used]
+
+
+class Stream:
+    """Texts that a model reads and continues, one a row, with one KV cache for all of them.
+
+        stream = Stream(model, dtype)
+        stream.read([[bos, 5, 7], [bos, 8]])             # any lengths
+        for column in stream.write(100, seeds=[0, 1]):   # [12, 9], then [31, None]: the second text has ended
+            ...
+        stream.read([[], [4]])                           # what follows, such as the next turn of a chat
+        for column in stream.write(100, seeds=[2, 3]):
+            ...
+
+    The model's own forward pass reads. A DecodeStep writes if it computes the same, else the forward pass.
+    dtype is autocast's; float32 means no autocast, which is right after `cast_weights` too.
+    """
+
+    def __init__(self, model, dtype: torch.dtype = torch.float32, fast: bool = True):
+        self.model, self.dtype = model, dtype
+        weight = model.embedding.weight
+        self.device, self.max_seq_len = weight.device, model.config.max_seq_len
+        compute_dtype = weight.dtype if dtype == torch.float32 else dtype
+        self.step = decode_step(model, compute_dtype) if fast else None
+        # On CPUs, attention of one token is several times as slow in 16 bits as in float32
+        in_float32 = self.step and self.device.type == "cpu"
+        self.cache = KVCache(model.config, dtype=torch.float32 if in_float32 else None)
+        self.lengths = []  # of each text: its tokens in the cache
+        self.waiting = []  # tokens that the cache does not have yet
+        self.logits = None  # (B, V) float32, after the last token of each text in the cache
+        self.live = []  # whether `write` may continue the text
+
+    def room(self, row: int) -> int:
+        """Tokens that fit after the text: later positions were never trained, and without the oldest ones all
+        others would have to be computed again."""
+        return self.max_seq_len - self.lengths[row] - len(self.waiting[row])
+
+    @torch.inference_mode()
+    def read(self, texts: list[list[int]]):
+        """Add tokens to each text. Raises ValueError if there is no room for them."""
+        if not self.lengths:
+            self.lengths, self.live = [0] * len(texts), [False] * len(texts)
+            self.waiting = [[] for _ in texts]
+        for row, tokens in enumerate(texts):
+            if len(tokens) > self.room(row):
+                raise ValueError(f"{len(tokens)} tokens do not fit, the row has room for {self.room(row)}")
+        for row, tokens in enumerate(texts):
+            self.waiting[row] += tokens
+            self.live[row] = self.live[row] or bool(tokens)
+        self._read_waiting()
+
+    def _read_waiting(self):
+        """One forward pass over what waits, padded on the right; then the cache drops the padding."""
+        counts = [len(tokens) for tokens in self.waiting]
+        if not any(counts):
+            return
+        if self.cache.length:
+            self.cache.align(self.lengths)
+        block = [tokens + [0] * (max(counts) - len(tokens)) for tokens in self.waiting]
+        idx = torch.tensor(block, device=self.device)
+        last = [row * max(counts) + max(0, n - 1) for row, n in enumerate(counts)]  # index into rows x positions
+        with autocast(self.device, self.dtype):
+            logits = self.model(idx, cache=self.cache, positions=torch.tensor(last, device=self.device))
+        self.lengths = [a + n for a, n in zip(self.lengths, counts, strict=True)]
+        self.waiting = [[] for _ in counts]
+        self.cache.align(self.lengths)
+        if not all(counts) and self.logits is not None:  # texts without new tokens keep their logits
+            logits = torch.where(torch.tensor(counts, device=self.device)[:, None] > 0, logits, self.logits)
+        self.logits = logits
+
+    def _read_column(self, column):
+        """The same for one token of every row, (B, 1): those of rows that have ended will be dropped."""
+        column = column.clamp(min=0)  # -1 in a row that has ended
+        if self.step:
+            self.logits = self.step(column, self.cache)
+        else:
+            with autocast(self.device, self.dtype):
+                self.logits = self.model(column, cache=self.cache)[:, -1]
+        for row, tokens in enumerate(self.waiting):
+            self.lengths[row] += len(tokens)
+            tokens.clear()
+
+    @torch.inference_mode()
+    def write(self, max_tokens, temperature=1.0, top_k=-1, top_p=1.0, seeds=(0,), stop_ids=()):
+        """Continue each text; yield the next token of every row, None for a text that has ended.
+
+        A text ends at an id in `stop_ids` (it is not yielded, and not part of the text), or when its
+        max_seq_len positions are full; it goes on when it has read more. All end after `max_tokens` tokens.
+        seeds: one a row; a row's text depends on its own seed and tokens, and on the other rows at most by
+        the rounding of sums. Raises UserError if logits are not finite.
+        """
+        draws, column = Draws(seeds, self.device), None
+        self.cache.reserve(min(max(self.lengths) + max_tokens, 2 * self.max_seq_len))
+        for _ in range(max_tokens if any(self.live) else 0):
+            if column is not None:
+                self._read_column(column)
+            else:
+                self._read_waiting()  # the last token of an earlier `write`
+            column = sample_token(self.logits, temperature, top_k, top_p, next(draws))
+            tokens = column.flatten().tolist()
+            for row, token in enumerate(tokens):
+                if self.live[row] and token == -1:
+                    raise UserError(
+                        "the model's logits are not numbers: its training went wrong, or they overflow in "
+                        "this dtype; use --dtype=float32 or an earlier checkpoint"
+                    )
+                if token in stop_ids or not self.room(row):
+                    self.live[row] = False
+                if self.live[row]:
+                    self.waiting[row].append(token)
+            if not any(self.live):
+                return
+            yield [token if live else None for token, live in zip(tokens, self.live, strict=True)]
+
+
+def generate_batch(model, prompts, max_tokens, dtype=torch.float32, seeds=None, **options):
+    """Yield the next token of every prompt, None for those that have ended: see Stream.write, which has the
+    `options`. A prompt is a list of ids that starts with <|bos|>; one that is too long keeps its end."""
+    stream = Stream(model, dtype)
+    stream.read([prompt[-(model.config.max_seq_len - 1) :] for prompt in prompts])
+    yield from stream.write(max_tokens, seeds=seeds or [0] * len(prompts), **options)
+
+
 def generate(
     model, prompt, max_tokens, dtype=torch.float32, temperature=1.0, top_k=-1, seed=0, stop_ids=(), top_p=1.0
 ):
-    """Yield up to `max_tokens` token ids that continue `prompt`, a list of ids that starts with <|bos|>.
-
-    A prompt that is too long keeps its end. Generation ends early at an id in `stop_ids` (it is not yielded),
-    or when max_seq_len positions are full: later positions were never trained, and without the oldest ones
-    all others would have to be computed again. dtype is autocast's; float32 means no autocast, which is right
-    after `cast_weights` too. The same seed gives the same text, whatever was drawn before. Raises UserError
-    if the logits are not finite.
-    """
-    device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
-    cache = KVCache(model.config)
-    idx = torch.tensor([prompt[-(model.config.max_seq_len - 1) :]], device=device)  # (1, T)
-    for _ in range(min(max_tokens, model.config.max_seq_len - idx.size(1))):
-        with autocast(device, dtype):
-            logits = model(idx, cache=cache)[:, -1]  # (1, V)
-        if not logits.amax().isfinite():  # on a GPU, drawing from such logits would kill the process
-            raise UserError(
-                "the model's logits are not numbers: its training went wrong, or they overflow in this "
-                "dtype; use --dtype=float32 or an earlier checkpoint"
-            )
-        idx = sample_token(logits, temperature, top_k, top_p, generator)
-        token = idx.item()
-        if token in stop_ids:
-            return
-        yield token
+    """Yield up to `max_tokens` token ids that continue one prompt; see `generate_batch`."""
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "stop_ids": stop_ids}
+    for column in generate_batch(model, [prompt], max_tokens, dtype, seeds=[seed], **options):
+        yield column[0]
 
 
 def continuations(model, tokenizer, prompts, dtype, seed, max_tokens=96) -> list[str]:
     """Each prompt with its continuation by the model, or with the reason why there is none."""
-    texts, options = [], {"temperature": 0.8, "top_k": 50, "seed": seed, "stop_ids": {tokenizer.bos_id}}
-    for prompt in prompts:
-        ids = [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()]
-        try:
-            texts.append(prompt + tokenizer.decode(list(generate(model, ids, max_tokens, dtype, **options))))
-        except UserError as error:  # a bad sample must not end a training run
-            texts.append(f"{prompt} ({error})")
-    return texts
+    ids = [[tokenizer.bos_id, *tokenizer.encode(prompt).tolist()] for prompt in prompts]
+    options = {"temperature": 0.8, "top_k": 50, "stop_ids": {tokenizer.bos_id}}
+    try:
+        columns = list(generate_batch(model, ids, max_tokens, dtype, [seed] * len(ids), **options))
+    except UserError as error:  # a bad sample must not end a training run
+        return [f"{prompt} ({error})" for prompt in prompts]
+    rows = [[column[row] for column in columns if column[row] is not None] for row in range(len(prompts))]
+    return [prompt + tokenizer.decode(row) for prompt, row in zip(prompts, rows, strict=True)]
 
 
 def text_pieces(tokens, tokenizer):

@@ -61,7 +61,8 @@ def norm(x):
 
 
 def rotate(x, cos, sin):
-    """Rotary embedding of x (B, H, T, D) by the angles of cos and sin (T, D / 2), in x's dtype."""
+    """Rotary embedding of x (B, H, T, D) by the angles of cos and sin (T, D / 2), in x's dtype; (B, 1, T, D / 2)
+    if each row has positions of its own."""
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
 
@@ -87,9 +88,10 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
         q, k = norm(rotate(q, *rotary)) * QK_SCALE, norm(rotate(k, *rotary)) * QK_SCALE
         q, k = q.to(v.dtype), k.to(v.dtype)
+        visible = None
         if cache is not None:
-            k, v = cache.append(k, v)
-        y = attention(q, k, v, self.window)  # (B, H, T, D)
+            k, v, visible = cache.append(k, v)
+        y = attention(q, k, v, self.window, visible)  # (B, H, T, D)
         return self.out(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -171,15 +173,14 @@ class GPT(nn.Module):
         """idx (B, T) int64 -> logits (B, T, V) float32; with targets (B, T) int64, the loss in nats instead.
 
         Targets of -1 are not scored. `reduction` is that of F.cross_entropy; "none" gives (B * T,). With a
-        `cache` (engine.KVCache), idx continues the tokens that the cache holds. `positions` (N,) int64 are
+        `cache` (decode.KVCache), idx continues the tokens that the cache holds. `positions` (N,) int64 are
         indices into the B * T positions: logits (N, V) of these alone.
         """
-        start = 0 if cache is None else cache.length
-        stop = start + idx.size(1)
+        places = slice(idx.size(1)) if cache is None else cache.places(idx.size(1))
         x = norm(self.embedding(idx))  # (B, T, C)
         if torch.is_autocast_enabled(x.device.type):  # so the residual stream runs in the compute dtype too
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        rotary = self.cos[start:stop].to(x.dtype), self.sin[start:stop].to(x.dtype)
+        rotary = self.cos[places].to(x.dtype), self.sin[places].to(x.dtype)
         x0 = x
         for i, block in enumerate(self.blocks):
             value_embedding = None

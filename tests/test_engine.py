@@ -10,16 +10,20 @@ import torch
 
 from nanochat import UserError, checkpoint
 from nanochat.data.tokenizer import train
+from nanochat.decode import DecodeStep, KVCache, decode_step, examine
 from nanochat.engine import (
-    KVCache,
+    Draws,
+    Stream,
     cast_weights,
+    continuations,
     find_source,
     generate,
+    generate_batch,
     load_for_inference,
     sample_token,
     text_pieces,
 )
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT, MLP, GPTConfig
 from nanochat.precision import autocast
 
 T = 32
@@ -120,6 +124,195 @@ def test_a_model_that_overflows_only_in_float16_is_refused_there():
 
 
 # ------------------------------------------------------------------------------------------------------
+# Several texts at once
+
+
+PROMPTS = [[5], [7, 8, 9, 10, 11, 12, 13, 14, 15, 16], [1, 2, 3], [4] * 20]
+
+
+def full_logits(model, text):
+    """The logits after a text, of a forward pass over all of it."""
+    with torch.inference_mode():
+        return model(torch.tensor([text]))[0, -1]
+
+
+def check_rows(model, stream, texts):
+    """The stream's logits are those of full passes over its texts."""
+    for row, text in enumerate(texts):
+        torch.testing.assert_close(stream.logits[row], full_logits(model, text), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("window_pattern", ["L", "SL", "SSL"])
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_texts_of_different_lengths_get_the_logits_that_each_gets_alone(window_pattern, fast, rows):
+    model = make_model(window_pattern)
+    stream, texts = Stream(model, fast=fast), [list(prompt) for prompt in PROMPTS[:rows]]
+    assert bool(stream.step) == fast
+    stream.read(texts)
+    check_rows(model, stream, texts)
+    for column in stream.write(12, temperature=0):
+        check_rows(model, stream, texts)  # those that the tokens of this column were taken from
+        for text, token in zip(texts, column, strict=True):
+            assert token == full_logits(model, text).argmax()
+            text.append(token)
+    assert [len(text) for text in texts] == [len(prompt) + 12 for prompt in PROMPTS[:rows]]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_stream_reads_and_writes_in_turns_and_texts_may_end_at_different_tokens(fast):
+    model, texts = make_model("SL"), [[5, 6], [7, 8, 9, 1, 2, 3]]
+    stream = Stream(model, fast=fast)
+    stream.read([list(text) for text in texts])
+    first = list(generate(model, texts[0], 6, seed=1))
+    stop = next(t for n, t in enumerate(first) if n > 1 and t not in first[:n])  # ends the first text early
+    for turn, added in enumerate(([[], []], [[stop, 11], [12]], [[13, 14, 15], []], [[], [16, 17]])):
+        stream.read(added)
+        texts = [text + new for text, new in zip(texts, added, strict=True)]
+        live = [row for row in (0, 1) if stream.live[row]]
+        for number, column in enumerate(stream.write(4, seeds=[1 + turn, 7], stop_ids={stop})):
+            for row in live:
+                if column[row] is not None:
+                    torch.testing.assert_close(
+                        stream.logits[row], full_logits(model, texts[row]), rtol=1e-4, atol=1e-4
+                    )
+                    texts[row].append(column[row])
+            if turn == 2 and number == 1:
+                break  # a reader may leave in the middle
+    assert all(len(text) > 10 for text in texts)
+
+
+def test_what_a_prompt_gets_does_not_depend_on_the_others_of_its_batch():
+    model, seeds = make_model("SL"), [11, 12, 11, 13]
+    options = {"temperature": 0.9, "top_k": 20}
+    options["stop_ids"] = set(generate(model, PROMPTS[2], 1, seed=11, **options))
+    together = [[], [], [], []]
+    for column in generate_batch(model, PROMPTS, 40, seeds=seeds, **options):
+        for text, token in zip(together, column, strict=True):
+            text.extend([] if token is None else [token])
+    alone = [list(generate(model, p, 40, seed=s, **options)) for p, s in zip(PROMPTS, seeds, strict=True)]
+    assert together == alone
+    assert together[2] == [] and len(together[3]) <= T - 20 < max(map(len, together))
+
+
+def test_a_text_that_has_ended_yields_none_and_the_last_one_ends_the_stream():
+    columns = list(generate_batch(make_model(), [[3] * 28, [5] * 30], 40, seeds=[0, 1]))
+    assert [[token is None for token in column] for column in columns] == [[False] * 2] * 2 + [[False, True]] * 2
+    assert list(generate_batch(make_model(), [[], []], 5)) == []
+
+
+def test_a_text_that_does_not_fit_is_refused():
+    stream = Stream(make_model())
+    stream.read([[1] * 30])
+    assert stream.room(0) == 2
+    with pytest.raises(ValueError, match="3 tokens do not fit, the row has room for 2"):
+        stream.read([[1, 2, 3]])
+
+
+def test_a_seed_is_a_stream_of_numbers_of_its_own():
+    both, one = Draws([1, 2], CPU), Draws([2], CPU)
+    numbers = torch.cat([next(both) for _ in range(3 * Draws.AHEAD)], 1)
+    assert torch.equal(numbers[1:], torch.cat([next(one) for _ in range(3 * Draws.AHEAD)], 1))
+    assert len(numbers.unique()) == numbers.numel() and 0 <= numbers.min() <= numbers.max() < 1
+
+
+def test_samples_are_the_prompts_with_what_the_model_adds():
+    prompts = ["", "é", "naïve café"]
+    model = GPT(GPTConfig(2, 32, 2, TOKENIZER.vocab_size, T))
+    model.init_weights(torch.Generator().manual_seed(0))
+    options = {"temperature": 0.8, "top_k": 50, "stop_ids": {TOKENIZER.bos_id}, "seed": 3}
+    expected = [p + TOKENIZER.decode(list(generate(model, ids_of(p), 9, **options))) for p in prompts]
+    assert continuations(model, TOKENIZER, prompts, torch.float32, 3, max_tokens=9) == expected
+
+
+# ------------------------------------------------------------------------------------------------------
+# The fast step, and models that it does not fit
+
+
+class Edited(GPT):
+    """A model as somebody may edit it: `edit` changes what it computes."""
+
+    edit = "nothing"
+
+    def __init__(self, config):
+        super().__init__(config)
+        if self.edit == "parameter":
+            self.extra = torch.nn.Parameter(torch.zeros(()))
+        if self.edit == "window":
+            self.blocks[0].attention.window = 2
+        if self.edit == "module":
+            self.blocks[1].mlp = type("MyMLP", (MLP,), {})(config)
+
+    def forward(self, idx, *arguments, **keywords):
+        result = super().forward(idx, *arguments, **keywords)
+        return 1.01 * result if self.edit == "logits" else result
+
+
+@pytest.mark.parametrize("edit", ["nothing", "parameter", "window", "logits"])
+def test_an_edited_model_writes_with_its_own_forward_pass_and_a_note_says_so(edit, capsys):
+    kind = type("Kind", (Edited,), {"edit": edit})
+    model = kind(GPTConfig(3, 48, 3, 67, T, "SL"))
+    model.init_weights(torch.Generator().manual_seed(0))
+    fits = decode_step(model, torch.float32) is not None
+    assert fits == (edit == "nothing")
+    assert ("with the model's own forward pass" in capsys.readouterr().err) != fits
+    texts = [[1, 2], [3, 4, 5]]
+    for column in generate_batch(model, texts, 4, temperature=0):
+        for text, token in zip(texts, column, strict=True):
+            assert token == full_logits(model, text).argmax()
+            text.append(token)
+
+
+def test_a_module_of_another_type_or_a_hook_keeps_the_models_own_forward_pass():
+    model = make_model()
+    assert decode_step(model, torch.float32)
+    hook = model.blocks[0].mlp.register_forward_hook(lambda module, arguments, output: output + 1)
+    assert decode_step(model, torch.float32) is None
+    hook.remove()
+    model.blocks[0].mlp.__class__ = type("MyMLP", (MLP,), {})
+    assert decode_step(model, torch.float32) is None
+
+
+def test_the_fast_step_follows_the_weights():
+    model = make_model().requires_grad_(False)
+    first = decode_step(model, torch.float32)
+    assert decode_step(model, torch.float32) is first, "made once for weights that do not change"
+    texts = []
+    for _ in range(2):
+        texts.append(list(generate(model, [1, 2, 3], 8, temperature=0)))
+        expected = [1, 2, 3]
+        for _ in range(8):
+            expected.append(full_logits(model, expected).argmax().item())
+        assert texts[-1] == expected[3:]
+        with torch.no_grad():
+            model.blocks[0].attention.query.weight.mul_(-1.5)
+    assert texts[0] != texts[1]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("way", ["autocast", "cast"])
+def test_the_fast_step_is_as_close_to_float32_as_the_forward_pass(dtype, way):
+    model = make_model("SL")
+    idx = torch.randint(67, (2, T), generator=torch.Generator().manual_seed(1))
+    exact = model(idx)
+    if way == "cast":
+        cast_weights(model, dtype)
+    step, cache = DecodeStep(model, dtype), KVCache(model.config, dtype=torch.float32)
+    with autocast(CPU, dtype if way == "autocast" else torch.float32):
+        full = model(idx)
+        model(idx[:, :1], cache=cache)
+    found = torch.stack([step(idx[:, i : i + 1], cache) for i in range(1, T)], 1)
+    assert found.dtype == torch.float32
+    assert (found - exact[:, 1:]).norm() < 1.5 * (full - exact).norm() < 0.15 * exact.norm()
+
+
+def test_every_model_of_this_project_can_be_written_with_the_fast_step():
+    for depth, width, pattern in ((1, 64, "L"), (4, 192, "SSSL"), (7, 64, "SL")):
+        assert examine(GPT, GPTConfig(depth, width, width // 64, 300, 512, pattern))[1] == ""
+
+
+# ------------------------------------------------------------------------------------------------------
 # Sampling
 
 
@@ -127,8 +320,8 @@ LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, 1.0]])
 
 
 def frequencies(temperature=1.0, top_k=-1, top_p=1.0, logits=LOGITS, draws=20_000):
-    generator = torch.Generator().manual_seed(0)
-    drawn = sample_token(logits.expand(draws, -1), temperature, top_k, top_p, generator)
+    chance = torch.rand(draws, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    drawn = sample_token(logits.expand(draws, -1), temperature, top_k, top_p, chance)
     assert drawn.shape == (draws, 1)
     return drawn.flatten().bincount(minlength=logits.size(-1)) / draws
 

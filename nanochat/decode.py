@@ -1,0 +1,262 @@
+"""One new token a row, with few operations: what a model computes for text that it writes.
+
+At batch 1 a small model is not slow because of its arithmetic: most of the time goes into starting some 300
+small operations from Python. DecodeStep computes the equations of gpt.py with about a third of them. Since it
+repeats these equations, `decode_step` compares both before it is used: a change of gpt.py never gives wrong
+text, only slower text.
+"""
+
+import functools
+import sys
+import weakref
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from nanochat.gpt import GPT, QK_SCALE, norm
+from nanochat.loss import softcap
+
+# The parameters that DecodeStep knows, as they are called in gpt.py
+TABLES = {"embedding", "value_embeddings", "head"}
+MATRICES = {"query", "key", "value", "out", "up", "down", "value_gate"}
+SCALARS = {"residual_scale", "x0_scale"}
+
+
+class KVCache:
+    """Keys and values of every layer for the tokens so far, of B texts of different lengths.
+
+    A slot holds one position of every text. The texts end in the same slot, so a shorter one begins later:
+    row r begins in slot start[r], and what is in the slots before it is masked. `layers[i]` is what
+    Attention.forward gets.
+    """
+
+    def __init__(self, config, slots: int = 0, dtype: torch.dtype | None = None):
+        """slots: memory to take at once, more is taken when needed. dtype: of the memory (None: of keys)."""
+        self.max_seq_len, self.slots, self.dtype = config.max_seq_len, slots, dtype
+        self.start = None  # (B,) int64, or None while all texts begin in slot 0
+        self.visible = None  # (B, 1, 1, slots) bool, False in slots before start; None as start
+        self.layers = [LayerCache(self) for _ in range(config.depth)]
+
+    @property
+    def length(self) -> int:
+        """Slots in use."""
+        return self.layers[0].length
+
+    def places(self, T: int):
+        """Where the next T tokens stand in their texts: a slice, or (B, 1, T) int64."""
+        if self.start is None:
+            return slice(self.length, self.length + T)
+        slots = torch.arange(self.length, self.length + T, device=self.start.device)
+        # Only tokens that nothing looks at again stand past the last position
+        return (slots - self.start[:, None]).clamp(max=self.max_seq_len - 1)[:, None]
+
+    def align(self, lengths: list[int]):
+        """Keep the first lengths[r] tokens of row r, and move rows so that all end in the same slot."""
+        start = [0] * len(lengths) if self.start is None else self.start.tolist()
+        if all(s + n == self.length for s, n in zip(start, lengths, strict=True)):
+            return
+        self.slots, stop = max(self.slots, max(lengths)), max(lengths)
+        for layer in self.layers:
+            layer.move([(s, stop - n, n) for s, n in zip(start, lengths, strict=True)], stop)
+        self.start = self.visible = None
+        if min(lengths) < stop:
+            device = self.layers[0].k.device
+            self.start = torch.tensor([stop - n for n in lengths], device=device)
+            self._show()
+
+    def _show(self):
+        slots = torch.arange(self.layers[0].k.size(2), device=self.start.device)
+        self.visible = (slots >= self.start[:, None])[:, None, None]
+
+    def reserve(self, slots: int):
+        """Take memory for so many slots."""
+        self.slots = max(self.slots, slots)
+        for layer in self.layers:
+            if layer.k is not None and layer.k.size(2) < slots:
+                layer.grow(slots)
+        if self.start is not None and self.visible.size(-1) < slots:
+            self._show()
+
+
+class LayerCache:
+    """Keys and values of one layer: k and v (B, H, slots, D), of which the first `length` slots are used."""
+
+    def __init__(self, cache: KVCache):
+        self.cache, self.length, self.k, self.v = cache, 0, None, None
+
+    def append(self, k, v):
+        """Add k and v (B, H, T, D) of T new slots; returns those of all slots and which of them are visible:
+        (B, 1, 1, length) bool, None for all."""
+        stop = self.length + k.size(2)
+        if self.k is None:
+            self.k, self.v = self._empty(k, max(stop, self.cache.slots))
+        elif stop > self.k.size(2):
+            self.cache.reserve(2 * stop)
+        self.k[:, :, self.length : stop], self.v[:, :, self.length : stop] = k, v
+        first, self.length = self.length == 0, stop
+        if first:
+            return k, v, None
+        visible = None if self.cache.visible is None else self.cache.visible[..., :stop]
+        return self.k[:, :, :stop].to(k.dtype), self.v[:, :, :stop].to(v.dtype), visible
+
+    def _empty(self, like, slots):
+        """Zeros, since a masked value takes part in a sum with weight 0, and 0 * nan is nan."""
+        B, H, _, D = like.shape
+        dtype = self.cache.dtype or like.dtype
+        return torch.zeros(2, B, H, slots, D, dtype=dtype, device=like.device).unbind(0)
+
+    def grow(self, slots: int):
+        old = self.k, self.v
+        self.k, self.v = self._empty(self.k, slots)
+        for new, x in zip((self.k, self.v), old, strict=True):
+            new[:, :, : self.length] = x[:, :, : self.length]
+
+    def move(self, moves: list[tuple[int, int, int]], stop: int):
+        """Row by row, take n slots from one place to another: (from, to, n). `stop` slots are in use then."""
+        old = self.k, self.v
+        self.k, self.v = self._empty(self.k, max(self.cache.slots, stop))
+        for new, x in zip((self.k, self.v), old, strict=True):
+            for row, (source, to, n) in enumerate(moves):
+                new[row, :, to : to + n] = x[row, :, source : source + n]
+        self.length = stop
+
+
+class DecodeStep:
+    """The forward pass of a GPT for one token a row, (B, 1) int64 -> logits (B, V) float32.
+
+    Its weights are those of the model at the time it is made, in `dtype`; matrices that have this dtype
+    already are shared, except for query, key, value and gate, which become one matrix.
+    """
+
+    def __init__(self, model: GPT, dtype: torch.dtype):
+        config = model.config
+        self.dtype, self.windows, self.num_heads = dtype, config.windows, config.num_heads
+        self.embedding, self.head = model.embedding.weight.detach(), model.head.weight.detach().to(dtype)
+        self.layers = [self._layer(model, i) for i in range(config.depth)]
+        self.residual_scales = [block.residual_scale.item() for block in model.blocks]
+        self.x0_scales = torch.stack([block.x0_scale.detach() for block in model.blocks]).to(dtype)
+        # A rotation of (x1, x2) is x * (cos, cos) + (x2, x1) * (-sin, sin). QK_SCALE is part of both.
+        self.cos = (QK_SCALE * torch.cat((model.cos, model.cos), -1)).to(dtype)  # (T, D)
+        self.sin = (QK_SCALE * torch.cat((-model.sin, model.sin), -1)).to(dtype)
+
+    def _layer(self, model, i: int):
+        """The matrices of a layer: query, key, value and gate in one; out; up; down; value embedding."""
+        attention, mlp = model.blocks[i].attention, model.blocks[i].mlp
+        rows = [attention.query.weight, attention.key.weight, attention.value.weight]
+        table = None
+        if model.config.has_value_embedding(i):
+            gate = attention.value_gate.weight  # it reads the first channels: zeros for the others
+            rows.append(F.pad(gate, (0, model.config.width - gate.size(1))))
+            table = model.value_embeddings[str(i)].weight.detach()
+        qkvg = torch.cat([w.detach().to(self.dtype) for w in rows])
+        out, up, down = (
+            w.detach().to(self.dtype) for w in (attention.out.weight, mlp.up.weight, mlp.down.weight)
+        )
+        return qkvg, out.t(), up, down.t(), table
+
+    def __call__(self, idx, cache: KVCache):
+        """Logits (B, V) float32 after the tokens idx (B, 1) int64, which are added to the cache."""
+        B, C, H = idx.size(0), self.embedding.size(1), self.num_heads
+        if cache.length == cache.layers[0].k.size(2):
+            cache.reserve(2 * cache.length)
+        place = cache.places(1)
+        cos, sin = self.cos[place].view(-1, 1, 1, C // H), self.sin[place].view(-1, 1, 1, C // H)
+        idx = idx.view(B)
+        x = x0 = norm(F.embedding(idx, self.embedding)).to(self.dtype)  # (B, C)
+        shares = (self.x0_scales[:, None, None] * x0).unbind(0)
+        for i, (qkvg, out, up, down, table) in enumerate(self.layers):
+            x = torch.add(shares[i], x, alpha=self.residual_scales[i])
+            qkvg = F.linear(norm(x), qkvg)  # (B, 3 * C), with a gate (B, 3 * C + H)
+            qk = norm(qkvg[:, : 2 * C].view(B, 2, H, C // H))
+            qk = torch.addcmul(qk * cos, qk.roll(C // H // 2, -1), sin)
+            v = qkvg[:, 2 * C : 3 * C].view(B, H, C // H)
+            if table is not None:  # v + 2 * sigmoid(gate) * embedding
+                value_embedding = F.embedding(idx, table).to(self.dtype).view(B, H, C // H)
+                v = torch.addcmul(v, qkvg[:, 3 * C :].sigmoid().unsqueeze(-1), value_embedding, value=2)
+            y = self._attend(qk, v, cache, i).to(self.dtype)
+            x = torch.addmm(x, y, out)
+            x = torch.addmm(x, F.linear(norm(x), up).relu_().square_(), down)
+        return softcap(F.linear(norm(x), self.head))
+
+    def _attend(self, qk, v, cache: KVCache, i: int):
+        """Add a key and a value to layer i, and attend to its window; returns (B, C)."""
+        layer, (q, k) = cache.layers[i], qk.unbind(1)  # (B, H, D)
+        layer.k.select(2, layer.length).copy_(k)
+        layer.v.select(2, layer.length).copy_(v)
+        layer.length += 1
+        first = max(0, layer.length - self.windows[i])
+        k, v = layer.k[:, :, first : layer.length], layer.v[:, :, first : layer.length]
+        mask = None if cache.visible is None else cache.visible[..., first : layer.length]
+        y = F.scaled_dot_product_attention(q.unsqueeze(2).to(k.dtype), k, v, attn_mask=mask)
+        return y.view(len(q), -1)
+
+
+# ------------------------------------------------------------------------------------------------------
+# Does it compute what gpt.py computes?
+
+
+MADE = weakref.WeakKeyDictionary()  # model -> (state of its weights, DecodeStep), for models that do not train
+
+
+def decode_step(model, dtype: torch.dtype) -> DecodeStep | None:
+    """A DecodeStep of the model that computes in `dtype`, or None if the model needs its own forward pass:
+    its code differs from the equations here, or a hook waits for its modules."""
+    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+        return None
+    kinds, reason = examine(type(model), model.config)
+    if reason or kinds != [type(module) for module in model.modules()]:
+        return None
+    if any(p.requires_grad for p in model.parameters()):
+        return DecodeStep(model, dtype)
+    state = dtype, [(p.data_ptr(), p.is_inference() or p._version) for p in model.parameters()]
+    if MADE.get(model, (None,))[0] != state:
+        MADE[model] = state, DecodeStep(model, dtype)
+    return MADE[model][1]
+
+
+@functools.cache
+def examine(kind: type, config) -> tuple[list[type], str]:
+    """The types of a model's modules, and what its code computes otherwise than DecodeStep: a sentence, empty
+    if nothing.
+
+    All logits of a small random model of this code are compared. It has as many layers, and their windows. No
+    parameter of it is zero, and its numbers are float32, so that no difference hides.
+    """
+    kinds = []
+    try:
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            model = kind(replace(config, width=64, num_heads=2, vocab_size=50, max_seq_len=12)).eval()
+            model.init_weights(torch.Generator().manual_seed(0))
+            kinds = [type(module) for module in model.modules()]
+            reason = _difference(model)
+    except Exception as error:  # whatever an edited model raises, its own forward pass can still be used
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    if reason:
+        print(
+            f"note: text is written with the model's own forward pass, which is slower ({reason})",
+            file=sys.stderr,
+            flush=True,
+        )
+    return kinds, reason
+
+
+def _difference(model) -> str:
+    """What the code of a small model computes otherwise than DecodeStep. Gives the model random weights."""
+    known = TABLES | MATRICES | SCALARS
+    unknown = [name for name, _ in model.named_parameters() if not known & set(name.split("."))]
+    if unknown:
+        return f"decode.py does not know {', '.join(unknown)}"
+    T, V = model.config.max_seq_len, model.config.vocab_size
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * (0.5 if p.ndim == 2 else 1))
+        idx = torch.randint(V, (2, T), generator=generator)
+        expected, cache = model(idx), KVCache(model.config)
+        model(idx[:, :2], cache=cache)
+        step = DecodeStep(model, torch.float32)
+        found = torch.stack([step(idx[:, i : i + 1], cache) for i in range(2, T)], 1)
+    if not torch.allclose(found, expected[:, 2:], rtol=1e-3, atol=1e-3):
+        return "gpt.py computes something else than decode.py"
+    return ""
