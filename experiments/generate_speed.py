@@ -1,7 +1,7 @@
 """Times generation for `python -m scripts.bench --what=generate --peer=FOLDER`, ours and that of
 karpathy/nanochat in turn.
 
-The bench calls `measure`. It starts this file twice, in this project and in the peer's folder, so `nanochat`
+The bench calls `bench`, which starts this file twice, in this project and in the peer's folder, so `nanochat`
 is another package in each. The first line of stdin has the shapes as JSON. Every further line is a batch size
 and asks for one turn; the answer is its time in seconds. A turn reads a prompt and writes tokens, streaming,
 at temperature 0.8 from the 50 likeliest. Both write the same number of tokens, since no token ends a text.
@@ -20,6 +20,8 @@ from pathlib import Path
 import torch
 
 PROMPT = list(range(1, 17))  # ids
+TOKENS = 128  # that a turn writes in each row
+BATCH_SIZES = 1, 8
 
 
 def ours(job: dict):
@@ -79,7 +81,31 @@ def start(whose: str, job: dict, folder: Path) -> subprocess.Popen:
     return process
 
 
-def measure(job: dict, batch_sizes: list[int], rounds: int, peer: Path | None) -> dict:
+def bench(settings: dict) -> dict:
+    """The results of `measure` in each dtype of the bench's settings. Raises UserError if `peer` is no folder
+    of karpathy/nanochat, or if one of the two fails."""
+    from nanochat import UserError
+    from nanochat.precision import resolve_dtype
+    from nanochat.scaling import model_config
+
+    peer = Path(settings["peer"]).resolve() if settings["peer"] else None
+    if peer and not (peer / "nanochat" / "engine.py").exists():
+        raise UserError(f"{peer} has no nanochat/engine.py; --peer is a folder of karpathy/nanochat")
+    names = ("depth", "head_dim", "vocab_size", "max_seq_len", "window_pattern")
+    job = {name: settings[name] for name in names}
+    job["width"] = model_config(**job, aspect_ratio=settings["aspect_ratio"]).width
+    job |= {"tokens": min(TOKENS, job["max_seq_len"] - len(PROMPT)), "threads": torch.get_num_threads()}
+    results = {}
+    for dtype in map(str.strip, settings["dtypes"].split(",")):
+        resolve_dtype(dtype, torch.device("cpu"))  # refuses an unknown one
+        try:
+            results |= measure(job | {"dtype": dtype}, settings["rounds"], peer)
+        except RuntimeError as error:
+            raise UserError(str(error)) from None
+    return results
+
+
+def measure(job: dict, rounds: int, peer: Path | None) -> dict:
     """Tokens per second of ours, of the peer's (peer: its folder), and the median of their ratios.
 
     job: depth, width, head_dim, vocab_size, max_seq_len, window_pattern, dtype, threads, and the number of
@@ -88,21 +114,21 @@ def measure(job: dict, batch_sizes: list[int], rounds: int, peer: Path | None) -
     processes = {"ours": start("ours", job, Path(__file__).resolve().parent.parent)}
     if peer:
         processes["peers"] = start("peers", job, peer)
-    times = {(name, rows): [] for rows in batch_sizes for name in processes}
+    times = {(name, rows): [] for rows in BATCH_SIZES for name in processes}
     try:
         for _ in range(rounds + 1):  # the first round warms up
             for (name, rows), taken in times.items():
                 print(rows, file=processes[name].stdin, flush=True)
                 answer = processes[name].stdout.readline()
                 if not answer:
-                    raise RuntimeError(f"{name} ended, see its message above")
+                    raise RuntimeError(f"the engine of {name} ended, its message stands above")
                 taken.append(float(answer))
     finally:
         for process in processes.values():
             process.kill()
             process.communicate()
     results = {}
-    for rows in batch_sizes:
+    for rows in BATCH_SIZES:
         taken = {name: times[name, rows][1:] for name in processes}
         row = {f"{k}_tok_per_sec": rows * job["tokens"] / statistics.median(v) for k, v in taken.items()}
         if peer:

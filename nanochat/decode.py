@@ -196,7 +196,9 @@ class DecodeStep:
 # Does it compute what gpt.py computes?
 
 
-MADE = weakref.WeakKeyDictionary()  # model -> (state of its weights, DecodeStep), for models that do not train
+MADE = (
+    weakref.WeakKeyDictionary()
+)  # model -> (state of its weights, DecodeStep), for models that do not train
 
 
 def decode_step(model, dtype: torch.dtype) -> DecodeStep | None:

@@ -197,7 +197,7 @@ class Stream:
             self.cache.align(self.lengths)
         block = [tokens + [0] * (max(counts) - len(tokens)) for tokens in self.waiting]
         idx = torch.tensor(block, device=self.device)
-        last = [row * max(counts) + max(0, n - 1) for row, n in enumerate(counts)]  # index into rows x positions
+        last = [row * idx.size(1) + max(0, n - 1) for row, n in enumerate(counts)]
         with autocast(self.device, self.dtype):
             logits = self.model(idx, cache=self.cache, positions=torch.tensor(last, device=self.device))
         self.lengths = [a + n for a, n in zip(self.lengths, counts, strict=True)]

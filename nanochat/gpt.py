@@ -61,8 +61,8 @@ def norm(x):
 
 
 def rotate(x, cos, sin):
-    """Rotary embedding of x (B, H, T, D) by the angles of cos and sin (T, D / 2), in x's dtype; (B, 1, T, D / 2)
-    if each row has positions of its own."""
+    """Rotary embedding of x (B, H, T, D) by the angles of cos and sin, in x's dtype. They are (T, D / 2), or
+    (B, 1, T, D / 2) if each row has positions of its own."""
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
 

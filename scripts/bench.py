@@ -4,6 +4,7 @@
     python -m scripts.bench --what=start     # seconds from the command to the first optimizer step done
     python -m scripts.bench --what=loader    # packed tokens/s on one thread, and raw tiktoken's
     python -m scripts.bench --what=optimizer --depth=12 --peer=FOLDER    # one of its steps, and the peer's
+    python -m scripts.bench --what=generate --peer=FOLDER    # tokens written a second, and the peer's
     python -m scripts.bench --what=checkpoint --depth=12    # how long a save stalls a step
     torchrun --standalone --nproc_per_node=4 -m scripts.bench --what=communication    # bytes a step
     python -m scripts.bench --json           # one JSON object as the last line
@@ -39,7 +40,7 @@ from nanochat.metrics import read_metrics
 from nanochat.paths import user_path
 
 # What to measure
-what: Literal["train", "start", "loader", "optimizer", "checkpoint", "communication"] = "train"
+what: Literal["train", "start", "loader", "optimizer", "checkpoint", "communication", "generate"] = "train"
 json = False  # print one JSON object as the last line
 rounds = 5  # times every variant is measured [1..1e4]
 steps = 12  # optimizer steps of a round (train: the first third warms up and does not count) [1..1e6]
@@ -55,8 +56,8 @@ device_batch_size = 8  # rows of a micro-batch, one micro-batch a step [1..2**20
 
 # What takes turns
 variants = "bfloat16+compile,bfloat16,float32+compile"  # train: dtypes, with +compile or without
-dtypes = "bfloat16,float32"  # optimizer: compute dtypes
-peer: str | None = None  # optimizer: folder of karpathy/nanochat, whose optimizer takes turns with ours
+dtypes = "bfloat16,float32"  # optimizer, generate: compute dtypes
+peer: str | None = None  # optimizer, generate: folder of karpathy/nanochat, which takes turns with ours
 shapes = "8x512,32x2048"  # loader: rows of a step x positions of a row
 recipe = "runs/laptop.py"  # start: settings of the run
 
@@ -332,6 +333,13 @@ def bench_communication() -> dict:
         "relative_to_plain_ddp": (gradients + weights) / gradients,
     }
     return {f"a process of {w}": row} if machine.is_main else {}
+
+
+def bench_generate() -> dict:
+    """Tokens a second that a model writes at batch 1 and 8, ours and with --peer the peer's in turn."""
+    from experiments.generate_speed import bench
+
+    return bench(settings.values)
 
 
 def loopback_bytes() -> int:

@@ -197,7 +197,8 @@ def test_what_a_prompt_gets_does_not_depend_on_the_others_of_its_batch():
 
 def test_a_text_that_has_ended_yields_none_and_the_last_one_ends_the_stream():
     columns = list(generate_batch(make_model(), [[3] * 28, [5] * 30], 40, seeds=[0, 1]))
-    assert [[token is None for token in column] for column in columns] == [[False] * 2] * 2 + [[False, True]] * 2
+    ended = [[token is None for token in column] for column in columns]
+    assert ended == [[False] * 2] * 2 + [[False, True]] * 2
     assert list(generate_batch(make_model(), [[], []], 5)) == []
 
 

@@ -1,4 +1,4 @@
-"""Texts that a model continues during its training, to show what it has learned: prompts that suit the data."""
+"""Texts that a model continues during its training, to show what it has learned. They suit the data."""
 
 import itertools
 import re

@@ -37,7 +37,15 @@ def dataset_of(folder, *val_texts):
 
 
 def test_prompts_of_ones_own_text_begin_like_validation_documents(tmp_path):
-    texts = ["", "The red fox ran away", "\n\n", "The red fox ran home", "A cow ate grass there", "東京", "No"]
+    texts = [
+        "",
+        "The red fox ran away",
+        "\n\n",
+        "The red fox ran home",
+        "A cow ate grass",
+        "東京",
+        "No",
+    ]
     found = sample_prompts("auto", dataset_of(tmp_path, *texts))
     expected = {"The red fox ran", "A cow ate grass", "東京", "No"}
     assert len(found) == len(set(found)) == 3 and set(found) <= expected
