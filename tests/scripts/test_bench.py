@@ -141,3 +141,49 @@ def test_communication_counts_what_two_processes_send(tmp_path):
     assert row["expected_new_weights_mb"] * 0.9 < row["new_weights_mb"]
     alone = bench("--what=communication", *SMALL, status=2)
     assert "start this with torchrun" in alone.stderr
+
+
+PEER_ENGINE = """
+import time
+
+class Engine:
+    def __init__(self, model, tokenizer):
+        assert tokenizer.get_bos_token_id() == -1
+
+    def generate(self, tokens, num_samples, max_tokens, temperature, top_k):
+        for _ in range(max_tokens):
+            time.sleep(0.01)
+            yield [0] * num_samples, [1] * num_samples
+"""
+PEER_GPT = """
+import torch
+
+class GPTConfig(dict):
+    pass
+
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        assert config["n_layer"] == 1 and config["n_embd"] == 64 and config["vocab_size"] == 512
+
+    def init_weights(self):
+        pass
+"""
+
+
+@pytest.mark.slow
+def test_generate_takes_turns_with_the_peers_engine(tmp_path):
+    (tmp_path / "nanochat").mkdir()
+    (tmp_path / "nanochat" / "engine.py").write_text(PEER_ENGINE)
+    (tmp_path / "nanochat" / "gpt.py").write_text(PEER_GPT)
+    done = bench("--what=generate", *SMALL, f"--peer={tmp_path}", "--dtypes=float32", "--json")
+    for rows in (1, 8):
+        row = results_of(done)[f"batch {rows}, float32"]
+        assert 0.4 * rows / 0.01 < row["peers_tok_per_sec"] < rows / 0.01
+        ratio = row["ours_tok_per_sec"] / row["peers_tok_per_sec"]
+        assert row["speed_relative_to_peer"] == pytest.approx(ratio, rel=0.5)
+
+
+def test_generate_refuses_a_folder_that_is_not_the_peers(tmp_path):
+    done = bench("--what=generate", *SMALL, f"--peer={tmp_path}", status=2)
+    assert "has no nanochat/engine.py" in done.stderr and "Traceback" not in done.stderr
