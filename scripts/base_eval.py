@@ -96,11 +96,11 @@ if problem and "bpb" in parts:
     raise UserError(problem)
 if problem:
     say(f"the tasks from the validation text are left out: {problem}")
-if "core" in parts:
-    opened, reason = open_bundle(bundle, base_path, core_metric_max_per_task)
-    public = opened.tasks if opened else []
-    if reason:
-        say(reason)
+opened, reason = open_bundle(bundle, base_path, core_metric_max_per_task) if "core" in parts else (None, "")
+if opened:
+    public = opened.tasks
+elif reason:
+    say(reason)
 
 # ------------------------------------------------------------------------------------------------------
 # Evaluate
@@ -123,6 +123,10 @@ if dataset:
     facts["text"] = f"{dataset.name}, {dataset.note}" + (
         "" if same else "; not the run's, so these numbers are not comparable with the run's"
     )
+if opened:
+    results |= {"bundle_fingerprint": opened.fingerprint, "max_per_task": core_metric_max_per_task}
+    cut = f", at most {core_metric_max_per_task} questions a task" if core_metric_max_per_task != -1 else ""
+    facts["CORE's bundle"] = f"{opened.path}, fingerprint {opened.fingerprint[:12]}{cut}"
 began = time.monotonic()
 if "bpb" in parts:
     rows = max(1, min(run["device_batch_size"], 2**16 // model.config.max_seq_len))
