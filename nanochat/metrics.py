@@ -18,6 +18,7 @@ _NUMBER = (int, float, type(None))
 # What a record tells, with its types. Only training records have a loss; an evaluation has at least one other
 # of these. Training record k is update k, counted from 0; an evaluation at k was made after k updates
 KINDS = {"loss": _NUMBER, "val_bpb": _NUMBER, "own_score": _NUMBER, "core": _NUMBER, "samples": list}
+EVALUATIONS = tuple(KINDS)[1:]
 
 
 @dataclass

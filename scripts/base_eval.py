@@ -17,10 +17,10 @@ import torch
 
 import configurator
 from nanochat import UserError, checkpoint, precision, runtime
+from nanochat.bars import bar
 from nanochat.data.bundle import open_bundle
 from nanochat.data.dataset import open_dataset
 from nanochat.data.own_tasks import open_own_tasks
-from nanochat.data.progress import bar
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.data.validation import validation_batches
 from nanochat.engine import continuations, find_source, load_for_inference
