@@ -16,7 +16,7 @@ SETTINGS = {
     "val_data": (None, either(nothing, text)),
     "text_field": ("text", text),
     "eval_tokens": (-1, whole(-1)),
-    "sample_prompts": ("", text),
+    "sample_prompts": ("auto", text),
     "dtype": ("auto", text),
     "seed": (42, whole()),
 }

@@ -21,6 +21,7 @@ from nanochat.bars import bar
 from nanochat.data.bundle import open_bundle
 from nanochat.data.dataset import open_dataset
 from nanochat.data.own_tasks import open_own_tasks
+from nanochat.data.sample_prompts import sample_prompts as prompts_for
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.data.validation import validation_batches
 from nanochat.engine import continuations, find_source, load_for_inference
@@ -45,7 +46,7 @@ data: str | None = None  # embedded, a file or folder of text, climbmix or finew
 val_data: str | None = None  # a file or folder that is the validation split
 text_field: str | None = None  # the field of JSON objects or column of parquet files that holds the text
 eval_tokens: int | None = None  # validation tokens to score (-1 = all) [-1, 1..1e12]
-sample_prompts: str | None = None  # texts to continue, separated by |
+sample_prompts: str | None = None  # texts to continue, separated by |, or auto: what suits the text
 
 # Machine
 device_type: Literal["auto", "cuda", "cpu", "mps"] = "auto"  # auto = cuda, else mps, else cpu
@@ -83,9 +84,10 @@ if tokenizer.vocab_size != model.config.vocab_size:
 
 # The text, and the tasks made from it
 dataset, own, public, problem = None, [], [], ""
+needs_text = "bpb" in parts or "core" in parts or ("sample" in parts and run["sample_prompts"] == "auto")
 with machine.main_first("data"):  # the first process builds what is missing; then the others find it
     try:
-        if "bpb" in parts or "core" in parts:
+        if needs_text:
             where = {"base_dir": base_path, "text_field": run["text_field"]}
             dataset = open_dataset(run["data"], run["val_data"], **where)
         if "core" in parts:
@@ -95,7 +97,9 @@ with machine.main_first("data"):  # the first process builds what is missing; th
 if problem and "bpb" in parts:
     raise UserError(problem)
 if problem:
-    say(f"the tasks from the validation text are left out: {problem}")
+    if run["sample_prompts"] == "auto":
+        run["sample_prompts"] = ""  # the model begins a text by itself
+    say(f"the validation text is left out, with the tasks and prompts made from it: {problem}")
 opened, reason = open_bundle(bundle, base_path, core_metric_max_per_task) if "core" in parts else (None, "")
 if opened:
     public = opened.tasks
@@ -140,7 +144,7 @@ if "core" in parts:
     with bar("tasks", "question", questions, hidden=not machine.is_main) as progress:
         results |= score_tasks(model, tokenizer, own, public, compute_dtype, machine, progress.update)
 if "sample" in parts and machine.is_main:
-    prompts = run["sample_prompts"].split("|")
+    prompts = prompts_for(run["sample_prompts"], dataset) if dataset else run["sample_prompts"].split("|")
     results["samples"] = continuations(model, tokenizer, prompts, compute_dtype, run["seed"])
 facts["time"] = f"{time.monotonic() - began:.1f} s"
 

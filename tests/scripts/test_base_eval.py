@@ -174,7 +174,7 @@ def test_text_that_is_gone_leaves_out_the_tasks_made_from_it_but_not_core(base_e
     write_bundle(tmp_path / "bundle")
     arguments = [f"--source={trained}", f"--bundle={tmp_path / 'bundle'}", f"--out_dir={tmp_path}"]
     printed = base_eval(*arguments, "--eval=core", "--data=/no/such/text")
-    assert "the tasks from the validation text are left out: data=/no/such/text" in printed
+    assert "the validation text is left out, with the tasks and prompts made from it: data=/no" in printed
     assert "core" in written(tmp_path, 8) and "own_score" not in written(tmp_path, 8)
 
 
