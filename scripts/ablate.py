@@ -132,13 +132,11 @@ def train(variant: str, seed: int, run: Path):
 
 def first_windows() -> ValidationBatches:
     """The first window of each validation document: nothing that came before it is missing."""
-    texts = iterate_documents(dataset.val_shards)
-    documents = [tokenizer.encode(text)[:max_seq_len].astype(np.int32) for text in texts]
-    lengths = np.array([len(document) for document in documents])
-    windows = np.stack([lengths.cumsum() - lengths, lengths], axis=1)  # (windows, 2): first token, length
-    rows = total_batch_size // max_seq_len
-    shape = max_seq_len, rows, machine.rank, machine.world_size, machine.device
-    return ValidationBatches(np.concatenate(documents), windows, tokenizer.bos_id, *shape)
+    bos, tokens = np.array([tokenizer.bos_id], dtype=np.int32), []
+    for text in iterate_documents(dataset.val_shards):
+        tokens += [bos, tokenizer.encode(text)[:max_seq_len].astype(np.int32)]
+    place = machine.rank, machine.world_size, machine.device
+    return ValidationBatches(np.concatenate(tokens), max_seq_len, total_batch_size // max_seq_len, *place)
 
 
 def reached(variant: str, run: Path) -> dict:
@@ -149,10 +147,11 @@ def reached(variant: str, run: Path) -> dict:
     model = engine.load_for_inference(checkpoint, machine.device, torch.float32)
     compute_dtype, _ = precision.resolve_dtype(VARIANTS[variant][0].get("dtype", dtype), machine.device)
     token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(machine.device)
+    first = bits_per_byte(model, first_windows(), token_bytes, compute_dtype, machine)
     return {
         "loss": last_step["loss"],
         "val_bpb": next(record["val_bpb"] for record in reversed(records) if "val_bpb" in record),
-        "first_window_bpb": bits_per_byte(model, first_windows(), token_bytes, compute_dtype, machine),
+        "first_window_bpb": first.bpb,
         "seconds": last_step["train_time_s"],
     }
 

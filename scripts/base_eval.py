@@ -23,7 +23,7 @@ from nanochat.data.dataset import open_dataset
 from nanochat.data.own_tasks import open_own_tasks
 from nanochat.data.sample_prompts import sample_prompts as prompts_for
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.data.validation import validation_batches
+from nanochat.data.validation import ValidationBatches, tokenize_validation
 from nanochat.engine import continuations, find_source, load_for_inference
 from nanochat.evaluate import bits_per_byte
 from nanochat.evaluation_page import page, results_folder, settings_of_run, write_results
@@ -134,11 +134,13 @@ if opened:
 began = time.monotonic()
 if "bpb" in parts:
     rows = max(1, min(run["device_batch_size"], 2**16 // model.config.max_seq_len))
-    validation = validation_batches(
-        dataset.val_shards, tokenizer, model.config.max_seq_len, rows, run["eval_tokens"], *share, device
-    )
+    with machine.main_first("validation"):  # the first process tokenizes; the others find its file
+        place = dataset.tokenizer_folder(base_path)
+        val_tokens = tokenize_validation(dataset.val_shards, tokenizer, run["eval_tokens"], place)
+    validation = ValidationBatches(val_tokens, model.config.max_seq_len, rows, *share, device)
     token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(device)
-    results["val_bpb"] = bits_per_byte(model, validation, token_bytes, compute_dtype, machine)
+    evaluated = bits_per_byte(model, validation, token_bytes, compute_dtype, machine)
+    results |= {"val_bpb": evaluated.bpb, "loss_by_position": evaluated.loss_by_position}
 if "core" in parts:
     questions = -(-sum(len(task.examples) for task in own + public) // machine.world_size)
     with bar("tasks", "question", questions, hidden=not machine.is_main) as progress:

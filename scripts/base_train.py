@@ -22,7 +22,7 @@ from nanochat import checkpoint, metrics, optim, planning, precision, runtime, s
 from nanochat.data.dataset import open_dataset
 from nanochat.data.loader import TrainLoader, merge_states
 from nanochat.data.tokenizer import open_tokenizer
-from nanochat.data.validation import validation_batches
+from nanochat.data.validation import ValidationBatches, tokenize_validation
 from nanochat.engine import continuations
 from nanochat.evaluate import bits_per_byte
 from nanochat.gpt import GPT, materialize
@@ -163,9 +163,9 @@ position = resumed.state["loader"] if resumed and not changed else None  # None:
 loader = TrainLoader(
     dataset.train_shards, tokenizer, rows, max_seq_len, plan.device_batch_size, *share, seed, device, position
 )
-validation = validation_batches(
-    dataset.val_shards, tokenizer, max_seq_len, plan.device_batch_size, eval_tokens, *share, device
-)
+with machine.main_first("validation", stop):  # the first process tokenizes; the others find its file
+    val_tokens = tokenize_validation(dataset.val_shards, tokenizer, eval_tokens, folder)
+validation = ValidationBatches(val_tokens, max_seq_len, plan.device_batch_size, *share, device)
 token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(device)
 
 # Restore
@@ -212,9 +212,10 @@ def evaluate():
     """Score and sample what is due after `step` updates, as one record of metrics.jsonl."""
     record = {"step": step, "tokens": progress.tokens, "train_time_s": progress.train_seconds}
     if is_due(eval_every):
-        progress.val_bpb = bits_per_byte(model, validation, token_bytes, compute_dtype, machine)
-        record["val_bpb"] = progress.val_bpb
-        console.print(f"step {step}: validation {record['val_bpb']:.4f} bits per byte")
+        found = bits_per_byte(model, validation, token_bytes, compute_dtype, machine, compiled)
+        progress.val_bpb = found.bpb
+        record |= {"val_bpb": found.bpb, "loss_by_position": found.loss_by_position}
+        console.print(f"step {step}: validation {found.bpb:.4f} bits per byte")
     if is_due(sample_every) and machine.is_main:
         record["samples"] = continuations(model, tokenizer, sample_prompts.split("|"), compute_dtype, seed)
         console.print(*(f"--- {text}" for text in record["samples"]))

@@ -143,8 +143,8 @@ targets = torch.randint(50, (6, 8), generator=torch.Generator().manual_seed(3))
 targets[0, 3:] = -1
 token_bytes, alone = torch.arange(50), runtime.Machine(machine.device)
 shares = rows[: 2] if machine.is_main else rows[2:], targets[: 2] if machine.is_main else targets[2:]
-out["shared"] = bits_per_byte(model, [shares], token_bytes, torch.float32, machine)
-out["alone"] = bits_per_byte(model, [(rows, targets)], token_bytes, torch.float32, alone)
+out["shared"] = bits_per_byte(model, [shares], token_bytes, torch.float32, machine).bpb
+out["alone"] = bits_per_byte(model, [(rows, targets)], token_bytes, torch.float32, alone).bpb
 (folder / f"rank{machine.rank}.json").write_text(json.dumps(out))
 machine.close()
 """
