@@ -38,7 +38,7 @@ def softcapped_cross_entropy(x, weight, targets, reduction="mean", chunk_rows=0)
 
     x (N, C), weight (V, C), targets (N,) int64; a target of -1 is not scored. With `chunk_rows` > 0 only the
     logits of so many rows are in memory at a time. The backward pass computes them again: less memory for one
-    third more work in the head. Without gradients the logits are never all in memory, unless this is compiled.
+    third more work in the head. Without gradients there are always such chunks, unless this is compiled.
     """
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         losses = _without_gradient(x, weight, targets, chunk_rows)

@@ -5,6 +5,7 @@
     python -m scripts.bench --what=loader    # packed tokens/s on one thread, and raw tiktoken's
     python -m scripts.bench --what=optimizer --depth=12 --peer=FOLDER    # one of its steps, and the peer's
     python -m scripts.bench --what=generate --peer=FOLDER    # tokens written a second, and the peer's
+    python -m scripts.bench --what=evaluate  # bits per byte, tokens/s, beside a plain way to score
     python -m scripts.bench --what=checkpoint --depth=12    # how long a save stalls a step
     torchrun --standalone --nproc_per_node=4 -m scripts.bench --what=communication    # bytes a step
     python -m scripts.bench --json           # one JSON object as the last line
@@ -24,15 +25,12 @@ import time
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import configurator
 from nanochat import UserError, checkpoint, optim, precision, runtime, scaling
 from nanochat.data.dataset import open_dataset
-from nanochat.data.packing import open_lanes
-from nanochat.data.parquet import RowGroups, iterate_documents
 from nanochat.data.tokenizer import open_tokenizer
 from nanochat.diagnostics.step import scaled_rates
 from nanochat.gpt import GPT
@@ -40,7 +38,9 @@ from nanochat.metrics import read_metrics
 from nanochat.paths import user_path
 
 # What to measure
-what: Literal["train", "start", "loader", "optimizer", "checkpoint", "communication", "generate"] = "train"
+what: Literal[
+    "train", "start", "loader", "optimizer", "checkpoint", "communication", "generate", "evaluate"
+] = "train"
 json = False  # print one JSON object as the last line
 rounds = 5  # times every variant is measured [1..1e4]
 steps = 12  # optimizer steps of a round (train: the first third warms up and does not count) [1..1e6]
@@ -56,7 +56,7 @@ device_batch_size = 8  # rows of a micro-batch, one micro-batch a step [1..2**20
 
 # What takes turns
 variants = "bfloat16+compile,bfloat16,float32+compile"  # train: dtypes, with +compile or without
-dtypes = "bfloat16,float32"  # optimizer, generate: compute dtypes
+dtypes = "bfloat16,float32"  # optimizer, generate, evaluate: compute dtypes
 peer: str | None = None  # optimizer, generate: folder of karpathy/nanochat, which takes turns with ours
 shapes = "8x512,32x2048"  # loader: rows of a step x positions of a row
 recipe = "runs/laptop.py"  # start: settings of the run
@@ -72,6 +72,10 @@ settings = configurator.configure(globals())
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULTS = configurator.defaults(ROOT / "scripts" / "base_train.py")
 SHARED = {name: settings.values[name] for name in DEFAULTS if name in settings.values}
+
+
+def model_config():
+    return scaling.model_config(depth, aspect_ratio, head_dim, max_seq_len, vocab_size, window_pattern)
 
 
 def seconds(action, *arguments, **keywords) -> float:
@@ -156,41 +160,28 @@ def bench_start() -> dict:
 
 def bench_loader() -> dict:
     """Tokens a second of reading, tokenizing and packing on one thread, and of tiktoken alone."""
-    base = user_path("base_dir", base_dir)
-    dataset = open_dataset(data, base_dir=base)
-    tokenizer = open_tokenizer("auto", vocab_size, dataset.tokenizer_folder(base), dataset.train_texts)
+    from experiments.loader_speed import loader_speed
+
+    dataset, tokenizer = open_text()
     results = {"corpus": {"name": dataset.name, "fingerprint": dataset.fingerprint[:12]}}
     for shape in shapes.split(","):
-        results[shape] = loader_speed(dataset, tokenizer, *map(int, shape.split("x")))
+        results[shape] = loader_speed(dataset, tokenizer, *map(int, shape.split("x")), rounds)
     return results
 
 
-def loader_speed(dataset, tokenizer, rows: int, length: int) -> dict:
-    """Lanes and tiktoken take turns, an epoch each; the first epoch fills buffers and does not count."""
-    texts = list(iterate_documents(dataset.train_shards))
-    epoch = sum(len(tokenizer.encode(text)) for text in texts)  # tokens
-    steps_of_epoch = max(1, epoch // (rows * length))
-    start = [{"epoch": 0, "taken": 0, "pieces": []}] * rows
-    lanes = open_lanes(RowGroups(dataset.train_shards), tokenizer, rows, 0, range(rows), start, length + 1)
-    buffer = np.empty((rows, length + 1), dtype=np.int32)
-    placed = []  # tokens without <|bos|>, by epoch
+def open_text():
+    """The data set and its tokenizer."""
+    base = user_path("base_dir", base_dir)
+    dataset = open_dataset(data, base_dir=base)
+    return dataset, open_tokenizer("auto", vocab_size, dataset.tokenizer_folder(base), dataset.train_texts)
 
-    def pack():
-        placed.append(0)
-        for _ in range(steps_of_epoch):
-            for lane, row in zip(lanes, buffer, strict=True):
-                lane.fill(row)
-            placed[-1] += np.count_nonzero(buffer != tokenizer.bos_id)
 
-    def encode():
-        for text in texts:
-            tokenizer.encode_ordinary(text)
+def bench_evaluate() -> dict:
+    """Bits per byte on documents of about 1000 characters, ours and a plain way in turn."""
+    from experiments.evaluate_speed import evaluate_speed
 
-    turns = [(seconds(pack), seconds(encode)) for _ in range(rounds + 1)][1:]
-    # Sums, not medians: lanes take documents in bursts, so an epoch may encode more or less than it places
-    packing_s, encoding_s = map(sum, zip(*turns, strict=True))
-    packed, raw = sum(placed[1:]) / packing_s, epoch * rounds / encoding_s
-    return {"packed_tok_per_sec": packed, "raw_tok_per_sec": raw, "packed_over_raw": packed / raw}
+    machine, names = runtime.start(device_type, seed=0), [name.strip() for name in dtypes.split(",")]
+    return evaluate_speed(model_config(), *open_text(), device_batch_size, names, rounds, machine)
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -200,7 +191,7 @@ def loader_speed(dataset, tokenizer, rows: int, length: int) -> dict:
 def make_optimizer(dtype: str, machine, compile: bool = True):
     """A model of the settings' shapes with random gradients, and base_train's optimizer for it."""
     compute_dtype, _ = precision.resolve_dtype(dtype, machine.device)
-    config = scaling.model_config(depth, aspect_ratio, head_dim, max_seq_len, vocab_size, window_pattern)
+    config = model_config()
     model = GPT(config).to(machine.device)
     model.init_weights()
     for p in model.parameters():

@@ -102,3 +102,14 @@ def test_no_loss_is_larger_than_the_softcap_allows():
     x, weight, targets = random_problem(scale=1e4)
     losses = softcapped_cross_entropy(x, weight, targets.clamp_min(0), "none")
     assert losses.max() <= 2 * SOFTCAP + math.log(weight.size(0))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("chunk_rows", [0, 1, 5, 100])
+def test_without_gradients_the_value_is_the_same(reduction, chunk_rows):
+    x, weight, targets = random_problem()
+    with torch.no_grad():
+        loss = softcapped_cross_entropy(x, weight, targets, reduction, chunk_rows)
+    assert loss.dtype == torch.float32
+    expected = reduced(slow_losses(x, weight, targets), targets, reduction)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=5e-6)

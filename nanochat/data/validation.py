@@ -26,6 +26,8 @@ from nanochat.paths import special_kind
 
 FORMAT = 1  # of the file; part of its name, so that a file of another format is not looked at
 DIGEST_BYTES = 32  # a SHA-256 ends the file
+# What numpy raises for a file that is no array
+UNREADABLE = (OSError, ValueError, TypeError, AttributeError, EOFError, MemoryError, SyntaxError)
 TEXTS = 64  # documents that are tokenized at a time, on all cores
 
 
@@ -156,11 +158,13 @@ def _read(path: Path, key: str, tokenizer: Tokenizer) -> np.ndarray | None:
         whole = tokens.offset + tokens.nbytes + DIGEST_BYTES == path.stat().st_size
         if not whole or tokens.dtype != np.int32 or tokens.ndim != 1 or len(tokens) < 2:
             return None
-        if path.read_bytes()[-DIGEST_BYTES:] != _digest(key, tokens):
-            return None
+        with open(path, "rb") as file:
+            file.seek(-DIGEST_BYTES, os.SEEK_END)
+            if file.read() != _digest(key, tokens):
+                return None
         in_range = tokens.min() >= 0 and tokens.max() < tokenizer.vocab_size
         return tokens if in_range and tokens[0] == tokenizer.bos_id else None
-    except (OSError, ValueError, TypeError, AttributeError, EOFError, MemoryError, SyntaxError, RecursionError):
+    except UNREADABLE:
         return None
 
 

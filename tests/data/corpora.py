@@ -19,9 +19,13 @@ class Numbers:
 
     bos_id = BOS
     fingerprint = "numbers"
+    vocab_size = 1 << 20
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(text.split(), dtype=np.uint32)
+
+    def encode_batch(self, texts, num_threads: int) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
 
     def copy(self) -> "Numbers":
         return self

@@ -1,8 +1,10 @@
 """Validation batches: every token is scored once, whatever the batch size and the number of processes."""
 
 import itertools
+import os
 import tempfile
 
+import numpy as np
 import pytest
 import torch
 from corpora import BOS, Corpus, Numbers
@@ -13,12 +15,12 @@ from shards import flat
 from nanochat import UserError
 from nanochat.data.parquet import iterate_documents
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.data.validation import validation_batches
+from nanochat.data.validation import ValidationBatches, tokenize_validation
 
 
 @given(
-    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=20).filter(any),
-    T=st.sampled_from([1, 2, 5, 8, 64]),
+    lengths=st.lists(st.integers(0, 150), min_size=1, max_size=20).filter(any),
+    T=st.sampled_from([1, 2, 5, 8, 40, 64]),
     B=st.integers(1, 5),
     W=st.integers(1, 4),
     limit=st.none() | st.integers(1, 100),
@@ -27,30 +29,45 @@ from nanochat.data.validation import validation_batches
 def test_every_token_is_scored_once_in_windows_of_one_document(lengths, T, B, W, limit):
     with tempfile.TemporaryDirectory() as folder:
         corpus = Corpus(folder, lengths, 4)
-        ranks = [
-            validation_batches(corpus.shards, Numbers(), T, B, limit or -1, rank, W) for rank in range(W)
-        ]
+        tokens = tokenize_validation(corpus.shards, Numbers(), limit or -1)
+    ranks = [ValidationBatches(tokens, T, B, rank, W) for rank in range(W)]
     batches = [list(rank) for rank in ranks]
-    assert {len(b) for b in batches} == {len(rank) for rank in ranks} and len({len(b) for b in batches}) == 1
+    assert [len(of_rank) for of_rank in batches] == [len(rank) for rank in ranks]
     owner = {token: i for i, document in enumerate(corpus.documents) for token in document}
     scored = []
     for inputs, targets in itertools.chain(*batches):
-        assert inputs.shape == targets.shape == (B, T) and inputs.dtype == targets.dtype == torch.int64
+        assert inputs.shape == targets.shape and inputs.dtype == targets.dtype == torch.int64
+        assert inputs.numel() <= B * T and inputs.size(1) <= T
         for input_row, row in zip(inputs.tolist(), targets.tolist(), strict=True):
             n = sum(target != -1 for target in row)
-            assert row[n:] == [-1] * (T - n) and input_row[0] == BOS
+            assert set(row[n:]) <= {-1} and input_row[0] == BOS
             assert input_row[1:n] == row[: max(0, n - 1)] and set(input_row[n:]) <= {BOS}
-            assert len({owner[token] for token in row[:n]}) <= 1
+            assert n and len({owner[token] for token in row[:n]}) == 1
             scored += row[:n]
     everything = flat(corpus.documents)
     assert sorted(scored) == (everything if limit is None else everything[:limit])
     assert ranks[0].tokens == len(scored)
 
 
+def test_windows_of_like_lengths_share_a_batch_and_the_processes_share_the_windows_evenly(tmp_path):
+    lengths = np.random.default_rng(0).integers(1, 300, 900).tolist()
+    tokens = tokenize_validation(Corpus(tmp_path, lengths, 50).shards, Numbers())
+    seen = []
+    for rank in range(3):
+        batches = ValidationBatches(tokens, 256, 8, rank, 3)
+        sizes = [((targets >= 0).sum(1), targets.size(1)) for _, targets in batches]
+        assert all(length - n.max() < 16 for n, length in sizes)  # no longer than the longest needs
+        assert all(len(n) == 8 * 256 // length for n, length in sizes[:-1])  # and filled with rows
+        seen.append(torch.cat([n for n, _ in sizes]))
+        assert seen[-1].tolist() == sorted(seen[-1].tolist(), reverse=True)
+        assert seen[-1].sum() > 0.9 * sum(n.numel() * length for n, length in sizes)  # little is padding
+    assert len({len(n) for n in seen}) <= 2 and max(map(sum, seen)) < 1.03 * min(map(sum, seen))
+
+
 def test_real_text_is_tokenized_once_for_any_number_of_iterations_and_all_its_bytes_count(real, monkeypatch):
     shards, tokenizer, _ = real
     sizes = torch.from_numpy(tokenizer.token_bytes())
-    batches = validation_batches(shards, tokenizer, 64, 4)
+    batches = ValidationBatches(tokenize_validation(shards, tokenizer), 64, 4)
     monkeypatch.setattr(Tokenizer, "encode", lambda *_: pytest.fail("tokenized again"))
     first, second = list(batches), list(batches)
     assert len(first) == len(batches) > 10
@@ -62,4 +79,114 @@ def test_real_text_is_tokenized_once_for_any_number_of_iterations_and_all_its_by
 def test_nothing_to_score_is_refused(tmp_path):
     corpus = Corpus(tmp_path, [0, 0], 2)
     with pytest.raises(UserError, match="has no text"):
-        validation_batches(corpus.shards, Numbers(), 8, 2)
+        tokenize_validation(corpus.shards, Numbers(), folder=tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------
+# The file that keeps the tokens
+
+
+class Other(Numbers):
+    fingerprint = "other"
+
+
+def test_a_second_start_reads_the_tokens_that_the_first_has_kept(tmp_path, monkeypatch):
+    corpus, other = Corpus(tmp_path / "a", [5, 0, 9], 2), Corpus(tmp_path / "b", [5, 9], 2)
+    folder = tmp_path / "kept"
+    plain = tokenize_validation(corpus.shards, Numbers())
+    assert plain.tolist() == [BOS, *corpus.documents[0], BOS, BOS, *corpus.documents[2]]
+    asked = [(corpus, Numbers(), -1), (corpus, Numbers(), 7), (corpus, Other(), -1), (other, Numbers(), -1)]
+    made = [tokenize_validation(c.shards, tokenizer, n, folder) for c, tokenizer, n in asked]
+    assert len(list(folder.iterdir())) == 4  # one for each text, tokenizer and number of tokens
+    monkeypatch.setattr(Numbers, "encode", lambda *_: pytest.fail("tokenized again"))
+    again = [tokenize_validation(c.shards, tokenizer, n, folder) for c, tokenizer, n in asked]
+    assert all(np.array_equal(a, b) for a, b in zip(made, again, strict=True))
+    assert np.array_equal(made[0], plain) and len(made[1]) == 7 + 3
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """A corpus, the folder with its file, the file, and what it should give."""
+    corpus, folder = Corpus(tmp_path / "corpus", [50, 30], 2), tmp_path / "kept"
+    tokens = tokenize_validation(corpus.shards, Numbers(), folder=folder)
+    return corpus, folder, next(folder.iterdir()), tokens.tolist()
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+
+
+def append(path):
+    path.write_bytes(path.read_bytes() + b"more")
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def another_array(path):
+    np.save(path, np.zeros((3, 3)))
+
+
+def pickled_objects(path):
+    np.save(path, np.array([{}, []], dtype=object), allow_pickle=True)
+
+
+def another_format(path):
+    with open(path, "wb") as file:
+        np.savez(file, tokens=np.zeros(3, dtype=np.int32))
+
+
+def an_endless_header(path):
+    path.write_bytes(b"\x93NUMPY\x02\x00\xff\xff\xff\xff" + b"(" * 100_000)
+
+
+def a_huge_shape(path):
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"(82,), }            ", b"(99999999999999,), }"))
+    assert path.read_bytes() != content
+
+
+def a_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def a_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGES = [cut, flip_a_bit, append, empty, another_array, pickled_objects, another_format]
+DAMAGES += [an_endless_header, a_huge_shape, a_folder, a_pipe]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_made_again(kept, damage):
+    corpus, folder, file, tokens = kept
+    good = file.read_bytes()
+    damage(file)
+    assert tokenize_validation(corpus.shards, Numbers(), folder=folder).tolist() == tokens
+    assert damage is a_folder or file.read_bytes() == good
+    assert list(folder.iterdir()) == [file]  # nothing else is left there
+
+
+def test_the_file_of_another_text_is_not_trusted_under_this_ones_name(kept, tmp_path):
+    corpus, folder, file, tokens = kept
+    foreign = Corpus(tmp_path / "foreign", [60, 20], 2)
+    tokenize_validation(foreign.shards, Numbers(), folder=tmp_path / "elsewhere")
+    next((tmp_path / "elsewhere").iterdir()).replace(file)
+    assert tokenize_validation(corpus.shards, Numbers(), folder=folder).tolist() == tokens
+
+
+def test_a_folder_that_cannot_be_written_only_costs_the_time(kept, tmp_path):
+    corpus, _, _, tokens = kept
+    (tmp_path / "file").touch()
+    found = tokenize_validation(corpus.shards, Numbers(), folder=tmp_path / "file" / "folder")
+    assert found.tolist() == tokens

@@ -93,6 +93,13 @@ class MuonAdamW:
 """
 
 
+def test_evaluate_gives_the_number_of_the_plain_way_and_both_speeds(texts):
+    done = bench("--what=evaluate", *SMALL, *texts, "--dtypes=float32", "--rounds=1", "--json")
+    row = results_of(done)["float32"]
+    assert row["difference_of_bpb"] < 1e-6
+    assert row["plain_tok_per_sec"] > 0 and row["ours_tok_per_sec"] > 0 and row["ours_over_plain"] > 0
+
+
 def test_optimizer_is_timed_in_turns_with_the_peers_on_the_same_shapes(tmp_path):
     (tmp_path / "nanochat").mkdir()
     (tmp_path / "nanochat" / "optim.py").write_text(PEER)
