@@ -139,7 +139,7 @@ if "bpb" in parts:
         val_tokens = tokenize_validation(dataset.val_shards, tokenizer, run["eval_tokens"], place)
     validation = ValidationBatches(val_tokens, model.config.max_seq_len, rows, *share, device)
     token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(device)
-    evaluated = bits_per_byte(model, validation, token_bytes, compute_dtype, machine)
+    evaluated = bits_per_byte(model, validation, token_bytes, compute_dtype, machine, run["compiled"])
     results |= {"val_bpb": evaluated.bpb, "loss_by_position": evaluated.loss_by_position}
 if "core" in parts:
     questions = -(-sum(len(task.examples) for task in own + public) // machine.world_size)

@@ -42,8 +42,12 @@ def base_eval(corpus, monkeypatch, capsys):
     sys.excepthook = hook
 
 
+def evaluation_of_run(out, step):
+    return next(r for r in records(out) if r["step"] == step and "val_bpb" in r)
+
+
 def bpb_of_run(out, step):
-    return next(r["val_bpb"] for r in records(out) if r["step"] == step and "val_bpb" in r)
+    return evaluation_of_run(out, step)["val_bpb"]
 
 
 def written(folder, step):
@@ -61,6 +65,9 @@ def test_bits_per_byte_are_those_of_the_run_at_any_of_its_checkpoints(base_eval,
     base_eval(f"--source={trained / 'step_000008'}", "--step=6", "--eval=bpb")
     assert written(trained, 6)["val_bpb"] == pytest.approx(bpb_of_run(trained, 6), abs=1e-6)
     assert written(trained, 6)["data"]["same_as_in_training"]
+    assert written(trained, 6)["loss_by_position"] == pytest.approx(
+        evaluation_of_run(trained, 6)["loss_by_position"], abs=1e-6
+    )
 
 
 def test_its_samples_are_those_of_the_run(base_eval, trained):
