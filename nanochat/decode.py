@@ -22,6 +22,8 @@ TABLES = {"embedding", "value_embeddings", "head"}
 MATRICES = {"query", "key", "value", "out", "up", "down", "value_gate"}
 SCALARS = {"residual_scale", "x0_scale"}
 
+SMALL = 2**27  # parameters, half a gigabyte of float32
+
 
 class KVCache:
     """Keys and values of every layer for the tokens so far, of B texts of different lengths.
@@ -125,14 +127,18 @@ class LayerCache:
 class DecodeStep:
     """The forward pass of a GPT for one token a row, (B, 1) int64 -> logits (B, V) float32.
 
-    Its weights are those of the model at the time it is made, in `dtype`; matrices that have this dtype
-    already are shared, except for query, key, value and gate, which become one matrix.
+    Its weights are those of the model at the time it is made, in `dtype`, as matrices (inputs, outputs). They
+    share memory with the model's where these have that dtype already. Query, key, value and gate become one
+    matrix; and in float32 on a CPU, the matrices of a small model are copied, since products with few rows
+    are faster when outputs lie side by side.
     """
 
     def __init__(self, model: GPT, dtype: torch.dtype):
         config = model.config
         self.dtype, self.windows, self.num_heads = dtype, config.windows, config.num_heads
-        self.embedding, self.head = model.embedding.weight.detach(), model.head.weight.detach().to(dtype)
+        size, on_cpu = sum(p.numel() for p in model.parameters()), model.head.weight.device.type == "cpu"
+        self.copies = on_cpu and dtype == torch.float32 and size < SMALL
+        self.embedding, self.head = model.embedding.weight.detach(), self._matrix(model.head.weight)
         self.layers = [self._layer(model, i) for i in range(config.depth)]
         self.residual_scales = [block.residual_scale.item() for block in model.blocks]
         self.x0_scales = torch.stack([block.x0_scale.detach() for block in model.blocks]).to(dtype)
@@ -150,10 +156,13 @@ class DecodeStep:
             rows.append(F.pad(gate, (0, model.config.width - gate.size(1))))
             table = model.value_embeddings[str(i)].weight.detach()
         qkvg = torch.cat([w.detach().to(self.dtype) for w in rows])
-        out, up, down = (
-            w.detach().to(self.dtype) for w in (attention.out.weight, mlp.up.weight, mlp.down.weight)
-        )
-        return qkvg, out.t(), up, down.t(), table
+        matrices = qkvg, attention.out.weight, mlp.up.weight, mlp.down.weight
+        return *map(self._matrix, matrices), table
+
+    def _matrix(self, weight):
+        """weight (outputs, inputs) -> (inputs, outputs), in the compute dtype."""
+        weight = weight.detach().to(self.dtype).t()
+        return weight.contiguous() if self.copies else weight
 
     def __call__(self, idx, cache: KVCache):
         """Logits (B, V) float32 after the tokens idx (B, 1) int64, which are added to the cache."""
@@ -167,7 +176,7 @@ class DecodeStep:
         shares = (self.x0_scales[:, None, None] * x0).unbind(0)
         for i, (qkvg, out, up, down, table) in enumerate(self.layers):
             x = torch.add(shares[i], x, alpha=self.residual_scales[i])
-            qkvg = F.linear(norm(x), qkvg)  # (B, 3 * C), with a gate (B, 3 * C + H)
+            qkvg = norm(x) @ qkvg  # (B, 3 * C), with a gate (B, 3 * C + H)
             qk = norm(qkvg[:, : 2 * C].view(B, 2, H, C // H))
             qk = torch.addcmul(qk * cos, qk.roll(C // H // 2, -1), sin)
             v = qkvg[:, 2 * C : 3 * C].view(B, H, C // H)
@@ -176,8 +185,8 @@ class DecodeStep:
                 v = torch.addcmul(v, qkvg[:, 3 * C :].sigmoid().unsqueeze(-1), value_embedding, value=2)
             y = self._attend(qk, v, cache, i).to(self.dtype)
             x = torch.addmm(x, y, out)
-            x = torch.addmm(x, F.linear(norm(x), up).relu_().square_(), down)
-        return softcap(F.linear(norm(x), self.head))
+            x = torch.addmm(x, (norm(x) @ up).relu_().square_(), down)
+        return softcap(norm(x) @ self.head)
 
     def _attend(self, qk, v, cache: KVCache, i: int):
         """Add a key and a value to layer i, and attend to its window; returns (B, C)."""
