@@ -56,10 +56,12 @@ def unique_names(runs: list[Run]) -> list[str]:
 def comparison_charts(runs: list[Run], names: list[str]) -> tuple[list[Chart], dict]:
     """(charts with a curve of each run, x values of the curves)."""
     x_of, starts = {}, [curves.bins(len(run.steps["step"]), BINS) for run in runs]
+    evals = [curves.chosen_of(run.evals, BINS) for run in runs]
+    tasks = [curves.chosen_of(run.tasks, BINS) for run in runs]
     for i, run in enumerate(runs):
         x_of[f"steps{i}"] = curves.x_of_steps(run, starts[i])
-        x_of[f"evals{i}"] = curves.x_of_records(run, run.evals)
-        x_of[f"tasks{i}"] = curves.x_of_records(run, run.tasks)
+        x_of[f"evals{i}"] = curves.x_of_records(run, evals[i])
+        x_of[f"tasks{i}"] = curves.x_of_records(run, tasks[i])
     charts = []
     for id, title, unit, column, factor in CHARTS:
         look = {"band": False, "smoothed": "smoothed" in unit}
@@ -70,10 +72,10 @@ def comparison_charts(runs: list[Run], names: list[str]) -> tuple[list[Chart], d
         together = np.concatenate([run.steps[column] for run in runs])
         log = id in ("grad", "wait") and spans(together)
         charts.append(Chart(f"chart-{id}", title, unit, made, log=log))
-    bpb = [[r["val_bpb"] for r in run.evals] for run in runs]
+    bpb = [[r["val_bpb"] for r in records] for records in evals]
     charts.insert(1, Chart("chart-bpb", "Validation", "bits per byte", _dotted(bpb, names, "evals")))
     for id, key, title in (("core", "core", "CORE"), ("own", "own_score", "Own tasks")):
-        scores = [[number(r.get(key)) for r in run.tasks] for run in runs]
+        scores = [[number(r.get(key)) for r in records] for records in tasks]
         charts.append(
             Chart(f"chart-{id}", title, "0 = chance, 1 = all right", _dotted(scores, names, "tasks"))
         )

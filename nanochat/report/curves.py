@@ -1,6 +1,7 @@
 """Curves and charts as data: thinned, so that a page of 100,000 steps opens at once."""
 
 import math
+import re
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -63,8 +64,8 @@ def rounded(values) -> list:
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """The mean of each value and its neighbours, 2 % of the curve but at most 101 values; without NaN."""
-    half = min(len(values) // 100, 50)
+    """The mean of each value and its neighbours, a 30th of the curve but at most 101 values; without NaN."""
+    half = min(len(values) // 60, 50)
     good = ~np.isnan(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(good, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(good)])
@@ -87,6 +88,13 @@ def interpolated(run: Run, records: list[dict], name: str, column: str) -> list:
             value = float(np.interp(record["step"] - 1, steps[good], known[good]))
         found.append(math.nan if value is None else value)
     return rounded(found)
+
+
+def chosen_of(records: list, most: int) -> list:
+    """At most `most` of them, evenly spaced, the first and the last among them."""
+    last = len(records) - 1
+    chosen = sorted({round(i * last / max(most - 1, 1)) for i in range(most)}) if records else []
+    return [records[i] for i in chosen]
 
 
 def x_of_records(run: Run, records: list[dict]) -> dict[str, list]:
@@ -129,8 +137,8 @@ def marks(run: Run, starts: np.ndarray) -> list[tuple[str, int]]:
 
 def position_end(label: str) -> float | None:
     """The last position of a bucket such as "17-64"."""
-    first, dash, last = str(label).partition("-")
-    return float(last) if dash and first.isdigit() and last.isdigit() and len(last) < 12 else None
+    found = re.fullmatch(r"[0-9]{1,12}-([0-9]{1,12})", label)
+    return float(found[1]) if found else None
 
 
 def loss_by_position(record: dict) -> dict[str, float]:

@@ -75,7 +75,7 @@ def _amounts(run: Run):
     tokens, data = run.last("tokens"), number(derived.get("data_tokens"))
     if tokens:
         name = text(settings.get("data", {}).get("value") or "")[:60]
-        note = f"{tokens / data:.2f} epochs of {name or 'the text'}" if data else name
+        note = f"{tokens / data:.2g} epochs of {name or 'the text'}" if data else name
         yield "tokens", compact(tokens), "", note
     if flops := run.last("flops"):
         yield "FLOPs", f"{flops:.3g}", "", f"{flops / tokens:.3g} a token" if tokens else ""
@@ -107,4 +107,10 @@ def _costs(run: Run, price_per_hour):
         yield "waiting for data", f"{share:.2g}", "%", "of the time in steps"
     price = price_per_hour or number(run.settings().get("price_per_hour", {}).get("value"))
     if price and price > 0 and seconds:
-        yield "cost", f"{price * seconds / 3600:,.2f}", "", f"time in steps at {price:,.2f} an hour"
+        cost = price * seconds / 3600
+        yield (
+            "cost",
+            f"{cost:,.2f}" if cost >= 1 else f"{cost:.2g}",
+            "",
+            f"time in steps at {price:,.2f} an hour",
+        )

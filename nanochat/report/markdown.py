@@ -12,6 +12,7 @@ from nanochat.report.run_charts import task_scores
 from nanochat.report.run_data import Run, number
 
 FENCE = "````"
+MOST_ROWS = 200  # of the table of evaluations
 
 
 def write_markdown(run: Run, final: bool):
@@ -27,10 +28,11 @@ def markdown(run: Run, final: bool) -> str:
     parts += ["![Training loss and validation bits per byte](loss.png)" if run.num_steps else ""]
     parts += ["## Plan", "\n".join(f"- {_line(line)}" for line in plan_lines(run))]
     if run.evals:
-        tokens = curves.interpolated(run, run.evals, "tokens", "tokens")
+        shown = curves.chosen_of(run.evals, MOST_ROWS)
+        tokens = curves.interpolated(run, shown, "tokens", "tokens")
         rows = [
             [f"{r['step']:,}", f"{t or 0:,.0f}", f"{r['val_bpb']:.4f}"]
-            for r, t in zip(run.evals, tokens, strict=True)
+            for r, t in zip(shown, tokens, strict=True)
         ]
         parts += ["## Validation", _table(["step", "tokens", "bits per byte"], rows)]
     if by := next((by for r in reversed(run.evals) if (by := curves.loss_by_position(r))), {}):

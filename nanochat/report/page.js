@@ -1,5 +1,4 @@
-// Makes the charts of a report live: axis switch, zoom, values under the pointer. Without it the page is whole.
-"use strict";
+// Makes the charts of a report live: axis switch, zoom, values under the pointer. The page is whole without.
 (() => {
   const page = JSON.parse(document.getElementById("page-data").textContent);
   const BOTTOM = 34, TOP = 8, LEFT = 52, RIGHT = 12, HEIGHT = 240;
@@ -15,54 +14,11 @@
     try { sessionStorage.setItem(key, JSON.stringify(state)); } catch { /* private window */ }
   }
 
-  // ---- Numbers
-  function compact(v) {
-    for (const [unit, name] of [[1e12, " T"], [1e9, " B"], [1e6, " M"], [1e4, " k"]])
-      if (Math.abs(v) >= unit && Math.abs(v) < 1e16) return +(v / (name === " k" ? 1e3 : unit)).toPrecision(4) + name;
-    if (Number.isInteger(v)) return v.toLocaleString("en");
-    return Math.abs(v) < 1e-4 ? v.toExponential(2) : String(+v.toPrecision(4));
-  }
-  function duration(s) {
-    const two = (n) => String(Math.floor(n)).padStart(2, "0");
-    if (s < 60) return +s.toPrecision(3) + " s";
-    if (s < 3600) return `${Math.floor(s / 60)} min ${two(s % 60)} s`;
-    if (s < 86400) return `${Math.floor(s / 3600)} h ${two((s % 3600) / 60)} min`;
-    return `${Math.floor(s / 86400)} d ${Math.floor((s % 86400) / 3600)} h`;
-  }
-  const clock = (s, span) => span < 120 ? compact(s) + " s" : span < 7200 ? compact(s / 60) + " min"
-    : span < 172800 ? compact(s / 3600) + " h" : compact(s / 86400) + " d";
-  const NAMES = { step: "step", tokens: "tokens", time: "time in steps", position: "tokens of context" };
-  function showX(axis, x) {
-    if (axis === "time") return duration(x);
-    const n = axis === "tokens" ? compact(x) + " tokens" : "step " + Math.round(x).toLocaleString("en");
-    return axis === "position" ? `up to ${x} tokens of context` : n;
-  }
-  function niceTicks(low, high, most) {
-    const span = high - low;
-    if (!(span > 0)) return [low];
-    const power = 10 ** Math.floor(Math.log10(span / most));
-    const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= (span / most) * 0.999);
-    const ticks = [];
-    for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * step; i++) ticks.push(i * step + 0); // -0 + 0 is 0
-    return ticks;
-  }
-  function timeTicks(low, high, most) {
-    const span = high - low, unit = span < 120 ? 1 : span < 7200 ? 60 : span < 172800 ? 3600 : 86400;
-    return niceTicks(low / unit, high / unit, most).map((t) => t * unit);
-  }
-  function logTicks(low, high) {
-    const first = Math.floor(Math.log10(low)), last = Math.ceil(Math.log10(high));
-    const skip = Math.max(1, Math.ceil((last - first) / 6)), tens = [];
-    for (let e = first; e <= last; e += skip) tens.push(10 ** e);
-    const inside = (t) => low <= t && t <= high;
-    const ticks = tens.filter(inside);
-    return ticks.length > 2 ? ticks : tens.flatMap((t) => [t, 2 * t, 5 * t]).filter(inside);
-  }
-
   // ---- Charts
   const charts = page.charts.map((spec) => {
     const figure = document.getElementById(spec.id);
-    return { ...spec, figure, svg: figure.querySelector("svg"), values: figure.querySelectorAll(".legend .value") };
+    const values = figure.querySelectorAll(".legend .value");
+    return { ...spec, figure, svg: figure.querySelector("svg"), values };
   });
   const axisOf = (chart) => (chart.kind === "position" ? "position" : state.axis);
   const xsOf = (chart, curve) => page.x[curve.group][axisOf(chart)];
@@ -105,7 +61,8 @@
   function valueRange(chart, shown) {
     let values = [];
     for (const [curve, indexes] of shown)
-      for (const part of [curve.y, curve.low, curve.high]) if (part) for (const i of indexes) values.push(part[i]);
+      for (const part of [curve.y, curve.low, curve.high])
+        if (part) for (const i of indexes) values.push(part[i]);
     values = values.filter((v) => v !== null && (!chart.log || v > 0)).sort((a, b) => a - b);
     if (!values.length) return chart.log ? [0.1, 1] : [0, 1];
     const cut = Math.floor(0.002 * values.length), low = values[cut], high = values[values.length - 1 - cut];
@@ -133,7 +90,8 @@
     for (const x of ticks) {
       const label = axis === "time" ? clock(x, high - low) : compact(+x.toPrecision(6));
       const edge = toX(x) > right - 18 ? "end" : "middle";
-      element("text", { x: edge === "end" ? right + 8 : toX(x), y: bottom + 15, "text-anchor": edge }, svg, label);
+      const px = edge === "end" ? right + 8 : toX(x);
+      element("text", { x: px, y: bottom + 15, "text-anchor": edge }, svg, label);
     }
     element("path", { class: "axis", d: `M${LEFT} ${bottom}H${right}` }, svg);
     element("text", { x: (LEFT + right) / 2, y: HEIGHT - 3, "text-anchor": "middle" }, svg, NAMES[axis]);
@@ -148,12 +106,15 @@
       element("path", { class: "mark " + kind, d }, plot);
     }
     chart.cursor = element("g", {}, svg);
-    chart.selection = element("rect", { class: "selection", y: TOP, height: bottom - TOP, width: 0, x: 0 }, svg);
+    const nothing = { class: "selection", x: 0, y: TOP, width: 0, height: bottom - TOP };
+    chart.selection = element("rect", nothing, svg);
     drawCursor(chart);
   }
   function drawCurve(chart, curve, indexes, plot) {
-    const xs = xsOf(chart, curve), { toX, toY } = chart, bounded = (y) => Math.max(-1e4, Math.min(1e4, toY(y)));
-    const path = (ids, values) => ids.map((i) => `${toX(xs[i]).toFixed(1)} ${bounded(values[i]).toFixed(1)}`).join("L");
+    const xs = xsOf(chart, curve), { toX, toY } = chart;
+    const bounded = (y) => Math.max(-1e4, Math.min(1e4, toY(y)));
+    const point = (x, y) => `${toX(x).toFixed(1)} ${bounded(y).toFixed(1)}`;
+    const path = (ids, values) => ids.map((i) => point(xs[i], values[i])).join("L");
     if (!indexes.length) return;
     const kind = `c${curve.color % 8}${curve.color >= 8 ? " dashed" : ""}`;
     if (curve.low) {
@@ -169,8 +130,10 @@
   // ---- The cursor: one x value, shown in every chart
   function nearest(xs, ys, x) {
     let best = -1;
-    for (let i = 0; i < xs.length; i++)
-      if (xs[i] !== null && ys[i] !== null && (best < 0 || Math.abs(xs[i] - x) < Math.abs(xs[best] - x))) best = i;
+    for (let i = 0; i < xs.length; i++) {
+      if (xs[i] === null || ys[i] === null) continue;
+      if (best < 0 || Math.abs(xs[i] - x) < Math.abs(xs[best] - x)) best = i;
+    }
     return best;
   }
   function drawCursor(chart) {
@@ -183,9 +146,11 @@
       if (x !== null) i = nearest(xs, curve.y, x);
       if (chart.values[k]) chart.values[k].textContent = i < 0 ? "" : compact(curve.y[i]);
       if (i < 0 || x === null) return;
-      if (!k) element("path", { class: "cursor", d: `M${chart.toX(x)} ${TOP}V${HEIGHT - BOTTOM}` }, chart.cursor);
+      const line = `M${chart.toX(x)} ${TOP}V${HEIGHT - BOTTOM}`;
+      if (!k) element("path", { class: "cursor", d: line }, chart.cursor);
       const [cx, cy] = [chart.toX(xs[i]), chart.toY(curve.y[i])];
-      if (cx >= LEFT - 1) element("circle", { class: `cursor-dot c${curve.color % 8}`, cx, cy, r: 4.5 }, chart.cursor);
+      const look = { class: `cursor-dot c${curve.color % 8}`, cx, cy, r: 4.5 };
+      if (cx >= LEFT - 1) element("circle", look, chart.cursor);
       said.push(`${curve.name} ${compact(curve.y[i])}`);
     });
     const where = x === null ? "" : showX(axisOf(chart), x);
@@ -224,19 +189,26 @@
     charts.forEach(draw);
     const reset = document.getElementById("reset");
     if (reset) reset.disabled = !state.zoom;
-    document.querySelectorAll("[data-axis]").forEach((b) => b.setAttribute("aria-pressed", b.dataset.axis === state.axis));
+    for (const choice of document.querySelectorAll("[data-axis]"))
+      choice.setAttribute("aria-pressed", choice.dataset.axis === state.axis);
   }
 
   function listen(chart) {
     const { svg } = chart;
     let from = null;
-    const pixel = (event) => Math.max(LEFT, Math.min(event.clientX - svg.getBoundingClientRect().left, svg.clientWidth - RIGHT));
+    const pixel = (event) => {
+      const px = event.clientX - svg.getBoundingClientRect().left;
+      return Math.max(LEFT, Math.min(px, svg.clientWidth - RIGHT));
+    };
     svg.classList.add("live");
     svg.setAttribute("tabindex", "0");
     svg.setAttribute("role", "slider");
     svg.addEventListener("pointerdown", (event) => {
       if (event.button) return;
-      if (event.pointerType === "mouse" && isLive(chart)) { from = pixel(event); svg.setPointerCapture(event.pointerId); }
+      if (event.pointerType === "mouse" && isLive(chart)) {
+        from = pixel(event);
+        svg.setPointerCapture(event.pointerId);
+      }
       moveTo(chart, snapped(chart, chart.toX.back(pixel(event))));
     });
     svg.addEventListener("pointermove", (event) => {
@@ -259,14 +231,16 @@
     svg.addEventListener("keydown", (event) => onKey(chart, event));
   }
   function onKey(chart, event) {
-    const all = [...new Set(chart.curves.flatMap((c) => xsOf(chart, c).filter((x, i) => x !== null && c.y[i] !== null)))];
+    const known = (curve) => xsOf(chart, curve).filter((x, i) => x !== null && curve.y[i] !== null);
+    const all = [...new Set(chart.curves.flatMap(known))];
     const [low, high] = isLive(chart) ? state.zoom || liveExtent() : [-Infinity, Infinity];
     const points = all.filter((x) => x >= low && x <= high).sort((a, b) => a - b);
     const now = isLive(chart) ? at : chart.at ?? null;
     const i = now === null ? points.length : points.findIndex((x) => x >= now);
     const jump = Math.max(1, Math.round(points.length / (event.shiftKey ? 10 : 100)));
     const to = { ArrowLeft: i - jump, ArrowRight: i + jump, Home: 0, End: points.length - 1 }[event.key];
-    if (to !== undefined && points.length) moveTo(chart, points[Math.max(0, Math.min(points.length - 1, to))]);
+    const last = points.length - 1;
+    if (to !== undefined && points.length) moveTo(chart, points[Math.max(0, Math.min(last, to))]);
     else if (event.key === "+" || event.key === "=") zoomBy(0.5);
     else if (event.key === "-") zoomBy(2);
     else if (event.key === "Escape" || event.key === "0") { moveTo(chart, null); zoomTo(null); }
@@ -293,14 +267,18 @@
     choice.setAttribute("role", "group");
     choice.setAttribute("aria-label", "Draw the curves against");
     for (const [axis, label] of Object.entries(page.axes))
-      button(choice, label, "", () => { state.axis = axis; state.zoom = at = null; refresh(); }).dataset.axis = axis;
+      button(choice, label, "", () => {
+        state.axis = axis;
+        state.zoom = at = null;
+        refresh();
+      }).dataset.axis = axis;
     bar.append(choice);
     button(bar, "+", "Zoom in", () => zoomBy(0.5));
     button(bar, "\u2212", "Zoom out", () => zoomBy(2));
     button(bar, "Reset zoom", "", () => zoomTo(null)).id = "reset";
     const hint = document.createElement("small");
     hint.className = "hint";
-    hint.textContent = "Drag over a chart to zoom, double-click to reset. Keys: arrows, + and \u2212, Escape.";
+    hint.textContent = "Drag over a chart to zoom, double-click to reset. Keys: arrows, +, \u2212, Escape.";
     bar.append(hint);
     bar.hidden = false;
   }
@@ -356,7 +334,10 @@
   copying();
   touched = 0;
   let resizing = 0;
-  addEventListener("resize", () => { cancelAnimationFrame(resizing); resizing = requestAnimationFrame(() => charts.forEach(draw)); });
+  addEventListener("resize", () => {
+    cancelAnimationFrame(resizing);
+    resizing = requestAnimationFrame(() => charts.forEach(draw));
+  });
   addEventListener("beforeprint", () => charts.forEach(draw));
   const written = document.getElementById("written");
   if (written) written.textContent = new Date(1000 * page.written).toLocaleString();

@@ -25,7 +25,7 @@ TABLE_ROWS = 12  # of the table under a chart
 
 def document(title: str, body: str, charts: list[Chart], x_of: dict, running: bool) -> str:
     """The whole page. x_of: {group: {axis: x values}} of the charts' curves."""
-    style, script = (_own_file(name) for name in ("page.css", "page.js"))
+    style, script = _own_file("page.css"), _own_file("numbers.js") + _own_file("page.js")
     policy = f"default-src 'none'; style-src {_checksum(style)}; script-src {_checksum(script)}; "
     policy += "img-src data:; base-uri 'none'; form-action 'none'"
     reload = f'<noscript><meta http-equiv="refresh" content="{RELOAD_S}"></noscript>\n' if running else ""

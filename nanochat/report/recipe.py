@@ -8,7 +8,7 @@ import configurator
 from nanochat.report.run_data import Run, number, text
 
 # A run is repeated in another folder, and with the same weights and text
-NOT_REPEATED = ("out_dir", "model_tag", "resume", "base_dir", "plan")
+NOT_REPEATED = ("out_dir", "model_tag", "resume", "base_dir", "plan", "price_per_hour")
 
 
 def changed_settings(run: Run, defaults: dict) -> dict[str, dict]:

@@ -10,10 +10,11 @@ from nanochat.report.run_data import Run, number, text
 def run_charts(run: Run) -> tuple[list[Chart], dict]:
     """(charts, x values of their curves) of one run; a chart without values is left out."""
     starts = curves.bins(len(run.steps["step"]))
-    x_of = {"steps": curves.x_of_steps(run, starts), "evals": curves.x_of_records(run, run.evals)}
-    x_of["tasks"] = curves.x_of_records(run, run.tasks)
+    evals, tasks = (curves.chosen_of(records, curves.BINS) for records in (run.evals, run.tasks))
+    x_of = {"steps": curves.x_of_steps(run, starts), "evals": curves.x_of_records(run, evals)}
+    x_of["tasks"] = curves.x_of_records(run, tasks)
     found = curves.marks(run, starts)
-    bpb = Curve("validation", "evals", curves.rounded([r["val_bpb"] for r in run.evals]), 1, dots=True)
+    bpb = Curve("validation", "evals", curves.rounded([r["val_bpb"] for r in evals]), 1, dots=True)
 
     def of_steps(id, title, unit, column, name, color, factor=1.0, band=True, marks=()):
         values = run.steps[column] * factor
@@ -29,7 +30,7 @@ def run_charts(run: Run) -> tuple[list[Chart], dict]:
         ),
         of_steps("speed", "Throughput", "tokens/s", "tok_per_sec", "tokens/s, smoothed", 6),
         of_steps("wait", "Wait for data", "ms a step", "data_wait_s", "wait", 4, 1000.0),
-        Chart("chart-tasks", "Task scores", "0 = chance, 1 = all right", _score_curves(run)),
+        Chart("chart-tasks", "Task scores", "0 = chance, 1 = all right", _score_curves(tasks)),
     ]
     charts[0].log = charts[3].log = False
     position, x_of["position"] = position_chart(run)
@@ -46,10 +47,10 @@ def spans(values: np.ndarray) -> bool:
     return bool(high > 50 * low)
 
 
-def _score_curves(run: Run) -> list[Curve]:
+def _score_curves(tasks: list[dict]) -> list[Curve]:
     made = []
     for key, name, color in (("own_score", "own tasks", 5), ("core", "CORE", 0)):
-        scores = [number(r.get(key)) for r in run.tasks]
+        scores = [number(r.get(key)) for r in tasks]
         if any(score is not None for score in scores):
             made.append(Curve(name, "tasks", scores, color, dots=True))
     return made

@@ -24,6 +24,7 @@ from nanochat.plain_file import open_plain
 
 MAX_METRICS_BYTES, MAX_CONFIG_BYTES, MAX_LINE_BYTES = 2**29, 2**22, 2**20
 BLOCK_BYTES = 2**22  # of metrics.jsonl that are parsed at once
+MOST_WARNINGS, MOST_RECORDS = 20, 100_000  # of damage; of evaluations
 MAX_TEXT = 4000  # characters of a sample or a value; the rest is cut
 COLUMNS = [
     "loss", "lr_multiplier", "grad_norm", "step_time_s", "data_wait_s", "tok_per_sec", "mfu", "tokens",
@@ -102,8 +103,8 @@ def number(value) -> float | None:
 
 
 def text(value) -> str:
-    """A value as a text of bounded length, without control characters (they could hide what stands there)."""
-    cut = str(value)[:MAX_TEXT]
+    """A plain value as a text of bounded length. Control characters are replaced: they could hide some."""
+    cut = str(value)[:MAX_TEXT] if isinstance(value, str | int | float) else ""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in cut)
 
 
@@ -126,7 +127,7 @@ def find_run(name: str, base_dir: Path) -> Path:
 def read_run(folder, say=lambda warning: None) -> Run:
     """Read a run's folder; `say` hears of what is damaged. Raises UserError if it is no run's folder, and
     OSError for a file that cannot be read."""
-    folder = Path(folder)
+    folder, say = Path(folder), _at_most(MOST_WARNINGS, say)
     if not os.path.lexists(folder / "metrics.jsonl"):
         what = "has no metrics.jsonl" if folder.is_dir() else "is no folder"
         raise UserError(f"{folder} {what}; name the folder of a run, such as base_checkpoints/d4")
@@ -142,6 +143,18 @@ def read_run(folder, say=lambda warning: None) -> Run:
         if isinstance(record.get("samples"), list):
             run.samples.append(record | {"samples": [text(s) for s in record["samples"][:32]]})
     return run
+
+
+def _at_most(most: int, say):
+    """`say`, which falls silent after so many warnings."""
+    said = []
+
+    def limited(warning: str):
+        said.append(warning)
+        if len(said) <= most:
+            say(warning if len(said) < most else f"{warning}; further warnings are left out")
+
+    return limited
 
 
 def _read_config(path: Path, say) -> dict:
@@ -169,7 +182,7 @@ def _read_metrics(path: Path, say) -> tuple[dict[str, np.ndarray], list[dict]]:
             *lines, rest = (rest + block).split(b"\n")  # after the last newline: not a whole record
             parts.append(_parse(lines, others, lambda i, n=line_number: say(_damaged(path, n + i))))
             line_number += len(lines)
-            if len(rest) > BLOCK_BYTES or size >= MAX_METRICS_BYTES:
+            if len(rest) > BLOCK_BYTES or size >= MAX_METRICS_BYTES or len(others) > MOST_RECORDS:
                 say(f"warning: {path} is too long; what follows line {line_number - 1:,} is left out")
                 break
     parts = parts or [_parse_steps([])]

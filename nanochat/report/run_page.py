@@ -66,18 +66,8 @@ def _header(run: Run, final: bool):
 # Tables and texts
 
 
-def chosen_of(records: list, most: int) -> list:
-    """At most `most` of them, evenly spaced, the first and the last among them."""
-    last = len(records) - 1
-    return (
-        [records[i] for i in sorted({round(i * last / max(most - 1, 1)) for i in range(most)})]
-        if records
-        else []
-    )
-
-
 def _tasks(run: Run, drawn: str) -> str:
-    shown = [r for r in chosen_of(run.tasks, MOST_COLUMNS) if task_scores(r)]
+    shown = [r for r in curves.chosen_of(run.tasks, MOST_COLUMNS) if task_scores(r)]
     if not shown:
         return _grid([drawn] if drawn else [])
     names = dict.fromkeys(name for r in reversed(shown) for name in task_scores(r))
@@ -104,7 +94,7 @@ def _position(run: Run, drawn: str) -> str:
 
 
 def _samples(run: Run) -> str:
-    shown = chosen_of(run.samples, MOST_SAMPLES)[::-1]
+    shown = curves.chosen_of(run.samples, MOST_SAMPLES)[::-1]
     if not shown:
         return ""
     sets = []
