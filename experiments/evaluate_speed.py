@@ -19,7 +19,7 @@ from nanochat.evaluate import bits_per_byte
 from nanochat.gpt import GPT
 from nanochat.precision import autocast, resolve_dtype
 
-DOCUMENTS = 150
+DOCUMENTS = 100
 CHARACTERS = 500, 1500  # of a document, drawn evenly
 
 
