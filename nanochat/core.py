@@ -12,7 +12,7 @@ tasks. Prompts, seeds and decisions are those of karpathy/nanochat, which publis
 (data/bundle.py reads it): the same model gets the same answers right.
 """
 
-import itertools
+import functools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,7 +27,9 @@ from nanochat.precision import autocast
 
 FEWSHOT_SEED = 1234  # plus the index of the question: which worked examples it gets
 GROUP = 64  # questions that one process takes at a time
-TOKENS_PER_BATCH = {"cuda": 32768, "cpu": 2048}  # tokens of a forward pass, padding included
+TOKENS_PER_BATCH = {"cuda": 131072, "cpu": 16384}  # of all rows of a forward pass, with padding and prefixes
+MOST_PADDING = 1.25  # a batch is complete before it computes so many times the tokens that it needs
+SHORTEST_PREFIX = 16  # tokens; a shorter common beginning is not worth a forward pass of its own
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,15 @@ class Question:
     rows: list[np.ndarray] = field(default_factory=list)  # (length,) uint32 each, at most max_seq_len
     starts: list[int] = field(default_factory=list)  # the first scored token of each row, at least 1
     row_of_choice: list[int] = field(default_factory=list)  # equal texts share a row, so that they tie
+
+    @property
+    def longest(self) -> int:
+        return max(map(len, self.rows))
+
+    @functools.cached_property
+    def prefix(self) -> int:
+        """Tokens at the beginning that all rows share, without any whose logits are scored; 0 for one row."""
+        return min(common_prefix(self.rows), min(self.starts) - 1) if len(self.rows) > 1 else 0
 
 
 @torch.no_grad()
@@ -204,33 +215,79 @@ def _characters(value: str | list[str] | int) -> int:
 # From token rows to losses
 
 
+class SharedPrefix:
+    """Keys and values of prefixes, each computed once for all rows that begin with it.
+
+    It stands in for an engine.KVCache: the first forward pass fills it, the second one has a row for each
+    number in `owner` (rows,), the index of the prefix that this row continues.
+    """
+
+    def __init__(self, depth: int):
+        self.length, self.owner = 0, None
+        self.layers = [_Layer(self) for _ in range(depth)]
+
+
+class _Layer:
+    def __init__(self, prefix: SharedPrefix):
+        self.prefix, self.keys, self.values = prefix, None, None
+
+    def append(self, k, v):  # (B, H, T, D)
+        if self.keys is None:
+            self.keys, self.values = k, v
+            return k, v
+        owner = self.prefix.owner
+        return torch.cat((self.keys[owner], k), dim=2), torch.cat((self.values[owner], v), dim=2)
+
+
 def launch(model, questions: list[Question], bos_id: int, dtype: torch.dtype, tokens_per_batch: int):
     """Start the forward passes for all rows of these questions.
 
     Returns (row of each scored token, its loss in nats, whether it is the most probable one): a list, and
-    tensors (scored tokens,) float32 and bool on the model's device. Nothing here waits for the device.
+    tensors (scored tokens,) float32 and bool on the model's device. Rows count through all questions.
+    Nothing here waits for the device.
     """
-    rows = list(itertools.chain.from_iterable(question.rows for question in questions))
-    starts = list(itertools.chain.from_iterable(question.starts for question in questions))
-    device, max_seq_len = model.head.weight.device, model.config.max_seq_len
+    first_row = np.cumsum([0, *(len(question.rows) for question in questions)])
     row_of, losses, exact = [], [], []
-    for batch in batches(rows, tokens_per_batch, max_seq_len):
-        length = padded(len(rows[batch[0]]), max_seq_len)
-        idx = np.full((len(batch), length), bos_id, dtype=np.int64)
-        for i, row in enumerate(batch):
-            idx[i, : len(rows[row])] = rows[row]
-            row_of += [row] * (len(rows[row]) - starts[row])
-        scored = np.concatenate(
-            [np.arange(starts[row], len(rows[row])) + i * length for i, row in enumerate(batch)]
-        )
-        idx, targets, before = (
-            torch.from_numpy(array).to(device) for array in (idx, idx.ravel()[scored], scored - 1)
-        )
-        with autocast(device, dtype):
-            logits = model(idx, positions=before)  # (scored tokens, V) float32
+    for batch in batches(questions, tokens_per_batch, model.config.max_seq_len):
+        with autocast(model.head.weight.device, dtype):
+            logits, targets = forward(model, [questions[i] for i in batch], bos_id)
         losses.append(F.cross_entropy(logits, targets, reduction="none"))
         exact.append(logits.argmax(-1) == targets)
+        for i in batch:
+            pairs = zip(questions[i].rows, questions[i].starts, strict=True)
+            for number, (row, start) in enumerate(pairs, start=first_row[i]):
+                row_of += [number] * (len(row) - start)
     return row_of, torch.cat(losses), torch.cat(exact)
+
+
+def forward(model, questions: list[Question], bos_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logits (N, V) float32, the true tokens (N,) int64) of all scored tokens of a batch of questions.
+
+    The rows of a question begin alike, often with many worked examples. As many tokens as all questions of
+    the batch have in such a prefix are computed once for each question, the rest for each row.
+    """
+    device = model.head.weight.device
+    cached, cache = min(question.prefix for question in questions), None
+    if cached < SHORTEST_PREFIX:
+        cached = 0
+    else:
+        cache = SharedPrefix(model.config.depth)
+        beginnings = np.stack([question.rows[0][:cached] for question in questions]).astype(np.int64)
+        no_logits = torch.empty(0, dtype=torch.int64, device=device)
+        model(torch.from_numpy(beginnings).to(device), cache=cache, positions=no_logits)
+        owner = np.repeat(np.arange(len(questions)), [len(question.rows) for question in questions])
+        cache.length, cache.owner = cached, torch.from_numpy(owner).to(device)
+    rows = [row[cached:] for question in questions for row in question.rows]
+    starts = [start - cached for question in questions for start in question.starts]
+    length = padded(max(map(len, rows)), model.config.max_seq_len - cached)
+    idx = np.full((len(rows), length), bos_id, dtype=np.int64)
+    for row, tokens in zip(idx, rows, strict=True):
+        row[: len(tokens)] = tokens
+    scored = np.concatenate(  # indices into the flat idx
+        [np.arange(starts[i], len(row)) + i * length for i, row in enumerate(rows)]
+    )
+    targets, before, idx = (torch.from_numpy(a).to(device) for a in (idx.ravel()[scored], scored - 1, idx))
+    return model(idx, cache=cache, positions=before), targets
 
 
 def finish(row_of: list[int], losses: torch.Tensor, exact: torch.Tensor, questions: list[Question]):
@@ -246,17 +303,31 @@ def finish(row_of: list[int], losses: torch.Tensor, exact: torch.Tensor, questio
         first += len(question.rows)
 
 
-def batches(rows: list[np.ndarray], tokens_per_batch: int, max_seq_len: int) -> list[list[int]]:
-    """The indices of the rows, longest first, in batches of at most `tokens_per_batch` tokens or one row."""
-    order, made = sorted(range(len(rows)), key=lambda i: -len(rows[i])), []
-    while order:
-        size = max(1, tokens_per_batch // padded(len(rows[order[0]]), max_seq_len))
-        made.append(order[:size])
-        order = order[size:]
+def batches(questions: list[Question], tokens_per_batch: int, max_seq_len: int) -> list[list[int]]:
+    """The indices of the questions in batches of similar prefixes and lengths.
+
+    The padded rows of a batch have at most `tokens_per_batch` tokens, or belong to one question.
+    """
+    order = sorted(range(len(questions)), key=lambda i: (questions[i].prefix, questions[i].longest))
+    made, needed = [], 0
+    for i in order:
+        question = questions[i]
+        own = question.prefix + sum(len(row) - question.prefix for row in question.rows)
+        batch = [*made[-1], i] if made else []
+        rows = sum(len(questions[j].rows) for j in batch)
+        longest = max((questions[j].longest for j in batch), default=0)
+        cached = questions[batch[0]].prefix if batch else 0  # the shortest prefix
+        computed = len(batch) * cached + rows * padded(longest - cached, max_seq_len)
+        fits = rows * longest <= tokens_per_batch and computed <= MOST_PADDING * (needed + own) + 256
+        if batch and fits:
+            made[-1], needed = batch, needed + own
+        else:
+            made.append([i])
+            needed = own
     return made
 
 
 def padded(length: int, max_seq_len: int) -> int:
-    """A row's length with its padding: few different shapes, and at most an eighth more than needed."""
-    step = 128 if length > 1024 else 64 if length > 512 else 32 if length > 256 else 16
+    """A row's length with its padding: few different shapes, and little more than needed."""
+    step = 4 if length <= 64 else 16 if length <= 512 else 128
     return min(max_seq_len, -(-length // step) * step)

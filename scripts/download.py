@@ -1,6 +1,7 @@
-"""Get data before a run: download public shards, or import your own text.
+"""Get data before a run: download public shards or the tasks of CORE, or import your own text.
 
     python -m scripts.download --name=climbmix --num_shards=8   # public shards: climbmix, fineweb-edu
+    python -m scripts.download --name=core                      # the evaluation bundle of CORE's tasks
     python -m scripts.download --data=my_texts/                 # text, JSON and parquet files
 
 Then train with --data=climbmix or --data=my_texts/. If a download stops, the same command continues it.
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 
 import configurator
 from nanochat import UserError
+from nanochat.data.bundle_download import HOST, download_bundle
 from nanochat.data.dataset import PUBLIC, open_dataset
 from nanochat.data.download import download
 from nanochat.data.imported import writing
@@ -20,10 +22,10 @@ from nanochat.data.parquet import footer_digest
 from nanochat.paths import user_path
 
 # Public shards
-name: str | None = None  # public data set: climbmix or fineweb-edu
+name: str | None = None  # public data set: climbmix or fineweb-edu; or core, the tasks of CORE
 num_shards = 8  # training shards; each has 47 million tokens and takes 100 MB (-1 = all) [-1, 1..1e6]
 workers = 4  # files downloaded at the same time [1..256]
-mirror = "https://huggingface.co"  # another host with the same paths: /datasets/REPO/resolve/main/FILE
+mirror: str | None = None  # another host with the same paths (none = huggingface.co; core has its own)
 timeout = 30.0  # seconds without a byte after which a connection counts as broken [0.1..1e5]
 retries = 8  # failures in a row, without a new byte, after which a file is given up [0..1e4]
 
@@ -38,19 +40,16 @@ base_dir = "~/.cache/nanochat"  # where data are kept (environment: NANOCHAT_BAS
 settings = configurator.configure(globals())
 
 if (name is None) == (data is None):
-    raise UserError(f"give either --name={'|'.join(PUBLIC)} to download, or --data=PATH to import text")
+    raise UserError(f"give either --name={'|'.join(PUBLIC)}|core to download, or --data=PATH to import text")
 if data is not None:
     dataset = open_dataset(data, val_data, base_dir=base_dir, text_field=text_field)
     print(f"{dataset.name}: {dataset.note}, fingerprint {dataset.fingerprint[:12]}")
     sys.exit(0)
 if val_data is not None:
     raise UserError(f"--val_data goes with --data; {name} has its own validation shard, so leave it out")
-if name not in PUBLIC:
-    raise UserError(f"there is no public data set {name}; choose one of {', '.join(PUBLIC)}")
-public = PUBLIC[name]
-if num_shards >= public.shards:
-    raise UserError(f"{name} has {public.shards - 1} training shards; give --num_shards=-1 for all of them")
-
+if name not in (*PUBLIC, "core"):
+    raise UserError(f"there is no public data set {name}; choose one of {', '.join(PUBLIC)}, core")
+mirror = mirror or (HOST if name == "core" else "https://huggingface.co")
 try:
     address = urlsplit(mirror)
     good = address.scheme in ("http", "https") and address.hostname and (address.port or 1)
@@ -59,14 +58,22 @@ except ValueError:
 if not good or re.search(r"\s", mirror):
     raise UserError(f"mirror {mirror!r} is no address of a server; use one like https://huggingface.co")
 
-training_shards = public.shards - 1 if num_shards == -1 else num_shards
-files = [public.validation, *(public.file(number) for number in range(training_shards))]
-root = f"{mirror.rstrip('/')}/datasets/{public.repo}/resolve/main"
-urls = {file: f"{root}/{file}" for file in files}
-folder = user_path("base_dir", base_dir) / "data" / name
+base_path = user_path("base_dir", base_dir)
 try:
-    with writing(folder):
-        missing = download(urls, folder, footer_digest, workers, timeout, retries)
+    if name == "core":
+        with writing(base_path):
+            missing = download_bundle(base_path, mirror, timeout, retries)
+    else:
+        public = PUBLIC[name]
+        if num_shards >= public.shards:
+            most = public.shards - 1
+            raise UserError(f"{name} has {most} training shards; give --num_shards=-1 for all of them")
+        training_shards = public.shards - 1 if num_shards == -1 else num_shards
+        files = [public.validation, *(public.file(number) for number in range(training_shards))]
+        root = f"{mirror.rstrip('/')}/datasets/{public.repo}/resolve/main"
+        with writing(base_path / "data" / name):
+            urls = {file: f"{root}/{file}" for file in files}
+            missing = download(urls, base_path / "data" / name, footer_digest, workers, timeout, retries)
 except KeyboardInterrupt:
     sys.exit("stopped; the same command continues the download")
 sys.exit(1 if missing else 0)

@@ -39,7 +39,8 @@ TASK_TYPES = {  # fields of an example: str, a list of str, or an index into tha
 }
 SHUFFLE_SEED = 1337  # karpathy/nanochat's: of the order in which the first max_per_task examples are taken
 LARGEST_FILE = 1 << 29  # bytes; the largest of the public bundle's files has some tens of MB
-LARGEST_SETTINGS = 1 << 20  # bytes of core.yaml and of eval_meta_data.csv
+LARGEST_SETTINGS = 1 << 17  # bytes of core.yaml and of eval_meta_data.csv; the public ones have some KB
+DEEPEST = 10  # lists and mappings in each other in core.yaml; a bundle has three
 MOST_FEWSHOT = 1000  # worked examples before a question; CORE has at most 10
 UNREADABLE = (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError, ValueError)
 
@@ -78,10 +79,10 @@ def open_bundle(
     if path is None and not found.exists():
         return None, f"CORE was left out: there is no evaluation bundle in {found}; get it with {GET}"
     with _Source(found) as source:
-        baselines = _baselines(source)
+        entries, baselines = _entries(source), _baselines(source)
         tasks = [
             _read_task(source, f"{source.place('core.yaml')}, task {number}", entry, baselines, max_per_task)
-            for number, entry in enumerate(_entries(source), start=1)
+            for number, entry in enumerate(entries, start=1)
         ]
         labels = [task.label for task in tasks]
         if twice := next((label for label in labels if labels.count(label) > 1), None):
@@ -152,23 +153,24 @@ class _Source:
 
 
 def root_of(names: list[str]) -> str:
-    """The folder inside of a zip file that holds core.yaml, with a slash at its end, or ""."""
-    return next((name.removesuffix("core.yaml") for name in names if name in ROOTS), "")
-
-
-ROOTS = ("core.yaml", f"{NAME}/core.yaml")
+    """The folder of a zip file's names that holds core.yaml: "" or "eval_bundle/"."""
+    return f"{NAME}/" if f"{NAME}/core.yaml" in names else ""
 
 
 def _entries(source: _Source) -> list[dict]:
-    """The entries of core.yaml. An alias could make a small file endless, so it is refused."""
+    """The entries of core.yaml. An alias could make a small file endless, and deep nesting takes for ever."""
     import yaml
 
     place, text = source.place("core.yaml"), source.read("core.yaml", LARGEST_SETTINGS)
     try:
+        depth = 0
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            if isinstance(event, yaml.AliasEvent):
-                line = event.start_mark.line + 1
-                raise _damaged(f"{place}, line {line}", "an alias (*name) is not allowed here")
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if isinstance(event, yaml.AliasEvent) or depth > DEEPEST:
+                what = "lists in lists" if depth > DEEPEST else "an alias (*name)"
+                place = f"{place}, line {event.start_mark.line + 1}"
+                raise _damaged(place, f"{what}, which no bundle needs")
         content = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
