@@ -41,7 +41,7 @@ def one_at_a_time(model, tokenizer, tasks, dtype, machine) -> int:
     return right
 
 
-def measure(values: dict) -> dict:
+def bench(values: dict) -> dict:
     """Both ways take turns over two bundles of the tests; `values` are the settings of bench.py."""
     machine = runtime.start(values["device_type"], seed=0)
     dtype, _ = precision.resolve_dtype("auto", machine.device)

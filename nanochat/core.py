@@ -218,7 +218,7 @@ def _characters(value: str | list[str] | int) -> int:
 class SharedPrefix:
     """Keys and values of prefixes, each computed once for all rows that begin with it.
 
-    It stands in for an engine.KVCache: the first forward pass fills it, the second one has a row for each
+    It stands in for a decode.KVCache: the first forward pass fills it, the second one has a row for each
     number in `owner` (rows,), the index of the prefix that this row continues.
     """
 
@@ -226,17 +226,20 @@ class SharedPrefix:
         self.length, self.owner = 0, None
         self.layers = [_Layer(self) for _ in range(depth)]
 
+    def places(self, T: int) -> slice:
+        return slice(self.length, self.length + T)
+
 
 class _Layer:
     def __init__(self, prefix: SharedPrefix):
         self.prefix, self.keys, self.values = prefix, None, None
 
-    def append(self, k, v):  # (B, H, T, D)
+    def append(self, k, v):  # (B, H, T, D); the third value of what it returns: nothing is masked
         if self.keys is None:
             self.keys, self.values = k, v
-            return k, v
+            return k, v, None
         owner = self.prefix.owner
-        return torch.cat((self.keys[owner], k), dim=2), torch.cat((self.values[owner], v), dim=2)
+        return torch.cat((self.keys[owner], k), dim=2), torch.cat((self.values[owner], v), dim=2), None
 
 
 def launch(model, questions: list[Question], bos_id: int, dtype: torch.dtype, tokens_per_batch: int):

@@ -6,6 +6,7 @@
     python -m scripts.bench --what=optimizer --depth=12 --peer=FOLDER    # one of its steps, and the peer's
     python -m scripts.bench --what=generate --peer=FOLDER    # tokens written a second, and the peer's
     python -m scripts.bench --what=evaluate  # bits per byte, tokens/s, beside a plain way to score
+    python -m scripts.bench --what=core      # examples/s of CORE's evaluation, and of one at a time
     python -m scripts.bench --what=checkpoint --depth=12    # how long a save stalls a step
     torchrun --standalone --nproc_per_node=4 -m scripts.bench --what=communication    # bytes a step
     python -m scripts.bench --json           # one JSON object as the last line
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
@@ -39,7 +41,7 @@ from nanochat.paths import user_path
 
 # What to measure
 what: Literal[
-    "train", "start", "loader", "optimizer", "checkpoint", "communication", "generate", "evaluate"
+    "train", "start", "loader", "optimizer", "checkpoint", "communication", "generate", "evaluate", "core"
 ] = "train"
 json = False  # print one JSON object as the last line
 rounds = 5  # times every variant is measured [1..1e4]
@@ -282,9 +284,8 @@ def bench_checkpoint() -> dict:
 def bare_write(tensors: dict, path: Path):
     """The same bytes in one file, synced."""
     with open(path, "wb") as file:
-        for kind in tensors.values():
-            for tensor in kind.values():
-                file.write(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+        for tensor in (tensor for kind in tensors.values() for tensor in kind.values()):
+            file.write(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
         file.flush()
         os.fsync(file.fileno())
 
@@ -326,11 +327,12 @@ def bench_communication() -> dict:
     return {f"a process of {w}": row} if machine.is_main else {}
 
 
-def bench_generate() -> dict:
-    """Tokens a second that a model writes at batch 1 and 8, ours and with --peer the peer's in turn."""
-    from experiments.generate_speed import bench
+def bench_elsewhere() -> dict:
+    """Tokens a second that a model writes (generate), examples a second of CORE (core)."""
+    return import_module(f"experiments.{what}_speed").bench(settings.values)
 
-    return bench(settings.values)
+
+bench_generate = bench_core = bench_elsewhere
 
 
 def loopback_bytes() -> int:
@@ -344,6 +346,5 @@ for name, row in results.items():
     cells = (f"{k} {v:,.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
     print(f"{name:20s} " + "  ".join(cells))
 if json and results:
-    machine = {"device": runtime.device_name(torch.device("cpu")), "torch": torch.__version__}
-    report = {"what": what, "machine": machine, "settings": settings.values, "results": results}
-    print(json_module.dumps(report))
+    here = {"device": runtime.device_name(torch.device("cpu")), "torch": torch.__version__}
+    print(json_module.dumps({"what": what, "machine": here, "settings": settings.values, "results": results}))
