@@ -69,6 +69,13 @@ class Console:
         self._hide()
         return bar(text, unit, total, hidden=not self.enabled, terminal=self.terminal, leave=False)
 
+    def over(self, batches, text: str, unit: str = " batches"):
+        """Yield the batches of a sequence, under a bar."""
+        with self.bar(len(batches), text, unit) as shown:
+            for batch in batches:
+                yield batch
+                shown.update()
+
     def close(self):
         """Print what no line has told yet."""
         if self.interval.steps:

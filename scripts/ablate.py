@@ -116,7 +116,8 @@ def train(variant: str, seed: int, run: Path):
     """Run base_train from start to end; `run` becomes the run's folder."""
     own_settings, edits = VARIANTS[variant]
     chosen = shared | {"seed": seed, "resume": "never", "compile": "off", **own_settings}
-    chosen |= {"eval_every": -1, "sample_every": -1, "save_every": -1, "base_dir": base_path, "out_dir": run}
+    chosen |= dict.fromkeys(("eval_every", "sample_every", "save_every", "core_metric_every"), -1)
+    chosen |= {"base_dir": base_path, "out_dir": run}
     for name in ("data", "val_data"):  # absolute: the copy of the sources is another working directory
         if name in chosen and (path := user_path(name, chosen[name])).exists():
             chosen[name] = path.resolve()

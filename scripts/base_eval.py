@@ -142,9 +142,11 @@ if "bpb" in parts:
     evaluated = bits_per_byte(model, validation, token_bytes, compute_dtype, machine, run["compiled"])
     results |= {"val_bpb": evaluated.bpb, "loss_by_position": evaluated.loss_by_position}
 if "core" in parts:
-    questions = -(-sum(len(task.examples) for task in own + public) // machine.world_size)
-    with bar("tasks", "question", questions, hidden=not machine.is_main) as progress:
-        results |= score_tasks(model, tokenizer, own, public, compute_dtype, machine, progress.update)
+
+    def shown(total, text, unit):
+        return bar(text, unit, total, hidden=not machine.is_main)
+
+    results |= score_tasks(model, tokenizer, own, public, compute_dtype, machine, shown)
 if "sample" in parts and machine.is_main:
     prompts = prompts_for(run["sample_prompts"], dataset) if dataset else run["sample_prompts"].split("|")
     results["samples"] = continuations(model, tokenizer, prompts, compute_dtype, run["seed"])

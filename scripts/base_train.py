@@ -21,6 +21,7 @@ import configurator
 from nanochat import checkpoint, metrics, optim, planning, precision, runtime, signals
 from nanochat.data.dataset import open_dataset
 from nanochat.data.loader import TrainLoader, merge_states
+from nanochat.data.sample_prompts import sample_prompts as sample_prompts_for
 from nanochat.data.tokenizer import open_tokenizer
 from nanochat.data.validation import ValidationBatches, tokenize_validation
 from nanochat.engine import continuations
@@ -28,6 +29,7 @@ from nanochat.evaluate import bits_per_byte
 from nanochat.gpt import GPT, materialize
 from nanochat.paths import user_path
 from nanochat.run_output import RunOutput
+from nanochat.task_scores import in_words, open_tasks, score_tasks
 
 # Model
 depth = 20  # Transformer layers; every other size follows from it [1..512]
@@ -64,10 +66,11 @@ final_lr_frac = 0.05  # what the rate falls to, as a share of the full rate [0..
 # Evaluation
 eval_every = 250  # steps between evaluations of validation bits per byte (-1 = only at the end) [-1, 1..1e9]
 eval_tokens = 41_943_040  # validation tokens to score (-1 = all) [-1, 1..1e12]
-core_metric_every = -1  # steps between evaluations of CORE, which is not there yet (-1 = off) [-1, 1..1e9]
-core_metric_max_per_task = 500  # examples a task of CORE [1..1e9]
+core_metric_every = 2000  # steps between evaluations of tasks, and at the end (-1 = off) [-1, 1..1e9]
+core_metric_max_per_task = 500  # examples of each of CORE's tasks (-1 = all) [-1, 1..1e9]
+core_bundle: str | None = None  # folder or zip file of CORE's tasks (none = <base_dir>/eval_bundle)
 sample_every = 2000  # steps between samples (-1 = only at the end) [-1, 1..1e9]
-sample_prompts = "def|class|import"  # texts to continue, separated by |; may be empty
+sample_prompts = "auto"  # texts to continue, separated by | (auto = texts that suit the data)
 
 # Checkpoints
 save_every = 1000  # steps between checkpoints (-1 = only at the end) [-1, 1..1e9]
@@ -86,9 +89,7 @@ device_type: Literal["auto", "cuda", "cpu", "mps"] = "auto"  # auto = cuda, else
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto = the best that the device has
 compile: Literal["auto", "on", "off"] = "auto"  # auto = if it saves more time than it takes
 seed = 42  # of initial weights, order of the data, and samples [0..2**62]
-price_per_hour = (
-    -1.0
-)  # what the machine costs an hour, to show the cost in the report (-1 = unknown) [-1, 0..1e9]
+price_per_hour = -1.0  # of the machine, so that the report shows the cost (-1 = unknown) [-1, 0..1e9]
 process_timeout = 600.0  # seconds to wait for a process that does not answer; then all end [1..1e6]
 run = "dummy"  # the run's name at wandb (dummy = no wandb)
 plan = False  # print the plan and exit
@@ -130,8 +131,6 @@ say(planning.text(sections, plan.warnings(accept)))
 if plan_only:
     machine.exit()
 plan.check(accept)  # a run that must not begin ends here
-if core_metric_every > 0:
-    say("CORE is not there yet: core_metric_every is accepted and does nothing")
 
 # ------------------------------------------------------------------------------------------------------
 # Begin or continue
@@ -163,10 +162,14 @@ position = resumed.state["loader"] if resumed and not changed else None  # None:
 loader = TrainLoader(
     dataset.train_shards, tokenizer, rows, max_seq_len, plan.device_batch_size, *share, seed, device, position
 )
-with machine.main_first("validation", stop):  # the first process tokenizes; the others find its file
+with machine.main_first("validation", stop):  # the first process makes the files; the others find them
     val_tokens = tokenize_validation(dataset.val_shards, tokenizer, eval_tokens, folder)
+    tasks = [], []  # made from the validation text, and CORE's
+    if core_metric_every > 0:
+        tasks = open_tasks(dataset, folder, core_bundle, base_path, core_metric_max_per_task, say)
 validation = ValidationBatches(val_tokens, max_seq_len, plan.device_batch_size, *share, device)
 token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(device)
+prompts = sample_prompts_for(sample_prompts, dataset)
 
 # Restore
 progress = metrics.Progress(**(resumed.state["loop"] if resumed else {}))
@@ -212,12 +215,17 @@ def evaluate():
     """Score and sample what is due after `step` updates, as one record of metrics.jsonl."""
     record = {"step": step, "tokens": progress.tokens, "train_time_s": progress.train_seconds}
     if is_due(eval_every):
-        found = bits_per_byte(model, validation, token_bytes, compute_dtype, machine, compiled)
+        batches = console.over(validation, "validation")
+        found = bits_per_byte(model, batches, token_bytes, compute_dtype, machine, compiled)
         progress.val_bpb = found.bpb
         record |= {"val_bpb": found.bpb, "loss_by_position": found.loss_by_position}
         console.print(f"step {step}: validation {found.bpb:.4f} bits per byte")
+    if core_metric_every > 0 and is_due(core_metric_every):
+        scores = score_tasks(model, tokenizer, *tasks, compute_dtype, machine, console.bar)
+        record |= scores
+        console.print(*(f"step {step}: {line}" for line in in_words(scores)))
     if is_due(sample_every) and machine.is_main:
-        record["samples"] = continuations(model, tokenizer, sample_prompts.split("|"), compute_dtype, seed)
+        record["samples"] = continuations(model, tokenizer, prompts, compute_dtype, seed)
         console.print(*(f"--- {text}" for text in record["samples"]))
     log.write(record | {"peak_memory": machine.peak_memory()})
     output.report(final=last_step)
@@ -258,7 +266,8 @@ while True:
     # Save first: after a stop signal there may be little time
     if step != first_step and (stopping or save_now or is_due(save_every) or is_due(permanent_every)):
         save()
-    if not stopping and last_eval_step != step and (is_due(eval_every) or is_due(sample_every)):
+    due = any(map(is_due, (eval_every, core_metric_every, sample_every)))
+    if due and not stopping and last_eval_step != step:
         evaluate()
         last_eval_step = step
     if last_step or stopping:

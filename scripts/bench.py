@@ -105,7 +105,7 @@ def train(variant: str) -> tuple[list[dict], float | None]:
     chosen |= {"total_batch_size": device_batch_size * max_seq_len, "eval_every": -1, "eval_tokens": 1}
     with tempfile.TemporaryDirectory() as place:
         run = Path(place) / "run"
-        process = base_train(**chosen, sample_every=-1, save_every=-1, out_dir=run)
+        process = base_train(**chosen, sample_every=-1, save_every=-1, core_metric_every=-1, out_dir=run)
         output, error = process.communicate()
         if process.returncode:
             raise UserError(f"base_train failed in {variant}: {error.strip()[-1000:]}")

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 TINY = [
     "--depth=2", "--aspect_ratio=16", "--head_dim=16", "--max_seq_len=32", "--vocab_size=300",
     "--device_batch_size=2", "--total_batch_size=256", "--num_iterations=8", "--dtype=float32",
-    "--eval_every=4", "--save_every=3", "--sample_every=-1", "--compile=off",
+    "--eval_every=4", "--save_every=3", "--sample_every=-1", "--core_metric_every=-1", "--compile=off",
 ]  # fmt: skip
 
 

@@ -67,7 +67,7 @@ REAL = [  # the real model and data, 12 rows a batch: for 1, 2, 3 and 4 processe
     "scripts.base_train", "--depth=4", "--aspect_ratio=32", "--head_dim=32", "--max_seq_len=128",
     "--vocab_size=1024", "--total_batch_size=1536", "--num_iterations=50",
     "--dtype=float32", "--compile=off", "--eval_every=-1", "--eval_tokens=20000", "--sample_every=-1",
-    "--save_every=10",
+    "--core_metric_every=-1", "--save_every=10",
 ]  # fmt: skip
 
 
