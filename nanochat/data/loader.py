@@ -55,7 +55,7 @@ class TrainLoader:
         device: str | torch.device = "cpu",
         state: dict | None = None,
     ):
-        _check_division(rows_per_step, world_size, device_batch_size)
+        check_division(rows_per_step, world_size, device_batch_size)
         groups = RowGroups(shards)
         lanes = range(rank, rows_per_step, world_size)
         self._stream = {
@@ -158,7 +158,7 @@ def merge_states(states: Sequence[dict]) -> dict:
     return {**states[0], "lanes": dict(sorted(lanes.items(), key=lambda item: int(item[0])))}
 
 
-def _check_division(rows_per_step: int, world_size: int, device_batch_size: int) -> None:
+def check_division(rows_per_step: int, world_size: int, device_batch_size: int) -> None:
     if rows_per_step % world_size:
         raise UserError(
             f"{world_size} processes cannot share the {rows_per_step} rows of a batch equally; "

@@ -160,6 +160,12 @@ def _decoder(path: Path) -> Callable[[bytes, bool], str]:
 
 
 def _read_jsonl(path: Path, file: BinaryIO, text_field: str) -> Iterator[str]:
+    for line, place in jsonl_lines(path, file):
+        yield _text_of(parse_line(line, place), text_field, place)
+
+
+def jsonl_lines(path: Path, file: BinaryIO) -> Iterator[tuple[bytes, str]]:
+    """(line, file:line) of each line that is not blank."""
     number = 0
     try:
         while line := file.readline(LONGEST_ITEM):
@@ -169,7 +175,7 @@ def _read_jsonl(path: Path, file: BinaryIO, text_field: str) -> Iterator[str]:
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if not line.isspace():
-                yield _text_of(_parse(line, f"{path}:{number}"), text_field, f"{path}:{number}")
+                yield line, f"{path}:{number}"
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise UserError(
             f"{path} is damaged or incomplete after line {number} ({first_line(error)}); get it again"
@@ -177,11 +183,16 @@ def _read_jsonl(path: Path, file: BinaryIO, text_field: str) -> Iterator[str]:
 
 
 def _read_gzip(path: Path, file: BinaryIO, text_field: str) -> Iterator[str]:
-    with gzip.GzipFile(fileobj=file) as lines:
-        yield from _read_jsonl(path, io.BufferedReader(lines, CHUNK), text_field)
+    yield from _read_jsonl(path, unzipped(file), text_field)
 
 
-def _parse(line: bytes, place: str):
+def unzipped(file: BinaryIO) -> BinaryIO:
+    """The content of a .gz file that is open."""
+    return io.BufferedReader(gzip.GzipFile(fileobj=file), CHUNK)
+
+
+def parse_line(line: bytes, place: str):
+    """The JSON value of a line. Raises UserError that names the place."""
     try:
         return json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -213,17 +224,23 @@ def _text_of(value, text_field: str, place: str) -> str:
 
 
 def _read_json(path: Path, file: BinaryIO, text_field: str) -> Iterator[str]:
-    """A list is read item by item, so memory holds one item and at most one more chunk."""
+    for value, place in json_values(path, file):
+        yield _text_of(value, text_field, place)
+
+
+def json_values(path: Path, file: BinaryIO) -> Iterator[tuple[object, str]]:
+    """(value, file:line) of each item of a list, or of the one value that is no list.
+
+    A list is read item by item, so memory holds one item and at most one more chunk.
+    """
     items = _JsonItems(path, file)
     if items.peek() != "[":
-        value, place = items.next_value()
-        yield _text_of(value, text_field, place)
+        yield items.next_value()
     else:
         items.skip()
         mark = items.peek()
         while mark != "]":
-            value, place = items.next_value()
-            yield _text_of(value, text_field, place)
+            yield items.next_value()
             mark = items.peek()
             if mark not in (",", "]"):
                 raise items.error("a comma or ] is missing")

@@ -1,0 +1,50 @@
+"""How a conversation becomes tokens: each turn between its special tokens, and which of them are targets.
+
+    <|bos|> <|user_start|> question <|user_end|> <|assistant_start|> answer <|assistant_end|> ...
+
+A system message has no tokens of its own: it stands before the first question, with a blank line between. The
+content of a message is encoded as plain text, so text that looks like a special token stays text.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from nanochat.data.conversations import Message
+from nanochat.data.tokenizer import Tokenizer
+
+LOSS_ON = ("all", "assistant")
+
+
+def turns(messages: Sequence[Message]) -> list[Message]:
+    """The messages of user and assistant, with a system message put into the first question."""
+    if messages and messages[0][0] == "system":
+        (_, system), (role, question), *rest = messages
+        return [(role, f"{system}\n\n{question}"), *rest]
+    return list(messages)
+
+
+def render(tokenizer: Tokenizer, messages: Sequence[Message], loss_on: str) -> tuple[np.ndarray, np.ndarray]:
+    """(ids int32, targets bool), both (n,): the tokens, and which of them the model is to predict.
+
+    loss_on "assistant": the answers and the <|assistant_end|> after each, so that the model learns when to
+    stop. "all": every token but <|bos|>, which begins the conversation.
+    """
+    special = tokenizer.special_tokens
+    ids, counted = [np.array([tokenizer.bos_id], np.int32)], [np.array([False])]
+    for role, content in turns(messages):
+        answer = role == "assistant"
+        start, end = special[f"<|{role}_start|>"], special[f"<|{role}_end|>"]
+        text = tokenizer.encode(content).astype(np.int32)
+        ids += [np.array([start], np.int32), text, np.array([end], np.int32)]
+        counted += [
+            np.array([loss_on == "all"]),
+            np.full(len(text) + 1, answer or loss_on == "all"),
+        ]
+    return np.concatenate(ids), np.concatenate(counted)
+
+
+def prompt_ids(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
+    """The tokens after which the model answers: the conversation so far, then <|assistant_start|>."""
+    ids, _ = render(tokenizer, messages, "all")
+    return [*ids.tolist(), tokenizer.special_tokens["<|assistant_start|>"]]

@@ -1,0 +1,222 @@
+"""Training batches from conversations: whole conversations packed into rows, none cut that fits.
+
+In each epoch every conversation comes up as often as its weight says, in an order drawn from the seed. Best
+fit puts them into rows of max_seq_len + 1 tokens, the longest first; the rows are then shuffled. A row's rest
+is padding, which is never a target. A conversation longer than a row loses its end. If no target is left of
+it then, it is dropped; so every row, and every batch, has targets.
+
+The rows of an epoch depend on the conversations, the tokenizer, the seed and max_seq_len alone. Row n of a
+step goes to rank n mod world_size, so any number of processes sees the same batches, and the position is two
+numbers: the epoch and the row in it.
+"""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nanochat import UserError
+from nanochat.data.chat_format import render
+from nanochat.data.conversations import Conversations
+from nanochat.data.loader import check_division
+from nanochat.data.tokenizer import Tokenizer
+
+PACKING = "conversations-1"  # version of the packing; a position of another version is refused
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Conversations as tokens, one after another."""
+
+    ids: np.ndarray  # (n,) int32
+    counted: np.ndarray  # (n,) bool: is a target
+    first: np.ndarray  # (conversations + 1,) int64: where each begins, and the end
+    weights: np.ndarray  # (conversations,) float64
+    cut: int  # conversations that lost their end
+    dropped: int  # conversations of which no target was left
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Tokens of each conversation, (conversations,)."""
+        return np.diff(self.first)
+
+
+def render_all(
+    conversations: Conversations, tokenizer: Tokenizer, max_seq_len: int, loss_on: str
+) -> Rendered:
+    """Tokenize conversations, at most max_seq_len + 1 tokens of each. Raises UserError if none is left."""
+    ids, counted, sizes, weights, cut, dropped = [], [], [], [], 0, 0
+    for messages, weight in zip(conversations.messages, conversations.weights, strict=True):
+        tokens, targets = render(tokenizer, messages, loss_on)
+        cut += len(tokens) > max_seq_len + 1
+        tokens, targets = tokens[: max_seq_len + 1], targets[: max_seq_len + 1]
+        if not targets.any():
+            dropped += 1
+            continue
+        ids.append(tokens)
+        counted.append(targets)
+        sizes.append(len(tokens))
+        weights.append(weight)
+    if not ids:
+        raise UserError(
+            f"no conversation has an answer within its first {max_seq_len} tokens; use shorter ones, or a "
+            "larger max_seq_len"
+        )
+    first = np.concatenate([[0], np.cumsum(sizes)])
+    return Rendered(np.concatenate(ids), np.concatenate(counted), first, np.array(weights), cut, dropped)
+
+
+def draw(weights: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """The conversations of one epoch in random order: each floor(weight) times, and once more with the
+    probability of the rest."""
+    times = np.floor(weights + generator.random(len(weights))).astype(np.int64)
+    return generator.permutation(np.repeat(np.arange(len(weights)), times))
+
+
+def pack(sizes: np.ndarray, order: np.ndarray, room: int) -> list[list[int]]:
+    """Rows of conversations: each of `order` goes, the longest first, into the fullest row that has room.
+
+    sizes (conversations,) at most `room`, the tokens of a row. Rows with an equal rest are kept together, and
+    one integer has a bit for each rest that some row has, so a conversation finds its row at once.
+    """
+    rows, with_rest, rests = [], [[] for _ in range(room + 1)], 0
+    for conversation in order[np.argsort(-sizes[order], kind="stable")].tolist():
+        size = int(sizes[conversation])
+        fitting = rests >> size
+        if fitting:
+            rest = size + (fitting & -fitting).bit_length() - 1  # the smallest rest that is large enough
+            row = with_rest[rest].pop()
+            if not with_rest[rest]:
+                rests ^= 1 << rest
+        else:
+            rest, row = room, []
+            rows.append(row)
+        row.append(conversation)
+        left = rest - size
+        with_rest[left].append(row)
+        rests |= 1 << left
+    return rows
+
+
+class ConversationLoader:
+    """Endless micro-batches (inputs, targets), each (device_batch_size, max_seq_len) int64 on `device`.
+
+    A target of -1 is not scored. `step_targets` is the number of targets in the current step, over all its
+    micro-batches and all processes: what the loss is divided by. Raises UserError for numbers that do not
+    divide, and for a `state` of other conversations or settings.
+    """
+
+    def __init__(
+        self,
+        rendered: Rendered,
+        tokenizer: Tokenizer,
+        rows_per_step: int,
+        max_seq_len: int,
+        device_batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        device: str | torch.device = "cpu",
+        state: dict | None = None,
+    ):
+        check_division(rows_per_step, world_size, device_batch_size)
+        self._rendered, self._bos_id, self._seed = rendered, tokenizer.bos_id, seed
+        self._shape = (rows_per_step, max_seq_len, device_batch_size)
+        self._share = slice(rank, None, world_size)
+        self._device = torch.device(device)
+        self._stream = {
+            "rows_per_step": rows_per_step,
+            "max_seq_len": max_seq_len,
+            "seed": seed,
+            "tokenizer": tokenizer.fingerprint,
+            "packing": PACKING,
+            "conversations": len(rendered.weights),
+        }
+        epoch, row = _start(self._stream, state)
+        self._open_epoch(epoch)
+        self._row = row
+        self._after = (epoch, row)  # the position after the last complete step
+        self._batches: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the current step, still to come
+        self.step_targets = 0
+        self.wait_s = 0.0  # seconds that next() has spent on making batches, in all
+
+    def rows_of_epoch(self) -> int:
+        """The rows of the epoch that the loader is in."""
+        return len(self._rows)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, from 0, in which the next step begins."""
+        return self._after[0]
+
+    def state(self) -> dict:
+        """The position after the last complete step, ready for JSON; the same on every rank."""
+        return {**self._stream, "epoch": self._after[0], "row": self._after[1]}
+
+    def __iter__(self) -> "ConversationLoader":
+        return self
+
+    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        started = time.perf_counter()
+        if not self._batches:
+            self._batches = self._step()
+        batch = self._batches.pop(0)
+        if not self._batches:
+            self._after = (self._epoch, self._row)
+        self.wait_s += time.perf_counter() - started
+        return tuple(x.to(self._device, non_blocking=True) for x in batch)
+
+    def close(self) -> None:
+        """There is nothing to close; pretraining's loader has a thread."""
+
+    def _open_epoch(self, epoch: int):
+        generator = np.random.default_rng([self._seed, epoch])
+        order = draw(self._rendered.weights, generator)
+        rows = pack(self._rendered.sizes, order, self._shape[1] + 1)
+        self._rows = [rows[i] for i in generator.permutation(len(rows))]
+        self._epoch, self._row = epoch, 0
+
+    def _step(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The micro-batches of the next step, in host memory."""
+        rows_per_step, max_seq_len, device_batch_size = self._shape
+        rows = []
+        while len(rows) < rows_per_step:
+            if self._row >= len(self._rows):  # an epoch may be empty if all weights are small
+                self._open_epoch(self._epoch + 1)
+            taken = self._rows[self._row : self._row + rows_per_step - len(rows)]
+            rows += taken
+            self._row += len(taken)
+        ids = np.full((rows_per_step, max_seq_len + 1), self._bos_id, np.int64)
+        counted = np.zeros((rows_per_step, max_seq_len + 1), bool)
+        fill(ids, counted, rows, self._rendered)
+        inputs, targets = ids[:, :-1], np.where(counted[:, 1:], ids[:, 1:], -1)
+        self.step_targets = int(counted[:, 1:].sum())
+        inputs, targets = (torch.from_numpy(x[self._share]) for x in (inputs, targets))
+        if self._device.type == "cuda":
+            inputs, targets = inputs.pin_memory(), targets.pin_memory()
+        return list(zip(inputs.split(device_batch_size), targets.split(device_batch_size), strict=True))
+
+
+def fill(ids: np.ndarray, counted: np.ndarray, rows: list[list[int]], rendered: Rendered):
+    """Write the conversations of each row one after another into ids and counted, (rows, tokens) each."""
+    for n, row in enumerate(rows):
+        at = 0
+        for conversation in row:
+            first, end = rendered.first[conversation], rendered.first[conversation + 1]
+            ids[n, at : at + end - first] = rendered.ids[first:end]
+            counted[n, at : at + end - first] = rendered.counted[first:end]
+            at += end - first
+
+
+def _start(stream: dict, state: dict | None) -> tuple[int, int]:
+    """(epoch, row) of `state`, or the start. Raises UserError if it is the position in another stream."""
+    if state is None:
+        return 0, 0
+    for name, value in stream.items():
+        if state.get(name) != value:
+            raise UserError(
+                f"the saved position in the conversations is for {name} {state.get(name)}, this run has "
+                f"{value}; resume with the run's first settings and data, or start again with --resume=never"
+            )
+    return state["epoch"], state["row"]
