@@ -18,14 +18,16 @@ from nanochat.precision import autocast
 # Loading
 
 
-def find_source(source: str | None, base_dir: Path, say=print) -> Checkpoint:
+def find_source(
+    source: str | None, base_dir: Path, say=print, kinds=("mid_checkpoints", "base_checkpoints")
+) -> Checkpoint:
     """The verified checkpoint that the setting `source` means.
 
     source: a run's tag, the folder of a run or of a checkpoint, or None for the run that was saved last. Runs
-    are looked up under base_dir/mid_checkpoints, then under base_dir/base_checkpoints. A run stands for its
-    newest good checkpoint; `say` gets the names of damaged ones. Raises UserError if nothing is found.
+    are looked up under the folders `kinds` of base_dir, in this order. A run stands for its newest good
+    checkpoint; `say` gets the names of damaged ones. Raises UserError if nothing is found.
     """
-    places = [Path(base_dir) / name for name in ("mid_checkpoints", "base_checkpoints")]
+    places = [Path(base_dir) / name for name in kinds]
     runs = [
         sorted((run for run in place.glob("*") if checkpoints_in(run)), key=_last_saved) for place in places
     ]

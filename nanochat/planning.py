@@ -108,6 +108,11 @@ class Plan:
             "data_tokens": self.data_tokens,
         }
 
+    @property
+    def resolved(self) -> dict:
+        """What the checkpoints keep: a resumed run, or one that continues this one, goes on with it."""
+        return {"device_batch_size": self.device_batch_size, "rates": self.rates}
+
     def check(self, accept: str):
         """Raise UserError if this run must not begin. `accept` is the setting of that name."""
         if refusal := self.refusal(accept):
@@ -189,9 +194,8 @@ class Plan:
                 "batch": f"{self.total_batch_size:,} tokens ({self.batch_reason}) = {micro_batch} x "
                 f"{processes} x {micro_steps}",
                 "rates": ", ".join(f"{name} {rate:.3g}" for name, rate in self.rates.items()),
-                "rate factors": f"x {scaled.rate_scale:.3f} (batch^1/2 x tokens^-0.32, against d12), AdamW's "
-                f"also x {scaled.adam_scale / scaled.rate_scale:.3f} (width^-1/2)",
-                "weight decay": f"{self.weight_decay:.4g} (rate x decay x steps as at d12), linear to 0",
+                "rate factors": scaled.reason,
+                "weight decay": f"{self.weight_decay:.4g} ({scaled.decay_reason}), linear to 0",
                 "warm-up": counted(self.warmup_steps, "step", "steps"),
             },
             "cost": {
@@ -224,6 +228,56 @@ def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dic
         settings["total_batch_size"],
         model.flops_per_token(),
     )
+    return _plan(
+        settings,
+        config,
+        hardware,
+        horizon,
+        scaling.scaled_rates(settings, config.width, horizon),
+        resolved,
+        data_tokens=dataset.estimated_tokens(tokenizer),
+        horizon_is_given=settings["num_iterations"] > 0,
+    )
+
+
+def derive_continued(
+    settings: dict, base: dict, epoch_tokens: int, hardware: Hardware, resolved: dict | None = None
+) -> Plan:
+    """The plan for the settings of mid_train, {name: value}, which continues a base model.
+
+    base: the state of its checkpoint. epoch_tokens: rows of an epoch times max_seq_len, padding included.
+    Raises UserError for settings that contradict each other, or a base model without its rates.
+    """
+    config = GPTConfig(**base["identity"]["model"])
+    batch, batch_reason = settings["total_batch_size"], "as asked for"
+    if batch == -1:
+        batch, batch_reason = base["identity"]["total_batch_size"], "as the base run's"
+    steps, reason = settings["num_iterations"], "num_iterations is given"
+    if steps <= 0:
+        steps = max(1, round(settings["num_epochs"] * epoch_tokens / batch))
+        reason = f"{settings['num_epochs']:g} epochs of {epoch_tokens:,} tokens"
+    rates = base.get("resolved", {}).get("rates")
+    if rates is None:
+        raise UserError(
+            "the base model's checkpoint does not say its learning rates; save it once more with this "
+            "version: resume its run with a larger --num_iterations"
+        )
+    fraction = settings["rate_fraction"]
+    scaled = scaling.ScaledRates(
+        {name: fraction * rate for name, rate in rates.items()},
+        settings["weight_decay"],
+        f"{fraction:g} x the base run's",
+        "as asked for",
+    )
+    horizon = scaling.Horizon(steps, batch, 0.0, reason, batch_reason)
+    return _plan(
+        settings, config, hardware, horizon, scaled, resolved, data_tokens=epoch_tokens, horizon_is_given=True
+    )
+
+
+def _plan(settings, config, hardware, horizon, scaled, resolved, *, data_tokens, horizon_is_given) -> Plan:
+    """The plan for a horizon and rates: what is left is the size of a micro-batch."""
+    model = scaling.on_meta(config)
     batch, device_batch_size = horizon.total_batch_size, settings["device_batch_size"]
     rows = scaling.rows_per_process(batch, config.max_seq_len, device_batch_size, hardware.world_size)
     if device_batch_size == -1:
@@ -234,7 +288,6 @@ def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dic
         device_batch_size = scaling.pick_device_batch_size(
             rows, config, hardware.dtype, hardware.memory, most_tokens, **hardware.sharing
         )
-    scaled = scaling.scaled_rates(settings, config.width, horizon)
     return Plan(
         config=config,
         hardware=hardware,
@@ -248,8 +301,8 @@ def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dic
         grad_accum_steps=rows // device_batch_size,
         scaled=scaled,
         warmup_steps=min(settings["warmup_steps"], horizon.num_iterations // 10),
-        data_tokens=dataset.estimated_tokens(tokenizer),
-        horizon_is_given=settings["num_iterations"] > 0,
+        data_tokens=data_tokens,
+        horizon_is_given=horizon_is_given,
     )
 
 

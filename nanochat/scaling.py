@@ -173,12 +173,12 @@ def scaled_weight_decay(
 
 @dataclass(frozen=True)
 class ScaledRates:
-    """Learning rates and weight decay for a model and a horizon, and the factors that gave them."""
+    """Learning rates and weight decay for a model and a horizon, each with its reason."""
 
     rates: dict[str, float]  # by name of the setting
     weight_decay: float
-    rate_scale: float  # factor of all rates
-    adam_scale: float  # factor of the rates of AdamW's tables; rate_scale is in it
+    reason: str
+    decay_reason: str
 
 
 def scaled_rates(settings: dict, width: int, horizon: Horizon) -> ScaledRates:
@@ -192,8 +192,10 @@ def scaled_rates(settings: dict, width: int, horizon: Horizon) -> ScaledRates:
         "scalar_lr": settings["scalar_lr"] * scale,
         "matrix_lr": settings["matrix_lr"] * scale,
     }
+    reason = f"x {scale:.3f} (batch^1/2 x tokens^-0.32, against d12), AdamW's "
+    reason += f"also x {adam_scale / scale:.3f} (width^-1/2)"
     decay = scaled_weight_decay(settings["weight_decay"], scale, *run)
-    return ScaledRates(rates, decay, scale, adam_scale)
+    return ScaledRates(rates, decay, reason, "rate x decay x steps as at d12")
 
 
 def training_bytes(

@@ -202,7 +202,7 @@ def save():
     """Start to write a checkpoint of this moment, after `step` updates."""
     state = {
         "identity": identity,
-        "resolved": {"compiled": compiled, "device_batch_size": plan.device_batch_size},
+        "resolved": plan.resolved | {"compiled": compiled},
         "num_iterations": plan.num_iterations,
         "loader": merge_states(machine.all_gather(loader.state())),
         "scaler": scaler.state_dict(),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import configurator
-from nanochat import UserError, planning
+from nanochat import UserError, planning, scaling
 
 DEFAULTS = configurator.defaults(Path(configurator.__file__).parent / "scripts" / "base_train.py")
 LAPTOP = {"depth": 4, "aspect_ratio": 48, "head_dim": 64, "max_seq_len": 512}
@@ -69,11 +69,12 @@ def test_a_resumed_run_keeps_its_micro_batch_while_it_divides_the_rows():
 
 
 def test_the_rates_are_the_settings_times_the_factors_of_the_rules():
-    plan, _ = make_plan(num_iterations=100, total_batch_size=4096, matrix_lr=1.0, embedding_lr=2.0)
-    scaled = plan.scaled
-    assert plan.rates["matrix_lr"] == scaled.rate_scale
-    assert plan.rates["embedding_lr"] == 2 * scaled.adam_scale
-    assert scaled.adam_scale == scaled.rate_scale * (192 / 768) ** -0.5
+    plan, text = make_plan(num_iterations=100, total_batch_size=4096, matrix_lr=1.0, embedding_lr=2.0)
+    horizon = scaling.derive_horizon(plan.config, 100, -1, 12.0, 4096, plan.flops_per_token)
+    scale = scaling.rate_scale(4096, 100 * 4096, horizon.d12_tokens)
+    assert plan.rates["matrix_lr"] == scale
+    assert plan.rates["embedding_lr"] == pytest.approx(2 * scale * (192 / 768) ** -0.5)
+    assert f"x {scale:.3f}" in text and "x 2.000" in text
     assert plan.warmup_steps == 10  # a tenth of the run at most
     assert make_plan(num_iterations=1000, total_batch_size=4096)[0].warmup_steps == 40
 

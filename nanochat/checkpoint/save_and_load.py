@@ -158,6 +158,11 @@ class Checkpoint:
     state: dict
     files: tuple  # names of all its files
 
+    @property
+    def fingerprint(self):
+        """SHA-256 of the model's file, hexadecimal."""
+        return _read_manifest(self.path)["files"][MODEL]["sha256"]
+
     def load_model(self):
         """{parameter's name: tensor on the CPU}; 16-bit floats come back as float32. Raises Damaged."""
         tensors = read_tensors(self.path / MODEL)

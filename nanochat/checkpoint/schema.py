@@ -160,7 +160,7 @@ _SCALER |= {"growth_interval": whole(1), "_growth_tracker": whole()}
 _IDENTITY = {"model": mapping(either(number, truth, nothing, listed(number), text))}
 _STATE = {
     "identity": fields(_IDENTITY),
-    "resolved": fields({"compiled": truth, "device_batch_size": whole(1)}),
+    "resolved": fields({"compiled": truth, "device_batch_size": whole(1), "rates": mapping(number)}),
     "num_iterations": whole(),
     "optimizer": text,
     "loader": loader,

@@ -6,6 +6,7 @@ A system message has no tokens of its own: it stands before the first question, 
 content of a message is encoded as plain text, so text that looks like a special token stays text.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -48,3 +49,21 @@ def prompt_ids(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
     """The tokens after which the model answers: the conversation so far, then <|assistant_start|>."""
     ids, _ = render(tokenizer, messages, "all")
     return [*ids.tolist(), tokenizer.special_tokens["<|assistant_start|>"]]
+
+
+def coloured(tokenizer: Tokenizer, messages: Sequence[Message], loss_on: str, colour: bool = True) -> str:
+    """A conversation as the model sees it, special tokens included; targets are green, or in [[ ]] without
+    colour."""
+    ids, counted = render(tokenizer, messages, loss_on)
+    begin, end = ("\x1b[32m", "\x1b[0m") if colour else ("[[", "]]")
+    edges = [0, *(np.flatnonzero(np.diff(counted)) + 1).tolist(), len(ids)]
+    parts = []
+    for first, last in itertools.pairwise(edges):
+        text = printable(tokenizer.decode(ids[first:last]))
+        parts.append(f"{begin}{text}{end}" if counted[first] else text)
+    return "".join(parts)
+
+
+def printable(text: str) -> str:
+    """Text in which what a terminal would obey is escaped; new lines stay."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

@@ -41,6 +41,20 @@ class Rendered:
         """Tokens of each conversation, (conversations,)."""
         return np.diff(self.first)
 
+    def epoch_rows(self, epoch: int, seed: int, max_seq_len: int) -> list[list[int]]:
+        """The rows of an epoch, each a list of conversations, in the order of training."""
+        generator = np.random.default_rng([seed, epoch])
+        rows = pack(self.sizes, draw(self.weights, generator), max_seq_len + 1)
+        return [rows[i] for i in generator.permutation(len(rows))]
+
+    def summary(self, loss_on: str) -> str:
+        """One line for the plan: what is a target, and what was cut."""
+        share = f"{100 * self.counted.mean():.0f} % of {len(self.ids):,} tokens are targets"
+        which = "the answers" if loss_on == "assistant" else "all but <|bos|>"
+        cut = f"; {self.cut:,} conversations lose their end to the row" if self.cut else ""
+        dropped = f", {self.dropped:,} of them are left out, without an answer" if self.dropped else ""
+        return f"{which}; {share}{cut}{dropped}"
+
 
 def render_all(
     conversations: Conversations, tokenizer: Tokenizer, max_seq_len: int, loss_on: str
@@ -141,10 +155,6 @@ class ConversationLoader:
         self.step_targets = 0
         self.wait_s = 0.0  # seconds that next() has spent on making batches, in all
 
-    def rows_of_epoch(self) -> int:
-        """The rows of the epoch that the loader is in."""
-        return len(self._rows)
-
     @property
     def epoch(self) -> int:
         """The epoch, from 0, in which the next step begins."""
@@ -171,10 +181,7 @@ class ConversationLoader:
         """There is nothing to close; pretraining's loader has a thread."""
 
     def _open_epoch(self, epoch: int):
-        generator = np.random.default_rng([self._seed, epoch])
-        order = draw(self._rendered.weights, generator)
-        rows = pack(self._rendered.sizes, order, self._shape[1] + 1)
-        self._rows = [rows[i] for i in generator.permutation(len(rows))]
+        self._rows = self._rendered.epoch_rows(epoch, self._seed, self._shape[1])
         self._epoch, self._row = epoch, 0
 
     def _step(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -187,19 +194,50 @@ class ConversationLoader:
             taken = self._rows[self._row : self._row + rows_per_step - len(rows)]
             rows += taken
             self._row += len(taken)
-        ids = np.full((rows_per_step, max_seq_len + 1), self._bos_id, np.int64)
-        counted = np.zeros((rows_per_step, max_seq_len + 1), bool)
-        fill(ids, counted, rows, self._rendered)
-        inputs, targets = ids[:, :-1], np.where(counted[:, 1:], ids[:, 1:], -1)
-        self.step_targets = int(counted[:, 1:].sum())
-        inputs, targets = (torch.from_numpy(x[self._share]) for x in (inputs, targets))
+        inputs, targets = as_batch(rows, self._rendered, max_seq_len, self._bos_id)
+        self.step_targets = int((targets >= 0).sum())
+        inputs, targets = inputs[self._share], targets[self._share]
         if self._device.type == "cuda":
             inputs, targets = inputs.pin_memory(), targets.pin_memory()
         return list(zip(inputs.split(device_batch_size), targets.split(device_batch_size), strict=True))
 
 
-def fill(ids: np.ndarray, counted: np.ndarray, rows: list[list[int]], rendered: Rendered):
-    """Write the conversations of each row one after another into ids and counted, (rows, tokens) each."""
+class ConversationBatches:
+    """The validation batches (inputs, targets) of one process, both (rows, max_seq_len) int64.
+
+    Every conversation comes up once, in whole rows as in training, and its targets are those of training.
+    Iterate as often as you like.
+    """
+
+    def __init__(
+        self,
+        rendered: Rendered,
+        bos_id: int,
+        max_seq_len: int,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        device: str | torch.device = "cpu",
+    ):
+        rows = pack(rendered.sizes, np.arange(len(rendered.weights)), max_seq_len + 1)
+        self._rows, self._rendered, self._bos_id = rows[rank::world_size], rendered, bos_id
+        self._shape, self._device = (batch_size, max_seq_len), device
+
+    def __iter__(self):
+        batch_size, max_seq_len = self._shape
+        for first in range(0, len(self._rows), batch_size):
+            rows = self._rows[first : first + batch_size]
+            inputs, targets = as_batch(rows, self._rendered, max_seq_len, self._bos_id)
+            yield inputs.to(self._device), targets.to(self._device)
+
+
+def as_batch(
+    rows: list[list[int]], rendered: Rendered, max_seq_len: int, bos_id: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(inputs, targets) of rows, both (rows, max_seq_len) int64: the conversations of a row one after
+    another, then padding; a target of -1 is not scored."""
+    ids = np.full((len(rows), max_seq_len + 1), bos_id, np.int64)
+    counted = np.zeros(ids.shape, bool)
     for n, row in enumerate(rows):
         at = 0
         for conversation in row:
@@ -207,6 +245,7 @@ def fill(ids: np.ndarray, counted: np.ndarray, rows: list[list[int]], rendered: 
             ids[n, at : at + end - first] = rendered.ids[first:end]
             counted[n, at : at + end - first] = rendered.counted[first:end]
             at += end - first
+    return torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(np.where(counted[:, 1:], ids[:, 1:], -1))
 
 
 def _start(stream: dict, state: dict | None) -> tuple[int, int]:

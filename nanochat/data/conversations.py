@@ -65,6 +65,19 @@ class ConversationData:
         return hashlib.sha256((self.train.fingerprint() + self.val.fingerprint()).encode()).hexdigest()
 
 
+def open_conversations(
+    data: str, val_data: str | None, skip_bad: bool, base_dir: Path, say: Callable = print
+) -> ConversationData:
+    """The conversations of mid_train's settings: "embedded", or files (`open_files`)."""
+    if data != "embedded":
+        return open_files(data, val_data, skip_bad, say)
+    if val_data is not None:
+        raise UserError("the embedded questions have their own validation; give --val_data with other --data")
+    from nanochat.data.python_questions import open_embedded
+
+    return open_embedded()
+
+
 def open_files(data: str, val_data: str | None, skip_bad: bool, say: Callable = print) -> ConversationData:
     """The conversations of the settings `data` and `val_data`: files or folders with commas between them.
 

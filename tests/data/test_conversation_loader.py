@@ -95,10 +95,10 @@ def test_in_an_epoch_every_conversation_is_trained_on_as_often_as_its_weight_say
     weights = [2.0 if n % 3 else 1.0 for n in range(60)]
     loader = make(SIZES, weights=weights, rows=1)
     seen = Counter()
-    for _ in range(loader.rows_of_epoch()):
+    for _ in range(len(loader._rows)):
         _, targets = next(loader)
         seen.update(targets[targets >= 0].tolist())
-    assert loader.epoch == 0 and loader.state()["row"] == loader.rows_of_epoch()
+    assert loader.epoch == 0 and loader.state()["row"] == len(loader._rows)
     assert seen == {n: weights[n] * (SIZES[n] - 1) for n in range(60)}
     next(loader)
     assert loader.state()["epoch"] == 1
@@ -108,7 +108,7 @@ def test_a_weight_below_one_is_a_share_of_the_epochs():
     loader = make([5] * 200, weights=[0.25] * 200, rows=1)
     counts = []
     for _ in range(8):
-        counts.append(sum((next(loader)[1] >= 0).sum().item() for _ in range(loader.rows_of_epoch())) / 4)
+        counts.append(sum((next(loader)[1] >= 0).sum().item() for _ in range(len(loader._rows))) / 4)
         loader._open_epoch(loader._epoch + 1)
     assert 35 < np.mean(counts) < 65 and len(set(counts)) > 1
 

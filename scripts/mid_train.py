@@ -1,0 +1,328 @@
+"""Continue a base model on conversations, so that it answers. Reads from top to bottom.
+
+    python -m scripts.mid_train                       # the newest base model, questions about Python
+    python -m scripts.mid_train --source=d12 --data=chats.jsonl:2,more.parquet --loss_on=assistant
+    torchrun --standalone --nproc_per_node=8 -m scripts.mid_train --source=d20 --data=chats/
+    python -m scripts.mid_train --show=3              # print three conversations, targets coloured
+
+With --loss_on=all every token of a conversation is a target: this is midtraining. With --loss_on=assistant
+the answers alone are: this is full fine-tuning. It is the sibling of base_train.py, which comes first.
+"""
+
+import contextlib
+import math
+import time
+from dataclasses import asdict
+from typing import Literal
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import configurator
+from nanochat import chat_eval, checkpoint, metrics, optim, planning, precision, runtime, signals
+from nanochat.data import chat_format
+from nanochat.data.conversation_loader import ConversationBatches, ConversationLoader, render_all
+from nanochat.data.conversations import open_conversations
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.engine import find_source
+from nanochat.evaluate import bits_per_byte
+from nanochat.gpt import GPT, GPTConfig, materialize
+from nanochat.paths import user_path
+from nanochat.run_output import RunOutput
+
+# Model
+source: str | None = None  # the base model: a run's tag, its folder or a checkpoint's (none = the newest)
+optimizer_state: Literal["fresh", "base"] = "fresh"  # base = go on with the optimizer state of the base run
+
+# Conversations
+data = "embedded"  # embedded (questions about Python), or files and folders with weights: a.jsonl:3,b.jsonl:1
+val_data: str | None = None  # files that are the validation split (none = one conversation in 40)
+loss_on: Literal["all", "assistant"] = "all"  # which tokens are targets: all, or those of the answers
+skip_bad = False  # leave out conversations that cannot be used
+show = 0  # print so many conversations as the model sees them, and exit (0 = off) [0..1e6]
+
+# Horizon: the first positive one decides
+num_iterations = -1  # optimizer steps (-1 = off) [-1, 1..1e9]
+num_epochs = 3.0  # times that every conversation is read [1e-6..1e6]
+
+# Optimization
+device_batch_size = -1  # rows of a micro-batch on a device (-1 = as many as fit) [-1, 1..2**20]
+total_batch_size = -1  # tokens a step, over all devices, with padding (-1 = the base run's) [-1, 1..2**32]
+rate_fraction = 0.3  # learning rates, as a share of the base run's [0..1e6]
+weight_decay = 0.0  # cautious weight decay of Muon's matrices (0 = off) [0..1e6]
+grad_clip = 1.0  # largest norm of the gradient (-1 = off) [-1, 1e-6..1e6]
+warmup_steps = 10  # steps of linear warm-up, at most a tenth of the run (0 = off) [0..1e9]
+warmdown_ratio = 0.8  # share of the run in which the rate falls linearly [0..1]
+final_lr_frac = 0.0  # what the rate falls to, as a share of the full rate [0..1]
+
+# Evaluation
+eval_every = 100  # steps between evaluations on validation conversations (-1 = only at the end) [-1, 1..1e9]
+eval_questions = 200  # validation questions whose answers are compared, word for word (0 = off) [0..1e6]
+sample_every = 500  # steps between samples (-1 = only at the end) [-1, 1..1e9]
+sample_prompts: str | None = None  # questions, separated by | (none = from the validation conversations)
+
+# Checkpoints
+save_every = 1000  # steps between checkpoints (-1 = only at the end) [-1, 1..1e9]
+save_minutes = 5.0  # minutes between further checkpoints (-1 = off) [-1, 1e-4..1e6]
+keep_checkpoints = 2  # how many of the newest are kept (-1 = all) [-1, 1..1e6]
+resume = "auto"  # auto (newest good checkpoint), never (set the old run aside), a step, or a folder
+accept = ""  # go on with these changed: data,loss_on,source,seed,total_batch_size
+base_dir = "~/.cache/nanochat"  # where runs live (environment: NANOCHAT_BASE_DIR)
+out_dir: str | None = None  # the run's folder (none = <base_dir>/mid_checkpoints/<model_tag>)
+model_tag: str | None = None  # the run's name (none = the base run's)
+
+# Machine
+device_type: Literal["auto", "cuda", "cpu", "mps"] = "auto"  # auto = cuda, else mps, else cpu
+dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto = the best that the device has
+compile: Literal["auto", "on", "off"] = "auto"  # auto = if it saves more time than it takes
+seed = 42  # of the order of conversations, and of samples [0..2**62]
+process_timeout = 600.0  # seconds to wait for a process that does not answer; then all end [1..1e6]
+run = "dummy"  # the run's name at wandb (dummy = no wandb)
+plan = False  # print the plan and exit
+
+settings = configurator.configure(globals())
+
+# ------------------------------------------------------------------------------------------------------
+# Set up: machine, base model, conversations
+
+plan_only = plan
+machine = runtime.start(device_type, seed, process_timeout)
+say, device, world_size = machine.print, machine.device, machine.world_size
+compute_dtype, dtype_reason = precision.resolve_dtype(dtype, device)
+stop = signals.StopSignal()
+machine.check_same_settings(settings.values)
+
+base_path = user_path("base_dir", base_dir)
+base = find_source(source, base_path, say, kinds=["base_checkpoints"])
+config = GPTConfig(**base.state["identity"]["model"])
+tag = model_tag or (base.path.parent if base.path.name.startswith("step_") else base.path).name
+run_path = user_path("out_dir", out_dir or base_path / "mid_checkpoints" / tag)
+tokenizer = Tokenizer.load(base.path / "tokenizer.json")
+with machine.main_first("conversations", stop):
+    conversations = open_conversations(data, val_data, skip_bad, base_path, say)
+if show:
+    for messages in conversations.train.messages[:show]:
+        say(chat_format.coloured(tokenizer, messages, loss_on), end="\n\n")
+    machine.exit()
+train_tokens = render_all(conversations.train, tokenizer, config.max_seq_len, loss_on)
+val_tokens = render_all(conversations.val, tokenizer, config.max_seq_len, loss_on)
+
+resumed, run_id = (None, "") if plan_only else checkpoint.enter(run_path, resume, machine)
+resolved = resumed.state["resolved"] if resumed else {}
+
+# ------------------------------------------------------------------------------------------------------
+# Plan: everything that follows from the settings, with its reason
+
+hardware = planning.survey(machine, compute_dtype, dtype_reason)
+epoch_tokens = len(train_tokens.epoch_rows(0, seed, config.max_seq_len)) * config.max_seq_len
+plan = planning.derive_continued(settings.values, base.state, epoch_tokens, hardware, resolved)
+decision = runtime.decide_compile(compile, device, plan.expected_seconds, before=resolved.get("compiled"))
+compiled, compile_reason = min(machine.all_gather(decision))
+sections = plan.sections(conversations, tokenizer, compiled, compile_reason, run_path)
+sections["model"] = {"base": str(base.path), **sections["model"]}
+sections["text"]["targets"] = train_tokens.summary(loss_on)
+say(planning.text(sections, plan.warnings(accept)))
+if plan_only:
+    machine.exit()
+plan.check(accept)
+
+# ------------------------------------------------------------------------------------------------------
+# Begin or continue
+
+identity = plan.identity(conversations, tokenizer, seed) | {"loss_on": loss_on, "source": base.fingerprint}
+machine.check_same(identity | {"compute dtype": str(compute_dtype), "num_iterations": plan.num_iterations})
+step, last_eval_step, changed = 0, -1, []
+if resumed:
+    step, changed = resumed.step, checkpoint.changes(resumed, identity, accept)
+    evaluated = metrics.last_evaluation(resumed.path.parent / "metrics.jsonl", step)
+    last_eval_step = machine.all_gather(evaluated)[0]
+    finished = step > plan.num_iterations or step == plan.num_iterations == last_eval_step
+    say(checkpoint.how_it_goes_on(resumed, plan.num_iterations, changed, finished))
+    if finished:
+        machine.exit()
+
+# ------------------------------------------------------------------------------------------------------
+# Build: model, optimizer, batches
+
+with torch.device("meta"):
+    model = GPT(config)
+materialize(model, device, seed)
+groups = optim.parameter_groups(model, plan.rates, plan.weight_decay)
+optimizer = optim.MuonAdamW(groups, compute_dtype, compiled, machine.rank, world_size)
+scaler = precision.make_scaler(device, compute_dtype)
+rows, share = plan.total_batch_size // config.max_seq_len, (machine.rank, world_size)
+position = resumed.state["loader"] if resumed and not changed else None
+loader = ConversationLoader(
+    train_tokens, tokenizer, rows, config.max_seq_len, plan.device_batch_size, *share, seed, device, position
+)
+validation = ConversationBatches(
+    val_tokens, tokenizer.bos_id, config.max_seq_len, plan.device_batch_size, *share, device
+)
+token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(device)
+questions = chat_eval.questions(conversations.val, eval_questions)
+prompts = sample_prompts.split("|") if sample_prompts else [question[-1][1] for question, _ in questions[:3]]
+
+# Restore
+progress = metrics.Progress(**(resumed.state["loop"] if resumed else {}))
+start = resumed or base
+checkpoint.load_weights(start, model)
+if resumed or optimizer_state == "base":
+    optim.load_state(optimizer, model, start)
+if resumed:
+    if resumed.state["scaler"]:
+        scaler.load_state_dict(resumed.state["scaler"])
+    runtime.set_random_state(resumed.load_optimizer(runtime.is_random_state), device)
+
+train_model = torch.compile(model, dynamic=False) if compiled else model
+if world_size > 1:
+    train_model = DistributedDataParallel(train_model, **runtime.DDP_OPTIONS)
+
+# ------------------------------------------------------------------------------------------------------
+# Log and save
+
+facts = {"settings": settings.record(), "plan": planning.lines(sections), "identity": identity}
+output = RunOutput(
+    run_path, run_id, machine, facts | machine.environment(), tokenizer, resumed, progress,
+    plan.num_iterations, run, keep_checkpoints,
+)  # fmt: skip
+log, console = output.log, output.console
+
+
+def save():
+    """Start to write a checkpoint of this moment, after `step` updates."""
+    state = {
+        "identity": identity,
+        "resolved": plan.resolved | {"compiled": compiled},
+        "num_iterations": plan.num_iterations,
+        "loader": loader.state(),
+        "scaler": scaler.state_dict(),
+        "loop": asdict(progress),
+    }
+    output.save(step, model, optimizer, state)
+
+
+def evaluate():
+    """Score and sample what is due after `step` updates, as one record of metrics.jsonl."""
+    record = {"step": step, "tokens": progress.tokens, "train_time_s": progress.train_seconds}
+    if is_due(eval_every):
+        evaluation = bits_per_byte(model, validation, token_bytes, compute_dtype, machine, compiled)
+        record |= {"val_bpb": evaluation.bpb, "loss_by_position": evaluation.loss_by_position}
+        said = f"validation {evaluation.bpb:.4f} bits per byte of the targets"
+        if questions:
+            exact = chat_eval.exact_match(model, tokenizer, questions, compute_dtype, machine)
+            record["exact_match"] = exact
+            said += f", {100 * exact:.1f} % of {len(questions)} questions answered word for word"
+        console.print(f"step {step}: {said}")
+    if is_due(sample_every) and machine.is_main:
+        answers = chat_eval.answer(model, tokenizer, [[("user", p)] for p in prompts], compute_dtype)
+        record["samples"] = [f"{p}\n-> {answer}" for p, answer in zip(prompts, answers, strict=True)]
+        console.print(*(f"--- {text}" for text in record["samples"]))
+    log.write(record)
+    output.report(final=last_step)
+
+
+# ------------------------------------------------------------------------------------------------------
+# Schedules: what changes from step to step
+
+
+def lr_multiplier(step: int) -> float:
+    """Linear warm-up, then constant, then linear warm-down over the last `warmdown_ratio` of the run."""
+    up = min(1.0, (step + 1) / plan.warmup_steps) if plan.warmup_steps > 0 else 1.0
+    warmdown_steps = warmdown_ratio * plan.num_iterations
+    down = min(1.0, (plan.num_iterations - step) / warmdown_steps) if warmdown_steps > 0 else 1.0
+    return up * (final_lr_frac + (1 - final_lr_frac) * down)
+
+
+def is_due(every: int) -> bool:
+    return last_step or (every > 0 and step % every == 0)  # at step 0 too: what the base model can do
+
+
+# ------------------------------------------------------------------------------------------------------
+# The loop: what is due (save, evaluate), then one optimizer step over its micro-steps, then the log
+
+first_step, bad_steps, stopping, save_now = step, 0, False, False
+while True:
+    last_step = step == plan.num_iterations
+    # Save first: after a stop signal there may be little time
+    if step != first_step and (stopping or save_now or is_due(save_every)):
+        save()
+    if not stopping and last_eval_step != step and (is_due(eval_every) or is_due(sample_every)):
+        evaluate()
+        last_eval_step = step
+    if last_step or stopping:
+        break
+
+    # One optimizer step: the mean over all targets of the step, of every micro-step and every process
+    started, waited = time.perf_counter(), loader.wait_s
+    for group in optimizer.param_groups:
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_multiplier(step)
+        if group.get("method") == "muon":
+            group["betas"] = (0.95, group["betas"][1])
+    micro_losses = torch.zeros(plan.grad_accum_steps, device=device)
+    for micro_step in range(plan.grad_accum_steps):
+        inputs, targets = next(loader)
+        last_micro_step = micro_step == plan.grad_accum_steps - 1
+        with contextlib.nullcontext() if world_size == 1 or last_micro_step else train_model.no_sync():
+            with precision.autocast(device, compute_dtype):
+                loss = train_model(inputs, targets, "sum") / loader.step_targets
+            # DDP divides the sum of the gradients by the number of processes; the loss is already a share
+            scaler.scale(loss * world_size).backward()
+        micro_losses[micro_step] = loss.detach()
+    scaler.unscale_(optimizer)
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip if grad_clip > 0 else math.inf)
+    optim.skip_if_not_finite(optimizer, grad_norm)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    machine.synchronize()
+    seconds = time.perf_counter() - started
+
+    # Log
+    grad_norm = grad_norm.item()
+    finite = math.isfinite(grad_norm)
+    overflow = not finite and scaler.get_scale() > 1
+    bad_steps = 0 if finite or overflow else bad_steps + 1
+    overdue = output.save_is_overdue(save_minutes)
+    loss_sum, stops, saves = machine.all_sum([micro_losses.sum().item(), stop.at_step_end(), overdue])
+    stopping, save_now = stops > 0, saves > 0
+    spike = progress.add_step(loss_sum, plan.total_batch_size, seconds, finite)
+    record = {
+        "step": step,
+        "loss": loss_sum,
+        "lr_multiplier": lr_multiplier(step),
+        "grad_norm": grad_norm,
+        "step_time_s": seconds,
+        "data_wait_s": loader.wait_s - waited,
+        "tok_per_sec": plan.total_batch_size / seconds,
+        "mfu": plan.flops_per_token * plan.total_batch_size / seconds / hardware.peak_flops,
+        "tokens": progress.tokens,
+        "targets": loader.step_targets,
+        "flops": progress.tokens * plan.flops_per_token,
+        "train_time_s": progress.train_seconds,
+        "epoch": loader.epoch,
+        "skipped": progress.skipped,
+        "spike": spike,
+        **precision.loss_scale(scaler),
+    }
+    log.write(record)
+    console.step(record)
+    if bad_steps == 3:
+        raise metrics.diverged(step, micro_losses.tolist(), step * rows, checkpoint.newest(run_path))
+    if step == first_step:
+        runtime.freeze_garbage()
+        output.prepare_to_save(model, optimizer)
+    step += 1
+
+# ------------------------------------------------------------------------------------------------------
+# Finish
+
+loader.close()
+output.close()
+if stopping:
+    again = "" if resume == "auto" else " with --resume=auto"
+    say(f"stopped by {stop.name or 'a signal'} after {step} steps and saved; the same command{again} goes on")
+else:
+    took = f"{progress.train_seconds:.0f} s in steps, {machine.peak_memory() / 2**30:.2f} GiB at most"
+    say(f"done: {took}\nreport: {run_path / 'report.md'}")
+    say(f"talk to it: python -m scripts.chat --source={run_path}")
+machine.close()
