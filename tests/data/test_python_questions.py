@@ -1,0 +1,270 @@
+"""Conversations made from the running Python's library: right, held out by function, always the same."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+
+from nanochat import UserError
+from nanochat.data.conversations import ConversationData, Conversations, _checked
+from nanochat.data.exact_match import (
+    Question,
+    exact_match,
+    exact_match_questions,
+    majority_answer_baseline,
+    nearest_answer_baseline,
+)
+from nanochat.data.python_computations import COMPUTATIONS
+from nanochat.data.python_functions import read_functions
+from nanochat.data.python_question_kinds import KINDS
+from nanochat.data.python_questions import open_embedded
+
+
+@pytest.fixture(scope="module")
+def data():
+    return open_embedded()
+
+
+def turns(split):
+    """(question, answer) of all turns; a follow-up question gets the code of the first one."""
+    for messages in split.messages:
+        spoken = [content for role, content in messages if role != "system"]
+        code = code_in(spoken[0])
+        for question, answer in zip(spoken[::2], spoken[1::2], strict=True):
+            yield question, answer, code
+
+
+def code_in(question):
+    """The def or class statement in a question, as one line."""
+    found = re.search(r"((class \w+:\n    )?def \w+\(.*?\)):(\n|$)", question, re.DOTALL)
+    return found.group(1) + ": pass" if found else ""
+
+
+def arguments(code):
+    """(names in order, {name: text of the default}, whether some are keyword-only), by the parser."""
+    node = ast.parse(code).body[0]
+    a = node.args
+    plain, kwonly = [*a.posonlyargs, *a.args], a.kwonlyargs
+    names = [x.arg for x in (*plain, *filter(None, [a.vararg]), *kwonly, *filter(None, [a.kwarg]))]
+    defaults = dict(zip([x.arg for x in plain][::-1], map(ast.unparse, a.defaults[::-1]), strict=False))
+    defaults |= {x.arg: ast.unparse(d) for x, d in zip(kwonly, a.kw_defaults, strict=True) if d}
+    return node.name, names, defaults, bool(kwonly)
+
+
+def expected(kind, question, code):
+    """The answer to a question about a signature, worked out from its text once more."""
+    name, names, defaults, keyword_only = arguments(code)
+    words = set(re.findall(r"\w+", question.replace(code.removesuffix(" pass"), "")))
+    match kind:
+        case "first parameter":
+            return {f"The first parameter is {names[0]}."}
+        case "last parameter":
+            return {f"The last parameter is {names[-1]}."}
+        case "next parameter":
+            return {f"After {a} comes {b}." for a, b in pairwise(names) if a in words}
+        case "default value":
+            return {f"By default, {p}={d}." for p, d in defaults.items() if p in words}
+        case "number of parameters":
+            return {f"The function {name} has {len(names)} parameter{'s' * (len(names) > 1)}."}
+        case "has a parameter":
+            yes = {f"Yes, {name} has a parameter {p}." for p in words & set(names)}
+            return yes | {f"No, {name} has no parameter {p}." for p in words - set(names)}
+        case "keyword-only":
+            takes = "Yes, {} takes keyword-only" if keyword_only else "No, {} takes no keyword-only"
+            return {f"{takes.format(name)} arguments."}
+        case "call":
+            return {f"The call is {name}({', '.join(names)})."}
+        case "name":
+            return {f"The function is {name}."}
+
+
+def test_every_answer_about_a_signature_is_right(data):
+    others = {*COMPUTATIONS, "class", "module", "imported name", "documentation", "greeting"}
+    checked = set()
+    for split in (data.train, data.val):
+        for question, answer, code in turns(split):
+            kind = data.kinds[question, answer]
+            if kind not in others:
+                assert answer in expected(kind, question, code), (question, answer)
+                checked.add(kind)
+    assert checked == set(KINDS) - others
+
+
+def test_every_answer_about_a_class_or_an_import_is_right(data):
+    seen = 0
+    for question, answer, _ in turns(data.train):
+        kind, last = data.kinds[question, answer], answer.rstrip(".").split()[-1]
+        if kind == "class":
+            assert f"class {last}:\n    def {answer.split()[2]}(self" in question
+        elif kind in ("module", "imported name"):
+            word = "from" if kind == "module" else "import"
+            assert re.search(rf"(?<!\w){word} {re.escape(last)}(\s|$)", question), (question, answer)
+        seen += kind in ("class", "module", "imported name")
+    assert seen > 500
+
+
+def expression_in(question):
+    for before, after in (
+        ("", "\n\nWhat is the value of this expression?"),
+        ("What is the value of ", "?"),
+        ("What does Python say to ", "?"),
+        ("Evaluate this expression: ", ""),
+    ):
+        if question.startswith(before) and question.endswith(after):
+            return question.removeprefix(before).removesuffix(after)
+
+
+def test_every_answer_to_a_computation_is_what_python_computes(data):
+    seen = set()
+    for split in (data.train, data.val):
+        for question, answer, _ in turns(split):
+            kind = data.kinds[question, answer]
+            if kind == "variable":
+                values, printed = (
+                    dict(re.findall(r"(\w+) = '(\w+)'", question)),
+                    re.search(r"t\((\w+)", question),
+                )
+                assert answer == f"It prints {values[printed.group(1)]}."
+            elif kind in COMPUTATIONS:
+                assert answer == f"The value is {eval(expression_in(question))!r}."
+            seen.add(kind)
+    assert set(COMPUTATIONS) <= seen
+
+
+def test_no_function_and_no_word_of_a_computation_is_in_both_splits(data):
+    names, words = [], []
+    for split in (data.train, data.val):
+        of_split = [(q, data.kinds[q, a], code) for q, a, code in turns(split)]
+        defined = {re.search(r"def (\w+)", code).group(1) for _, _, code in of_split if code}
+        imported = {match for q, _, _ in of_split for match in re.findall(r"^from \S+ import (\w+)", q, re.M)}
+        explained = {
+            match[-1]
+            for q, kind, code in of_split
+            if kind == "documentation" and not code
+            for match in [re.findall(r"[\w.]+\w", q)[2 if q.startswith("What") else 1].split(".")]
+        }
+        names.append(defined | imported | explained)
+        computed = [q for q, kind, _ in of_split if kind in COMPUTATIONS]
+        words.append({word for q in computed for word in re.findall(r"'(\w{2,})'", q)})
+    assert min(map(len, names)) > 100 and min(map(len, words)) > 50
+    assert not names[0] & names[1]
+    assert not words[0] & words[1]
+
+
+def test_every_conversation_would_be_accepted_from_a_file(data):
+    for split in (data.train, data.val):
+        for messages in split.messages:
+            value = {"messages": [{"role": role, "content": content} for role, content in messages]}
+            assert _checked(value) == (messages, "")
+    assert len(data.train.messages) > 5000
+    lengths = {len([m for m in messages if m[0] == "user"]) for messages in data.train.messages}
+    assert max(lengths) == 3
+    assert any(messages[0][0] == "system" for messages in data.train.messages)
+
+
+def test_a_question_is_the_same_in_another_process_with_other_hashes(tmp_path):
+    (tmp_path / "shop.py").write_text(
+        "def pay(price, currency='EUR'):\n    'Pay it.'\ndef send(*, to): pass\n"
+    )
+    code = (
+        "import pathlib, sys; from nanochat.data.python_questions import open_embedded; "
+        "print(open_embedded(pathlib.Path(sys.argv[1])).fingerprint)"
+    )
+    seen = [
+        subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert seen[0] == seen[1] == f"{open_embedded(tmp_path).fingerprint}\n"
+
+
+def test_sources_are_read_and_never_run(tmp_path):
+    (tmp_path / "loud.py").write_text("raise SystemExit('was run')\ndef f(a, b=2):\n    pass\n")
+    (tmp_path / "broken.py").write_text("def g(:\n")
+    (tmp_path / "latin.py").write_bytes(b"def h(a):\n    '\xe9'\n")
+    (tmp_path / "this.py").write_text("def i(a): pass\n")
+    (tmp_path / "_private.py").write_text("def j(a): pass\n")
+    (tmp_path / "empty.py").mkdir()
+    assert [function.qualified_name for function in read_functions(tmp_path)] == ["loud.f"]
+
+
+def test_a_function_whose_parameters_the_text_does_not_tell_is_left_out(tmp_path):
+    (tmp_path / "m.py").write_text(
+        "def a(x=time.time()): pass\n"
+        "def b(x=set()): pass\n"
+        "def c(x=(set(),)): pass\n"
+        "@wraps(a)\ndef d(x): pass\n"
+        "def _e(x): pass\n"
+        "def f(): pass\n"
+        "def h(x=...): pass\n"
+        "class K:\n"
+        "    def g(self, x: int, /, *y, z: str = 'q', **w) -> None:\n        'Give all that you have. Now.'\n"
+        "    @staticmethod\n    def s(x): pass\n"
+        "    @property\n    def p(self, x): pass\n"
+    )
+    found = {function.name: function for function in read_functions(tmp_path)}
+    assert list(found) == ["g", "s"]
+    assert found["g"].parameters == ("x", "/", "*y", "z='q'", "**w")
+    assert (found["g"].bound, found["s"].bound) == ("self", "")
+    assert found["g"].summary == "Give all that you have."
+    assert str(found["g"].signature()) == "(x, /, *y, z='q', **w)"
+
+
+def test_a_python_without_sources_is_told_what_to_do(tmp_path):
+    with pytest.raises(UserError, match=r"no source files .* --data=PATH"):
+        open_embedded(tmp_path)
+
+
+def test_baselines_that_need_no_model_answer_few_questions_right(data):
+    questions = exact_match_questions(data, 200)
+    assert len(questions) == 200
+    assert exact_match_questions(data, 50) == questions[:50]
+    for answers in (
+        nearest_answer_baseline(data.train, questions),
+        majority_answer_baseline(data, questions),
+    ):
+        assert exact_match(answers, questions)["all"] < 0.25
+
+
+def one(question, answer, *before):
+    return (*before, ("user", question), ("assistant", answer))
+
+
+def test_the_nearest_question_answers_itself_and_its_like():
+    train = Conversations(
+        [one("What is a cat?", "An animal."), one("What is a car?", "A machine."), one("Hi", "Hello")],
+        [1.0] * 3,
+    )
+    asked = ["What is a car?", "Please: what is a cat?", "hi", "quite other words"]
+    questions = [Question((("user", question),), "", "") for question in asked]
+    assert nearest_answer_baseline(train, questions)[:2] == ["A machine.", "An animal."]
+    assert len(nearest_answer_baseline(train, questions)) == 4
+
+
+def test_questions_of_any_conversations_can_be_measured():
+    split = Conversations(
+        [one("a?", "A"), one("b?", "B", ("system", "short")), one("d?", "D", *one("c?", "C"))], [1.0] * 3
+    )
+    data = ConversationData("mine", split, split, "")
+    questions = exact_match_questions(data, 10)
+    assert sorted(q.answer for q in questions) == ["A", "B"]
+    assert {q.kind for q in questions} == {"question"}
+    assert exact_match([f" {q.answer}\n" if q.answer == "A" else "x" for q in questions], questions) == {
+        "all": 0.5,
+        "question": 0.5,
+    }
+    assert set(majority_answer_baseline(data, questions)) == {"A"}
+
+
+def test_the_rate_of_each_kind_is_its_own():
+    questions = [Question((), "1", "a"), Question((), "2", "a"), Question((), "3", "b")]
+    assert exact_match(["1", "1", "3"], questions) == {"all": 2 / 3, "a": 0.5, "b": 1.0}
