@@ -137,7 +137,7 @@ def _parameters(node: ast.FunctionDef, method: bool) -> list[str]:
 
 
 def _is_literal(node: ast.expr) -> bool:
-    """Whether a default can be executed and written as an answer: without calls (`set()`), and without `...`."""
+    """Whether a default can be executed and written as an answer: no `set()` or other call, no `...`."""
     try:
         ast.literal_eval(node)
     except (ValueError, TypeError):
