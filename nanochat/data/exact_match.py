@@ -1,8 +1,8 @@
 """How many held-out questions get exactly the expected answer, and what needs no model to get there.
 
-    questions = exact_match_questions(data, 300)
-    exact_match(answers, questions)                                              # of a model
-    exact_match(nearest_answer_baseline(data.train, questions), questions)       # {"all": 0.11, ...}
+    questions = exact_match_questions(data, 300)                    # [((messages), answer), ...]
+    answers = nearest_answer_baseline(data.train, questions)        # or those of a model
+    exact_match_by_kind(data, questions, answers)                   # {"all": 0.11, "call": 0.0, ...}
 
 The first baseline gives the answer of the nearest training question, the second the most frequent answer to
 questions of the same kind.
@@ -14,52 +14,53 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
 from nanochat.data.conversations import ConversationData, Conversations, Message
 
+Question = tuple[tuple[Message, ...], str]  # (a conversation that waits for its answer, the answer)
+
 _WORD = re.compile(r"\w+|[^\w\s]")
-
-
-class Question(NamedTuple):
-    """A conversation that waits for its answer, the answer, and the kind of question."""
-
-    messages: tuple[Message, ...]
-    answer: str
-    kind: str
 
 
 def exact_match_questions(data: ConversationData, n: int) -> list[Question]:
     """At most n validation conversations of one question. A smaller n gives the first ones of a larger n.
 
-    The order is drawn once for all. Where `data` does not know the kind of a question, it is "question".
+    The order is drawn once for all.
     """
-    kinds = getattr(data, "kinds", {})
-    asked = [m for m in data.val.messages if [role for role, _ in m[-2:]] == ["user", "assistant"]]
-    single = [m for m in asked if sum(role == "user" for role, _ in m) == 1]
+    single = [m for m in data.val.messages if sum(role == "user" for role, _ in m) == 1]
     random.Random(0).shuffle(single)
-    return [Question(m[:-1], m[-1][1], kinds.get((m[-2][1], m[-1][1]), "question")) for m in single[:n]]
+    return [(messages[:-1], messages[-1][1]) for messages in single[:n]]
 
 
-def exact_match(answers: list[str], questions: list[Question]) -> dict[str, float]:
+def kind_of(data: ConversationData, question: str, answer: str) -> str:
+    """The kind of a question; "question" where `data` does not know it."""
+    return getattr(data, "kinds", {}).get((question, answer), "question")
+
+
+def exact_match_by_kind(
+    data: ConversationData, questions: list[Question], answers: list[str]
+) -> dict[str, float]:
     """The share of answers that equal the expected one, but for blanks at the ends: of all, and by kind."""
     right: dict[str, list[bool]] = defaultdict(list)
-    for answer, question in zip(answers, questions, strict=True):
-        same = answer.strip() == question.answer.strip()
+    for (messages, expected), answer in zip(questions, answers, strict=True):
+        same = answer.strip() == expected.strip()
         right["all"].append(same)
-        right[question.kind].append(same)
+        right[kind_of(data, messages[-1][1], expected)].append(same)
     return {kind: sum(found) / len(found) for kind, found in right.items()}
 
 
 def majority_answer_baseline(data: ConversationData, questions: list[Question]) -> list[str]:
     """For each question the most frequent training answer to questions of its kind, "" if there is none."""
-    kinds = getattr(data, "kinds", {})
     of_kind: dict[str, Counter] = defaultdict(Counter)
     for question, answer in _asked(data.train):
-        of_kind[kinds.get((question, answer), "question")][answer] += 1
-    return [max(of_kind[q.kind], key=of_kind[q.kind].get, default="") for q in questions]
+        of_kind[kind_of(data, question, answer)][answer] += 1
+    answers = []
+    for messages, expected in questions:
+        counts = of_kind[kind_of(data, messages[-1][1], expected)]
+        answers.append(max(counts, key=counts.get, default=""))
+    return answers
 
 
 def nearest_answer_baseline(train: Conversations, questions: list[Question]) -> list[str]:
@@ -80,9 +81,9 @@ def nearest_answer_baseline(train: Conversations, questions: list[Question]) -> 
             index[feature].append((n, weight / length))
     wanted = {}  # feature: (training questions, weights) as arrays
     answers = []
-    for question in questions:
+    for messages, _ in questions:
         score = np.zeros(len(asked))
-        for feature, times in _features(question.messages[-1][1]).items():
+        for feature, times in _features(messages[-1][1]).items():
             if feature not in wanted:
                 pairs = np.array(index.get(feature, []), np.float64).reshape(-1, 2)
                 wanted[feature] = pairs[:, 0].astype(np.int64), pairs[:, 1]

@@ -151,5 +151,6 @@ def _summary(node: ast.FunctionDef) -> str:
     text = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
     sentence, dot, _ = text.partition(". ")
     sentence = sentence + "." if dot else sentence
-    good = sentence.endswith(".") and sentence.isascii() and 20 <= len(sentence) <= LONGEST_SUMMARY
+    plain = sentence.isascii() and sentence.isprintable()
+    good = plain and sentence.endswith(".") and 20 <= len(sentence) <= LONGEST_SUMMARY
     return sentence if good else ""

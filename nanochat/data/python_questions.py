@@ -1,7 +1,7 @@
 """Conversations about the running Python's own library, made on the spot: nothing is downloaded.
 
     data = open_embedded()                           # ConversationData, the same for one version of Python
-    questions = exact_match_questions(data, 300)     # held out, to measure with; see exact_match.py
+    questions = exact_match_questions(data, 300)     # held-out questions (exact_match.py)
 
 Most questions bring the text that answers them, a signature or a line of code, so a small model can answer
 for a function that it never met: it has to read, not to know. The answers come from inspect.signature of the

@@ -12,8 +12,7 @@ import pytest
 from nanochat import UserError
 from nanochat.data.conversations import ConversationData, Conversations, _checked
 from nanochat.data.exact_match import (
-    Question,
-    exact_match,
+    exact_match_by_kind,
     exact_match_questions,
     majority_answer_baseline,
     nearest_answer_baseline,
@@ -232,7 +231,7 @@ def test_baselines_that_need_no_model_answer_few_questions_right(data):
         nearest_answer_baseline(data.train, questions),
         majority_answer_baseline(data, questions),
     ):
-        assert exact_match(answers, questions)["all"] < 0.25
+        assert exact_match_by_kind(data, questions, answers)["all"] < 0.25
 
 
 def one(question, answer, *before):
@@ -245,7 +244,7 @@ def test_the_nearest_question_answers_itself_and_its_like():
         [1.0] * 3,
     )
     asked = ["What is a car?", "Please: what is a cat?", "hi", "quite other words"]
-    questions = [Question((("user", question),), "", "") for question in asked]
+    questions = [((("user", question),), "") for question in asked]
     assert nearest_answer_baseline(train, questions)[:2] == ["A machine.", "An animal."]
     assert len(nearest_answer_baseline(train, questions)) == 4
 
@@ -256,15 +255,15 @@ def test_questions_of_any_conversations_can_be_measured():
     )
     data = ConversationData("mine", split, split, "")
     questions = exact_match_questions(data, 10)
-    assert sorted(q.answer for q in questions) == ["A", "B"]
-    assert {q.kind for q in questions} == {"question"}
-    assert exact_match([f" {q.answer}\n" if q.answer == "A" else "x" for q in questions], questions) == {
-        "all": 0.5,
-        "question": 0.5,
-    }
+    assert sorted(answer for _, answer in questions) == ["A", "B"]
+    answers = [" A\n" if answer == "A" else "x" for _, answer in questions]
+    assert exact_match_by_kind(data, questions, answers) == {"all": 0.5, "question": 0.5}
     assert set(majority_answer_baseline(data, questions)) == {"A"}
 
 
-def test_the_rate_of_each_kind_is_its_own():
-    questions = [Question((), "1", "a"), Question((), "2", "a"), Question((), "3", "b")]
-    assert exact_match(["1", "1", "3"], questions) == {"all": 2 / 3, "a": 0.5, "b": 1.0}
+def test_the_rate_of_each_kind_is_its_own(data):
+    questions = exact_match_questions(data, 200)
+    names = [answer if answer.startswith("The function is ") else "?" for _, answer in questions]
+    rates = exact_match_by_kind(data, questions, names)
+    assert rates["name"] == 1 and rates["call"] == rates["default value"] == 0
+    assert rates["all"] == sum(name != "?" for name in names) / 200
