@@ -8,9 +8,9 @@ def attention(q, k, v, window: int, visible=None):
     """Causal softmax attention of the last Tq of Tk positions.
 
     q (B, H, Tq, D), k and v (B, H, Tk, D) of one dtype, Tq <= Tk. Each position sees the last `window`
-    positions, itself included. visible (B, 1, 1, Tk) bool masks what is no text in some rows; None: all is
-    text. Returns (B, H, Tq, D). Scores are divided by sqrt(D). The fused kernels compute the softmax and the
-    sums in float32.
+    positions, itself included, and of them only what is `visible`, (B, 1, 1 or Tq, Tk) bool; None: all.
+    Returns (B, H, Tq, D). Scores are divided by sqrt(D). The fused kernels compute the softmax and the sums
+    in float32.
     """
     Tq, Tk = q.size(2), k.size(2)
     if visible is not None:

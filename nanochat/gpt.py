@@ -79,7 +79,7 @@ class Attention(nn.Module):
         if config.has_value_embedding(layer):
             self.value_gate = nn.Linear(min(C, VALUE_GATE_CHANNELS), config.num_heads, bias=False)
 
-    def forward(self, x, value_embedding, rotary, cache=None):
+    def forward(self, x, value_embedding, rotary, cache=None, visible=None):
         B, T, C = x.shape
         q, k, v = (proj(x).view(B, T, self.num_heads, -1) for proj in (self.query, self.key, self.value))
         if value_embedding is not None:  # v + gate * embedding; the gate is read off the stream, at first 1
@@ -88,7 +88,6 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
         q, k = norm(rotate(q, *rotary)) * QK_SCALE, norm(rotate(k, *rotary)) * QK_SCALE
         q, k = q.to(v.dtype), k.to(v.dtype)
-        visible = None
         if cache is not None:
             k, v, visible = cache.append(k, v)
         y = attention(q, k, v, self.window, visible)  # (B, H, T, D)
@@ -113,9 +112,9 @@ class Block(nn.Module):
         self.residual_scale = nn.Parameter(torch.empty(()))
         self.x0_scale = nn.Parameter(torch.empty(()))
 
-    def forward(self, x, x0, value_embedding, rotary, cache=None):
+    def forward(self, x, x0, value_embedding, rotary, cache=None, visible=None):
         x = self.residual_scale.to(x.dtype) * x + self.x0_scale.to(x.dtype) * x0
-        x = x + self.attention(norm(x), value_embedding, rotary, cache)
+        x = x + self.attention(norm(x), value_embedding, rotary, cache, visible)
         return x + self.mlp(norm(x))
 
 
@@ -169,24 +168,27 @@ class GPT(nn.Module):
         angles = torch.outer(positions, frequencies)  # (T, D / 2)
         self.cos, self.sin = angles.cos().to(device), angles.sin().to(device)
 
-    def forward(self, idx, targets=None, reduction="mean", cache=None, positions=None):
+    def forward(self, idx, targets=None, reduction="mean", cache=None, positions=None, documents=None):
         """idx (B, T) int64 -> logits (B, T, V) float32; with targets (B, T) int64, the loss in nats instead.
 
         Targets of -1 are not scored. `reduction` is that of F.cross_entropy; "none" gives (B * T,). With a
         `cache` (decode.KVCache), idx continues the tokens that the cache holds. `positions` (N,) int64 are
-        indices into the B * T positions: logits (N, V) of these alone.
+        indices into the B * T positions: logits (N, V) of these alone. `documents` (B, T) int64 numbers the
+        documents of each row: a token sees its own document only.
         """
         places = slice(idx.size(1)) if cache is None else cache.places(idx.size(1))
         x = norm(self.embedding(idx))  # (B, T, C)
         if torch.is_autocast_enabled(x.device.type):  # so the residual stream runs in the compute dtype too
             x = x.to(torch.get_autocast_dtype(x.device.type))
         rotary = self.cos[places].to(x.dtype), self.sin[places].to(x.dtype)
-        x0 = x
+        x0, visible = x, None
+        if documents is not None:
+            visible = documents[:, None, :, None] == documents[:, None, None, :]  # (B, 1, T, T)
         for i, block in enumerate(self.blocks):
             value_embedding = None
             if str(i) in self.value_embeddings:
                 value_embedding = self.value_embeddings[str(i)](idx).to(x.dtype)  # (B, T, C)
-            x = block(x, x0, value_embedding, rotary, None if cache is None else cache.layers[i])
+            x = block(x, x0, value_embedding, rotary, None if cache is None else cache.layers[i], visible)
         x = norm(x)
         if positions is not None:
             x = x.flatten(0, 1)[positions]  # (N, C)

@@ -1,11 +1,12 @@
-"""Let a checkpoint write: it continues a prompt, or each line that you type.
+"""Let a checkpoint write: a base model continues texts, a model of mid_train answers in turns.
 
-    python -m scripts.chat --prompt="def main("          # with the newest checkpoint
+    python -m scripts.chat --prompt="def main("          # with the newest checkpoint, mid before base
     python -m scripts.chat --source=laptop               # a run's tag, its folder or a checkpoint's folder
     echo "import" | python -m scripts.chat --top_p=0.9   # each line of the input is a prompt
 
 Without --prompt, type a line and press Enter. An empty line or Ctrl-D ends the program. A base model knows
-no conversation: it continues the text, and each line starts a new text. The text goes to stdout, everything
+no conversation: it continues the text, and each line starts a new text. To a model of mid_train each line
+is your next turn, and it remembers those before until its row is full. The text goes to stdout, everything
 else to stderr.
 """
 
@@ -16,8 +17,9 @@ from typing import Literal
 
 import configurator
 from nanochat import precision, runtime
+from nanochat.data.chat_format import next_turn_ids
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.engine import find_source, generate, load_for_inference, text_pieces
+from nanochat.engine import Stream, find_source, generate, load_for_inference, text_pieces
 from nanochat.paths import user_path
 
 # Model
@@ -25,7 +27,7 @@ source: str | None = None  # a run's tag, its folder or a checkpoint's (none = t
 base_dir = "~/.cache/nanochat"  # where runs live (environment: NANOCHAT_BASE_DIR)
 
 # Text
-prompt: str | None = None  # text to continue, may be empty (none = each line that you type)
+prompt: str | None = None  # text to continue or question, may be empty (none = each line that you type)
 temperature = 0.8  # randomness (0 = always the likeliest token) [0..100]
 top_k = 50  # draw from the k likeliest tokens (-1 = off) [-1, 1..1e9]
 top_p = 1.0  # draw from the likeliest tokens that together have this probability (1 = off) [1e-6..1]
@@ -61,6 +63,7 @@ checkpoint = find_source(source, user_path("base_dir", base_dir), note)
 tokenizer = Tokenizer.load(checkpoint.path / "tokenizer.json")
 model = load_for_inference(checkpoint, machine.device, compute_dtype)
 room = model.config.max_seq_len
+answers = "loss_on" in checkpoint.state["identity"]  # trained on conversations
 sys.stdin.reconfigure(errors="replace")  # of what is no text
 note(
     f"{checkpoint.path}: {sum(p.numel() for p in model.parameters()):,} parameters on {machine.device.type} "
@@ -98,6 +101,35 @@ def write(text: str, draw_seed: int):
         note(f"(the model's {room} positions are full)")
 
 
+class Conversation:
+    """Turns with the model. The KV cache stays between them, so only new tokens are computed."""
+
+    def __init__(self):
+        self.stream, self.begun = Stream(model), False
+
+    def answer(self, question: str, draw_seed: int):
+        """Print the model's answer. A conversation that no longer fits starts again, with this question."""
+        ids = next_turn_ids(tokenizer, question, self.begun)
+        if self.begun and len(ids) >= self.stream.room(0):
+            note(f"(the model's {room} positions are full; a new conversation begins)")
+            self.__init__()
+            ids = next_turn_ids(tokenizer, question, self.begun)
+        if len(ids) >= room:
+            note(f"(the question has {len(ids)} tokens, the model has {room} positions; ask a shorter one)")
+            return
+        self.stream.read([ids])
+        self.begun = True
+        end = tokenizer.special_tokens["<|assistant_end|>"]
+        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seeds": [draw_seed]}
+        many = room if max_tokens == -1 else max_tokens
+        columns = self.stream.write(many, **options, stop_ids={end, tokenizer.bos_id})
+        for piece in text_pieces((column[0] for column in columns), tokenizer):
+            print(piece, end="", flush=True)
+        print(flush=True)
+        if not self.stream.room(0):
+            note(f"(the model's {room} positions are full)")
+
+
 def lines():
     """The lines of the input, up to an empty line or the end."""
     while True:
@@ -114,7 +146,8 @@ def lines():
 # Write
 
 try:
+    act = Conversation().answer if answers else write
     for number, text in enumerate(lines() if prompt is None else [prompt]):
-        write(text, seed + number)
+        act(text, seed + number)
 except BrokenPipeError:  # the reader of the output, such as `head`, has ended
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -155,9 +155,7 @@ position = resumed.state["loader"] if resumed and not changed else None
 loader = ConversationLoader(
     train_tokens, tokenizer, rows, config.max_seq_len, plan.device_batch_size, *share, seed, device, position
 )
-validation = ConversationBatches(
-    val_tokens, tokenizer.bos_id, config.max_seq_len, plan.device_batch_size, *share, device
-)
+validation = ConversationBatches(val_tokens, tokenizer.bos_id, plan.device_batch_size, *share, device)
 token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(device)
 questions = chat_eval.questions(conversations.val, eval_questions)
 prompts = sample_prompts.split("|") if sample_prompts else [question[-1][1] for question, _ in questions[:3]]
@@ -181,8 +179,9 @@ if world_size > 1:
 # Log and save
 
 facts = {"settings": settings.record(), "plan": planning.lines(sections), "identity": identity}
+facts |= {"derived": plan.numbers(), **machine.environment()}
 output = RunOutput(
-    run_path, run_id, machine, facts | machine.environment(), tokenizer, resumed, progress,
+    run_path, run_id, machine, facts, tokenizer, resumed, progress,
     plan.num_iterations, run, keep_checkpoints,
 )  # fmt: skip
 log, console = output.log, output.console
@@ -205,9 +204,11 @@ def evaluate():
     """Score and sample what is due after `step` updates, as one record of metrics.jsonl."""
     record = {"step": step, "tokens": progress.tokens, "train_time_s": progress.train_seconds}
     if is_due(eval_every):
-        evaluation = bits_per_byte(model, validation, token_bytes, compute_dtype, machine, compiled)
-        record |= {"val_bpb": evaluation.bpb, "loss_by_position": evaluation.loss_by_position}
-        said = f"validation {evaluation.bpb:.4f} bits per byte of the targets"
+        batches = console.over(validation, "validation")
+        found = bits_per_byte(model, batches, token_bytes, compute_dtype, machine, compiled)
+        progress.val_bpb = found.bpb
+        record |= {"val_bpb": found.bpb, "loss_by_position": found.loss_by_position}
+        said = f"validation {found.bpb:.4f} bits per byte of the targets"
         if questions:
             exact = chat_eval.exact_match(model, tokenizer, questions, compute_dtype, machine)
             record["exact_match"] = exact
@@ -217,7 +218,7 @@ def evaluate():
         answers = chat_eval.answer(model, tokenizer, [[("user", p)] for p in prompts], compute_dtype)
         record["samples"] = [f"{p}\n-> {answer}" for p, answer in zip(prompts, answers, strict=True)]
         console.print(*(f"--- {text}" for text in record["samples"]))
-    log.write(record)
+    log.write(record | {"peak_memory": machine.peak_memory()})
     output.report(final=last_step)
 
 
@@ -264,7 +265,8 @@ while True:
         last_micro_step = micro_step == plan.grad_accum_steps - 1
         with contextlib.nullcontext() if world_size == 1 or last_micro_step else train_model.no_sync():
             with precision.autocast(device, compute_dtype):
-                loss = train_model(inputs, targets, "sum") / loader.step_targets
+                documents = (inputs == tokenizer.bos_id).cumsum(1)  # conversations do not see each other
+                loss = train_model(inputs, targets, "sum", documents=documents) / loader.step_targets
             # DDP divides the sum of the gradients by the number of processes; the loss is already a share
             scaler.scale(loss * world_size).backward()
         micro_losses[micro_step] = loss.detach()
@@ -285,7 +287,7 @@ while True:
     overdue = output.save_is_overdue(save_minutes)
     loss_sum, stops, saves = machine.all_sum([micro_losses.sum().item(), stop.at_step_end(), overdue])
     stopping, save_now = stops > 0, saves > 0
-    spike = progress.add_step(loss_sum, plan.total_batch_size, seconds, finite)
+    totals = progress.add_step(loss_sum, plan.total_batch_size, seconds, finite)
     record = {
         "step": step,
         "loss": loss_sum,
@@ -295,13 +297,10 @@ while True:
         "data_wait_s": loader.wait_s - waited,
         "tok_per_sec": plan.total_batch_size / seconds,
         "mfu": plan.flops_per_token * plan.total_batch_size / seconds / hardware.peak_flops,
-        "tokens": progress.tokens,
+        **totals,  # smoothed_loss, tokens, train_time_s, skipped, spike
         "targets": loader.step_targets,
         "flops": progress.tokens * plan.flops_per_token,
-        "train_time_s": progress.train_seconds,
         "epoch": loader.epoch,
-        "skipped": progress.skipped,
-        "spike": spike,
         **precision.loss_scale(scaler),
     }
     log.write(record)
@@ -317,12 +316,14 @@ while True:
 # Finish
 
 loader.close()
+if stopping:
+    output.report(final=True)
 output.close()
 if stopping:
     again = "" if resume == "auto" else " with --resume=auto"
     say(f"stopped by {stop.name or 'a signal'} after {step} steps and saved; the same command{again} goes on")
 else:
     took = f"{progress.train_seconds:.0f} s in steps, {machine.peak_memory() / 2**30:.2f} GiB at most"
-    say(f"done: {took}\nreport: {run_path / 'report.md'}")
+    say(f"done: {took}\nreport: {run_path / 'report.html'}")
     say(f"talk to it: python -m scripts.chat --source={run_path}")
 machine.close()

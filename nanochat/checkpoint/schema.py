@@ -137,14 +137,18 @@ _STREAM = {"rows_per_step": whole(1), "max_seq_len": whole(1), "documents": whol
 _TRAIN_LOADER = fields(
     _STREAM | {"lanes": mapping(fields(_LANE, required=_LANE))}, required=(*_STREAM, "lanes")
 )
+_CONVERSATIONS = {"rows_per_step": whole(1), "max_seq_len": whole(1), "conversations": whole(1)}
+_CONVERSATIONS |= {"epoch": whole(), "row": whole()}
 
 
 def loader(v):
-    """The state of a loader; what a TrainLoader writes is known, that of another loader may be anything."""
+    """The state of a loader; what ours write is known, that of another loader may be anything."""
     if not isinstance(v, dict):
         return _is_not(v, "an object")
     if "lanes" not in v and "packing" not in v:
         return ""
+    if "conversations" in v:
+        return fields(_CONVERSATIONS, required=_CONVERSATIONS)(v)
     if wrong := _TRAIN_LOADER(v):
         return wrong
     lanes, documents = v["lanes"], v["documents"]

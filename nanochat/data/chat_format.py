@@ -51,6 +51,13 @@ def prompt_ids(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
     return [*ids.tolist(), tokenizer.special_tokens["<|assistant_start|>"]]
 
 
+def next_turn_ids(tokenizer: Tokenizer, question: str, begun: bool) -> list[int]:
+    """The tokens of the user's next turn, up to <|assistant_start|>. begun: an answer came before; then its
+    <|assistant_end|>, which is not generated, comes first, else <|bos|>."""
+    ids = prompt_ids(tokenizer, [("user", question)])
+    return [tokenizer.special_tokens["<|assistant_end|>"], *ids[1:]] if begun else ids
+
+
 def coloured(tokenizer: Tokenizer, messages: Sequence[Message], loss_on: str, colour: bool = True) -> str:
     """A conversation as the model sees it, special tokens included; targets are green, or in [[ ]] without
     colour."""

@@ -203,31 +203,33 @@ class ConversationLoader:
 
 
 class ConversationBatches:
-    """The validation batches (inputs, targets) of one process, both (rows, max_seq_len) int64.
+    """The validation batches (inputs, targets) of one process, both (rows, length) int64.
 
-    Every conversation comes up once, in whole rows as in training, and its targets are those of training.
-    Iterate as often as you like.
+    Every conversation comes up once, in a row of its own, and its targets are those of training. They are
+    sorted by length, and a batch is as long as its longest one. Iterate as often as you like.
     """
 
     def __init__(
         self,
         rendered: Rendered,
         bos_id: int,
-        max_seq_len: int,
         batch_size: int,
         rank: int = 0,
         world_size: int = 1,
         device: str | torch.device = "cpu",
     ):
-        rows = pack(rendered.sizes, np.arange(len(rendered.weights)), max_seq_len + 1)
-        self._rows, self._rendered, self._bos_id = rows[rank::world_size], rendered, bos_id
-        self._shape, self._device = (batch_size, max_seq_len), device
+        self._rendered, self._bos_id, self._device = rendered, bos_id, device
+        mine = np.argsort(-rendered.sizes, kind="stable")[rank::world_size].tolist()
+        self._batches = [mine[first : first + batch_size] for first in range(0, len(mine), batch_size)]
+
+    def __len__(self) -> int:
+        return len(self._batches)
 
     def __iter__(self):
-        batch_size, max_seq_len = self._shape
-        for first in range(0, len(self._rows), batch_size):
-            rows = self._rows[first : first + batch_size]
-            inputs, targets = as_batch(rows, self._rendered, max_seq_len, self._bos_id)
+        for conversations in self._batches:
+            length = int(self._rendered.sizes[conversations[0]]) - 1
+            rows = [[conversation] for conversation in conversations]
+            inputs, targets = as_batch(rows, self._rendered, length, self._bos_id)
             yield inputs.to(self._device), targets.to(self._device)
 
 

@@ -46,9 +46,10 @@ def chats(tmp_path_factory):
 def mid(base, chats, out, *more):
     data = f"--data={chats / 'messages.jsonl'}:2,{chats / 'minimind.jsonl'}:0.5"
     return [
-        "scripts.mid_train", f"--source={base}", data, f"--val_data={chats / 'val.jsonl'}", f"--out_dir={out}",
-        "--loss_on=assistant", "--num_iterations=8", "--dtype=float32", "--compile=off", "--save_every=3",
-        "--eval_every=4", "--sample_every=-1", "--eval_questions=3", "--device_batch_size=2", *more,
+        "scripts.mid_train", f"--source={base}", data, f"--val_data={chats / 'val.jsonl'}",
+        f"--out_dir={out}", "--loss_on=assistant", "--num_iterations=8", "--dtype=float32", "--compile=off",
+        "--save_every=3", "--eval_every=4", "--sample_every=-1", "--eval_questions=3",
+        "--device_batch_size=2", *more,
     ]  # fmt: skip
 
 
@@ -74,8 +75,7 @@ def test_a_run_started_again_has_the_losses_of_one_never_stopped(base, chats, un
     expected = losses(undisturbed[0])
     out = tmp_path / "run"
     shutil.copytree(undisturbed[0], out)
-    for step in (6, 8):
-        shutil.rmtree(out / f"step_{step:06d}", ignore_errors=True)
+    shutil.rmtree(out / "step_000008")
     assert "going on from" in run(mid(base, chats, out))
     assert losses(out) == expected
 
