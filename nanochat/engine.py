@@ -4,6 +4,7 @@ token costs a forward pass of that token only."""
 import codecs
 import contextlib
 import os
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -14,6 +15,11 @@ from nanochat.decode import KVCache, decode_step
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.paths import user_path
 from nanochat.precision import autocast
+
+NOT_NUMBERS = (
+    "the model's logits are not numbers: its training went wrong, or they overflow in this dtype; use "
+    "--dtype=float32 or an earlier checkpoint"
+)
 
 # Loading
 
@@ -241,10 +247,7 @@ class Stream:
             tokens = column.flatten().tolist()
             for row, token in enumerate(tokens):
                 if self.live[row] and token == -1:
-                    raise UserError(
-                        "the model's logits are not numbers: its training went wrong, or they overflow in "
-                        "this dtype; use --dtype=float32 or an earlier checkpoint"
-                    )
+                    raise UserError(NOT_NUMBERS)
                 if token in stop_ids or not self.room(row):
                     self.live[row] = False
                 if self.live[row]:
@@ -256,10 +259,39 @@ class Stream:
 
 def generate_batch(model, prompts, max_tokens, dtype=torch.float32, seeds=None, **options):
     """Yield the next token of every prompt, None for those that have ended: see Stream.write, which has the
-    `options`. A prompt is a list of ids that starts with <|bos|>; one that is too long keeps its end."""
+    `options`. A prompt is a list of ids that starts with <|bos|>; one that is too long keeps its end. A model
+    of another class than GPT needs no cache: each token costs a forward pass of all tokens so far."""
+    prompts = [prompt[-(model.config.max_seq_len - 1) :] for prompt in prompts]
+    seeds = seeds or [0] * len(prompts)
+    if not isinstance(model, GPT):
+        columns = zip_longest(
+            *(
+                _uncached(model, p, max_tokens, dtype, s, **options)
+                for p, s in zip(prompts, seeds, strict=True)
+            )
+        )
+        yield from map(list, columns)
+        return
     stream = Stream(model, dtype)
-    stream.read([prompt[-(model.config.max_seq_len - 1) :] for prompt in prompts])
-    yield from stream.write(max_tokens, seeds=seeds or [0] * len(prompts), **options)
+    stream.read(prompts)
+    yield from stream.write(max_tokens, seeds=seeds, **options)
+
+
+@torch.inference_mode()
+def _uncached(model, ids, max_tokens, dtype, seed, temperature=1.0, top_k=-1, top_p=1.0, stop_ids=()):
+    """Yield the tokens that continue `ids`, by model(idx) alone."""
+    device = next(model.parameters()).device
+    draws, ids = Draws([seed], device), list(ids)
+    for _ in range(min(max_tokens, model.config.max_seq_len - len(ids))):
+        with autocast(device, dtype):
+            logits = model(torch.tensor([ids], device=device))[:, -1].float()
+        token = sample_token(logits, temperature, top_k, top_p, next(draws)).item()
+        if token == -1:
+            raise UserError(NOT_NUMBERS)
+        if token in stop_ids:
+            return
+        ids.append(token)
+        yield token
 
 
 def generate(

@@ -8,6 +8,7 @@ from nanochat import core
 from nanochat.data.bundle import Task, open_bundle
 from nanochat.data.imported import Dataset
 from nanochat.data.own_tasks import open_own_tasks
+from nanochat.gpt import GPT
 
 
 def open_tasks(
@@ -30,9 +31,11 @@ def score_tasks(
     own_tasks: {label: accuracy}, own_score: the mean of the centred accuracies; core_tasks: {label: centred
     accuracy}, core: their mean. Fields of an empty list of tasks are absent. bar(total, text, unit) opens a
     progress bar, as Console.bar does. model: see core.evaluate. Raises UserError if the model's loss is not a
-    number.
+    number. A model of another class than GPT has no scores, since it need not have GPT's KV cache.
     """
     fields = {}
+    if not isinstance(model, GPT):
+        return fields
     if own:
         results = _evaluate(model, tokenizer, own, dtype, machine, bar, "tasks")
         accuracies = {label: result.accuracy for label, result in results.items()}
@@ -54,7 +57,7 @@ def _evaluate(model, tokenizer, tasks, dtype, machine, bar, text):
 
 def in_words(fields: dict) -> list[str]:
     """The scores as lines for the console."""
-    lines = []
+    lines = [] if fields else ["no tasks are scored"]
     if "own_tasks" in fields:
         each = ", ".join(f"{label} {100 * accuracy:.0f} %" for label, accuracy in fields["own_tasks"].items())
         lines.append(f"tasks {fields['own_score']:.3f} ({each} right)")

@@ -70,7 +70,7 @@ core_metric_every = 2000  # steps between evaluations of tasks, and at the end (
 core_metric_max_per_task = 500  # examples of each of CORE's tasks (-1 = all) [-1, 1..1e9]
 core_bundle: str | None = None  # folder or zip file of CORE's tasks (none = <base_dir>/eval_bundle)
 sample_every = 2000  # steps between samples (-1 = only at the end) [-1, 1..1e9]
-sample_prompts = "auto"  # texts to continue, separated by | (auto = texts that suit the data)
+sample_prompts = "auto"  # texts to continue, separated by |; may be empty (auto = to suit the data)
 
 # Checkpoints
 save_every = 1000  # steps between checkpoints (-1 = only at the end) [-1, 1..1e9]

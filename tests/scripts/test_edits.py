@@ -168,7 +168,7 @@ class MyModel(torch.nn.Module):
     def init_weights(self, generator):
         torch.nn.init.normal_(self.table.weight, std=0.01, generator=generator)
 
-    def forward(self, idx, targets=None, reduction="mean", cache=None):
+    def forward(self, idx, targets=None, reduction="mean"):
         logits = self.table(idx)
         if targets is None:
             return logits
