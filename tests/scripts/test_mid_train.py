@@ -3,9 +3,14 @@
 import json
 import random
 import shutil
+import subprocess
+import sys
+import time
 
 import pytest
-from helpers import ROOT, command, losses, records, run
+from helpers import ROOT, command, edit, losses, records, run, run_tree
+
+from nanochat import checkpoint
 
 FORMATS = ("messages", "minimind")
 
@@ -49,7 +54,7 @@ def mid(base, chats, out, *more):
         "scripts.mid_train", f"--source={base}", data, f"--val_data={chats / 'val.jsonl'}",
         f"--out_dir={out}", "--loss_on=assistant", "--num_iterations=8", "--dtype=float32", "--compile=off",
         "--save_every=3", "--eval_every=4", "--sample_every=-1", "--eval_questions=3",
-        "--device_batch_size=2", *more,
+        "--device_batch_size=2", "--total_batch_size=384", *more,
     ]  # fmt: skip
 
 
@@ -80,12 +85,48 @@ def test_a_run_started_again_has_the_losses_of_one_never_stopped(base, chats, un
     assert losses(out) == expected
 
 
-def test_two_processes_and_other_micro_batches_give_the_losses_of_one(base, chats, undisturbed, tmp_path):
-    expected = losses(undisturbed[0])
-    for number, (processes, rows) in enumerate([(1, 8), (2, 1)]):
-        out = tmp_path / str(number)
-        run(mid(base, chats, out, f"--device_batch_size={rows}"), processes=processes)
-        assert losses(out) == pytest.approx(expected, abs=1e-4)
+@pytest.mark.parametrize(("processes", "rows"), [(2, 1), pytest.param(3, 2, marks=pytest.mark.slow)])
+def test_other_processes_and_micro_batches_give_the_same_losses(
+    base, chats, undisturbed, tmp_path, processes, rows
+):
+    run(mid(base, chats, tmp_path / "run", f"--device_batch_size={rows}"), processes=processes)
+    assert losses(tmp_path / "run") == pytest.approx(losses(undisturbed[0]), abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_10_random_moments_equals_an_undisturbed_one_bit_for_bit(base, chats, tmp_path):
+    long = ["--num_iterations=3000", "--warmdown_ratio=0", "--save_every=20", "--eval_every=-1"]
+    draw, out, kills = random.Random(3), tmp_path / "killed", 0
+    while kills < 10:
+        command = [sys.executable, "-m", *mid(base, chats, out, *long)]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        before = checkpoint.newest(out)
+        while checkpoint.newest(out) == before and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 0.3))
+        process.kill()
+        assert process.wait() == -9, "it ended before the last kill"
+        kills += 1
+    newest = max(checkpoint.checkpoints_in(out))
+    end = [f"--num_iterations={newest + 5}", "--warmdown_ratio=0", "--save_every=20", "--eval_every=-1"]
+    run(mid(base, chats, out, *end))
+    run(mid(base, chats, tmp_path / "calm", *end))
+    assert losses(out) == losses(tmp_path / "calm")
+
+
+def test_an_overflow_in_float16_is_skipped_and_training_goes_on(base, chats, tree, tmp_path):
+    edit(
+        tree,
+        "scripts/mid_train.py",
+        ("            scaler.scale(loss * world_size).backward()\n",
+         "            scaler.scale(loss * world_size * (1e30 if step == 3 else 1)).backward()\n"),
+    )  # fmt: skip
+    out = tmp_path / "run"
+    run_tree(tree, mid(base, chats, out, "--dtype=float16", "--eval_every=-1"))
+    steps = [r for r in records(out) if "loss" in r]
+    assert [r["skipped"] for r in steps] == [0, 0, 0, 1, 1, 1, 1, 1]
+    scales = [r["loss_scale"] for r in steps]
+    assert scales[4] < scales[2] and all(r["loss"] < 7 for r in steps)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -1,0 +1,101 @@
+"""Packed conversations have the gradient of each conversation alone, with its targets picked by hand."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanochat.data.conversation_loader import ConversationBatches, ConversationLoader, render_all
+from nanochat.data.conversations import Conversations
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.evaluate import bits_per_byte
+from nanochat.gpt import GPT, GPTConfig
+
+TOKENIZER = Tokenizer("bytes", [bytes([i]) for i in range(256)], r"[\s\S]")
+SPECIAL, T, ROWS = TOKENIZER.special_tokens, 48, 6
+
+
+class Alone:
+    """A machine of one process."""
+
+    def all_sum(self, values):
+        return values
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = GPT(GPTConfig(3, 32, 2, TOKENIZER.vocab_size, T, window_pattern="SL"))
+    model.init_weights(torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+    return model
+
+
+def conversations(count=40):
+    draw = random.Random(0)
+    text = lambda: "".join(draw.choices("abc ", k=draw.randint(1, 9)))  # noqa: E731
+    talks = [
+        tuple(
+            turn
+            for _ in range(draw.randint(1, 2))
+            for turn in (("user", "q" + text()), ("assistant", "a" + text()))
+        )
+        for _ in range(count)
+    ]
+    return Conversations(talks, [1.0] * count)
+
+
+def by_hand(model, messages):
+    """(sum of the losses of the answers and their ends, their number) of one conversation, alone."""
+    ids, targets = [SPECIAL["<|bos|>"]], []
+    for role, content in messages:
+        start, end = SPECIAL[f"<|{role}_start|>"], SPECIAL[f"<|{role}_end|>"]
+        targets += [-1, *[b if role == "assistant" else -1 for b in content.encode()]]
+        targets.append(end if role == "assistant" else -1)
+        ids += [start, *content.encode(), end]
+    logits = model(torch.tensor([ids[:-1]]))[0]
+    targets = torch.tensor(targets)
+    return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum"), (targets >= 0).sum().item()
+
+
+def gradients(model, loss):
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+
+
+@pytest.mark.parametrize(("world_size", "micro_batch"), [(1, 6), (1, 2), (2, 1), (3, 2)])
+def test_the_gradient_of_a_packed_step_is_that_of_each_conversation_alone(model, world_size, micro_batch):
+    rendered = render_all(conversations(), TOKENIZER, T, "assistant")
+    total, trained = 0.0, []
+    for rank in range(world_size):
+        options = (ROWS, T, micro_batch, rank, world_size, 5)
+        loader = ConversationLoader(rendered, TOKENIZER, *options)
+        shares = 0.0
+        for _ in range(ROWS // world_size // micro_batch):
+            inputs, targets = next(loader)
+            documents = (inputs == TOKENIZER.bos_id).cumsum(1)
+            shares = shares + model(inputs, targets, "sum", documents=documents) / loader.step_targets
+        total = total + gradients(model, shares * world_size) / world_size  # DDP takes the mean
+        trained += [c for row in loader._rows[:ROWS][rank::world_size] for c in row]
+    assert len(trained) > ROWS, "several conversations share a row"
+    talks = conversations().messages
+    losses, counts = zip(*(by_hand(model, talks[c]) for c in trained), strict=True)
+    expected = gradients(model, sum(losses) / sum(counts))
+    assert (total - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_validation_scores_the_same_targets_by_hand(model):
+    talks = conversations(13)
+    rendered = render_all(talks, TOKENIZER, T, "assistant")
+    losses, counts = zip(*(by_hand(model, messages) for messages in talks.messages), strict=True)
+    answers = sum(
+        len(content) for messages in talks.messages for role, content in messages if role == "assistant"
+    )
+    token_bytes = torch.from_numpy(TOKENIZER.token_bytes())
+    for batch_size in (1, 4, 100):
+        batches = ConversationBatches(rendered, TOKENIZER.bos_id, batch_size)
+        found = bits_per_byte(model, batches, token_bytes, torch.float32, Alone())
+        assert found.bpb == pytest.approx(sum(losses).item() / np.log(2) / answers, rel=1e-5)
+    assert sum(counts) == rendered.counted.sum()
