@@ -3,6 +3,7 @@
 import io
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -98,6 +99,46 @@ def test_a_prompt_that_is_too_long_keeps_its_end_and_a_note_says_so(chat, model)
     assert f"has {len(TOKENIZER.encode(text))} tokens; the model sees the last 37, its row has 48)" in notes
     written, notes = chat(f"--prompt={text}", "--max_tokens=1000")
     assert written == text + continuation(model, text[-23:], 24) + "\n", "half of the row is left to write in"
+
+
+@pytest.fixture
+def answering(base, model) -> Path:
+    """The same model, filed as one that mid_train has made."""
+    state = {"identity": {"model": asdict(model.config), "loss_on": "assistant"}}
+    files, out = {"tokenizer.json": TOKENIZER.to_bytes()}, base / "mid_checkpoints" / "talks"
+    checkpoint.save(out, 3, model=model.state_dict(), files=files, state=state, optimizer={})
+    yield out
+    shutil.rmtree(base / "mid_checkpoints")
+
+
+def turn(model, ids: list[int], question: str, many: int, seed: int):
+    """(all ids after a turn, its answer), by one pass over the whole conversation so far."""
+    special = TOKENIZER.special_tokens
+    user = [special["<|user_start|>"], *TOKENIZER.encode(question).tolist(), special["<|user_end|>"]]
+    ids = [*ids, *user, special["<|assistant_start|>"]]
+    ends = {special["<|assistant_end|>"], TOKENIZER.bos_id}
+    written = list(generate(model, ids, many, seed=seed, temperature=0.8, top_k=50, stop_ids=ends))
+    return [*ids, *written, special["<|assistant_end|>"]], TOKENIZER.decode(written)
+
+
+def test_a_model_of_conversations_answers_in_turns_and_remembers_them(chat, model, answering):
+    written, notes = chat("--max_tokens=4", typed="a\nbé\n")
+    ids, first = turn(model, [TOKENIZER.bos_id], "a", 4, 42)
+    _, second = turn(model, ids, "bé", 4, 43)
+    assert written == f"{first}\n{second}\n" and "talks/step_000003" in notes
+
+
+def test_a_full_conversation_says_so_and_begins_again(chat, model, answering):
+    written, notes = chat("--max_tokens=-1", typed="aaa\nb\n")
+    _, first = turn(model, [TOKENIZER.bos_id], "aaa", 1000, 42)
+    if "a new conversation begins" in notes:
+        _, second = turn(model, [TOKENIZER.bos_id], "b", 1000, 43)
+        assert written == f"{first}\n{second}\n"
+    question = "ab" * 40
+    _, notes = chat(f"--prompt={question}")
+    assert "ask a shorter one" in notes
+    _, notes = chat("--max_tokens=30", typed="aaaa\n" * 3)
+    assert "a new conversation begins" in notes
 
 
 @pytest.mark.parametrize(
