@@ -116,7 +116,7 @@ KINDS = {
         (
             "What is the first parameter of this function?\n\n{code}",
             "{code}\n\nName the first parameter of {name}.",
-            "Look at this line:\n\n{code}\n\nWhich parameter comes first?",
+            "Look at this definition:\n\n{code}\n\nWhich parameter comes first?",
         ),
         ("What is its first parameter?", "Which parameter comes first?"),
     ),
@@ -126,7 +126,7 @@ KINDS = {
         (
             "What is the last parameter of this function?\n\n{code}",
             "{code}\n\nName the last parameter of {name}.",
-            "Look at this line:\n\n{code}\n\nWhich parameter comes last?",
+            "Look at this definition:\n\n{code}\n\nWhich parameter comes last?",
         ),
         ("What is its last parameter?", "And which parameter comes last?"),
     ),
@@ -197,7 +197,7 @@ KINDS = {
         (
             "What is the name of this function?\n\n{code}",
             "{code}\n\nWhich function is this?",
-            "Which function does this line define?\n\n{code}",
+            "Which function is defined here?\n\n{code}",
         ),
     ),
     "class": Kind(
