@@ -3,19 +3,10 @@
 import torch
 
 from nanochat.data.chat_format import prompt_ids
-from nanochat.data.conversations import Conversations, Message
 from nanochat.engine import generate_batch
 
 MOST_ANSWER_TOKENS = 48
 BATCH = 16  # conversations that are answered together
-
-
-def questions(split: Conversations, most: int) -> list[tuple[tuple[Message, ...], str]]:
-    """(messages up to the first question, its answer) of up to `most` conversations, evenly chosen."""
-    stride = max(1, len(split.messages) // max(1, most))
-    chosen = split.messages[::stride][:most]
-    first = [next(i for i, (role, _) in enumerate(messages) if role == "assistant") for messages in chosen]
-    return [(messages[:i], messages[i][1]) for messages, i in zip(chosen, first, strict=True)]
 
 
 def answer(model, tokenizer, conversations, dtype: torch.dtype, max_tokens=MOST_ANSWER_TOKENS) -> list[str]:

@@ -23,6 +23,7 @@ from nanochat import chat_eval, checkpoint, metrics, optim, planning, precision,
 from nanochat.data import chat_format
 from nanochat.data.conversation_loader import ConversationBatches, ConversationLoader, render_all
 from nanochat.data.conversations import open_conversations
+from nanochat.data.exact_match import exact_match_questions, nearest_answer_share
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.engine import find_source
 from nanochat.evaluate import bits_per_byte
@@ -157,7 +158,8 @@ loader = ConversationLoader(
 )
 validation = ConversationBatches(val_tokens, tokenizer.bos_id, plan.device_batch_size, *share, device)
 token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(device)
-questions = chat_eval.questions(conversations.val, eval_questions)
+questions = exact_match_questions(conversations, eval_questions)
+nearest = nearest_answer_share(conversations, questions) if questions and machine.is_main else None
 prompts = sample_prompts.split("|") if sample_prompts else [question[-1][1] for question, _ in questions[:3]]
 
 # Restore
@@ -213,6 +215,7 @@ def evaluate():
             exact = chat_eval.exact_match(model, tokenizer, questions, compute_dtype, machine)
             record["exact_match"] = exact
             said += f", {100 * exact:.1f} % of {len(questions)} questions answered word for word"
+            said += f" (nearest training answer: {100 * nearest:.1f} %)" if nearest is not None else ""
         console.print(f"step {step}: {said}")
     if is_due(sample_every) and machine.is_main:
         answers = chat_eval.answer(model, tokenizer, [[("user", p)] for p in prompts], compute_dtype)

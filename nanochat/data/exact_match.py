@@ -21,17 +21,20 @@ from nanochat.data.conversations import ConversationData, Conversations, Message
 
 Question = tuple[tuple[Message, ...], str]  # (a conversation that waits for its answer, the answer)
 
+MOST_INDEXED = 50_000  # training conversations; their index takes some 20 s
+
 _WORD = re.compile(r"\w+|[^\w\s]")
 
 
 def exact_match_questions(data: ConversationData, n: int) -> list[Question]:
-    """At most n validation conversations of one question. A smaller n gives the first ones of a larger n.
+    """The first questions of at most n validation conversations, with their answers.
 
-    The order is drawn once for all.
+    The order is drawn once for all, so a smaller n gives the first ones of a larger n.
     """
-    single = [m for m in data.val.messages if sum(role == "user" for role, _ in m) == 1]
-    random.Random(0).shuffle(single)
-    return [(messages[:-1], messages[-1][1]) for messages in single[:n]]
+    firsts = [[role for role, _ in messages].index("assistant") for messages in data.val.messages]
+    questions = [(m[:i], m[i][1]) for m, i in zip(data.val.messages, firsts, strict=True)]
+    random.Random(0).shuffle(questions)
+    return questions[:n]
 
 
 def kind_of(data: ConversationData, question: str, answer: str) -> str:
@@ -61,6 +64,13 @@ def majority_answer_baseline(data: ConversationData, questions: list[Question]) 
         counts = of_kind[kind_of(data, messages[-1][1], expected)]
         answers.append(max(counts, key=counts.get, default=""))
     return answers
+
+
+def nearest_answer_share(data: ConversationData, questions: list[Question]) -> float | None:
+    """The share that `nearest_answer_baseline` answers word for word; None if its index would be large."""
+    if len(data.train.messages) > MOST_INDEXED:
+        return None
+    return exact_match_by_kind(data, questions, nearest_answer_baseline(data.train, questions))["all"]
 
 
 def nearest_answer_baseline(train: Conversations, questions: list[Question]) -> list[str]:
