@@ -1,4 +1,4 @@
-"""docs/faq.md and docs/faq.zh.md: the same 42 questions, figures and links, and the figures come out."""
+"""docs/faq.md and docs/faq.zh.md: the same 46 questions, figures and links, and the figures come out."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ def answers(name: str) -> dict[int, str]:
     """Question and answer by number; spaces and line ends do not count."""
     text = (DOCS / name).read_text(encoding="utf-8")
     parts = re.split(r"^### (\d+)\. ", text, flags=re.MULTILINE)[1:]
-    assert parts[::2] == [str(n) for n in range(1, 43)], f"{name}: the questions are not 1 to 42, in order"
+    assert parts[::2] == [str(n) for n in range(1, 47)], f"{name}: the questions are not 1 to 46, in order"
     bodies = (re.sub(r"\s+", " ", part.partition("\n## ")[0]) for part in parts[1::2])
     return dict(enumerate(bodies, 1))
 
@@ -238,3 +238,21 @@ def test_epochs_and_shards_follow_from_the_depth():
         says(42, there)
     says(42, f"{tokens(12, 32768) / 1e9:.2f} billion")
     says(42, f"{PUBLIC['climbmix'].shards_for(tokens(12, 32768))} shards")
+
+
+def test_a_mean_of_means_counts_the_targets_of_a_short_micro_batch_more():
+    targets, means = [6, 2], [1.0, 5.0]
+    sums = [n * mean for n, mean in zip(targets, means, strict=True)]
+    says(44, f"the mean is {sum(sums) / sum(targets):g}", f"is {sum(means) / 2:g}; it counts each")
+    says(44, f"{(1 / 2 / targets[1]) / (1 / 2 / targets[0]):g} times as much")
+    two_processes = [2 * part / sum(targets) for part in sums]  # times world_size
+    assert sum(two_processes) / 2 == sum(sums) / sum(targets)  # after DDP's average
+
+
+def test_float16_weights_are_refused_by_unscale():
+    layer = torch.nn.Linear(2, 2).half()
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    scaler.scale(layer(torch.ones(1, 2, dtype=torch.float16)).float().sum()).backward()
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        scaler.unscale_(optimizer)
