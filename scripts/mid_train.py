@@ -1,12 +1,13 @@
 """Continue a base model on conversations, so that it answers. Reads from top to bottom.
 
     python -m scripts.mid_train                       # the newest base model, questions about Python
-    python -m scripts.mid_train --source=d12 --data=chats.jsonl:2,more.parquet --loss_on=assistant
+    python -m scripts.mid_train --source=d12 --data=chats.jsonl:2,more.parquet --loss_on=all
     torchrun --standalone --nproc_per_node=8 -m scripts.mid_train --source=d20 --data=chats/
     python -m scripts.mid_train --show=3              # print three conversations, targets coloured
 
-With --loss_on=all every token of a conversation is a target: this is midtraining. With --loss_on=assistant
-the answers alone are: this is full fine-tuning. It is the sibling of base_train.py, which comes first.
+With --loss_on=assistant, the default, the answers alone are targets: this is full fine-tuning. With
+--loss_on=all every token of a conversation is one: this is midtraining. It is the sibling of base_train.py,
+which comes first.
 """
 
 import contextlib
@@ -38,7 +39,7 @@ optimizer_state: Literal["fresh", "base"] = "fresh"  # base = go on with the opt
 # Conversations
 data = "embedded"  # embedded (questions about Python), or files and folders with weights: a.jsonl:3,b.jsonl:1
 val_data: str | None = None  # files that are the validation split (none = one conversation in 40)
-loss_on: Literal["all", "assistant"] = "all"  # which tokens are targets: all, or those of the answers
+loss_on: Literal["assistant", "all"] = "assistant"  # targets: the tokens of the answers, or all
 skip_bad = False  # leave out conversations that cannot be used
 show = 0  # print so many conversations as the model sees them, and exit (0 = off) [0..1e6]
 
