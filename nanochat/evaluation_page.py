@@ -21,21 +21,23 @@ SETTINGS = {
     "seed": (42, whole()),
 }
 _VALUES = {name: fields({"value": form}, required=["value"]) for name, (_, form) in SETTINGS.items()}
-CONFIG = fields({"settings": fields(_VALUES)})
 RESOLVED = fields({"resolved": fields({"compiled": truth, "device_batch_size": whole(1)})})
 
 
 def settings_of_run(found: checkpoint.Checkpoint) -> dict:
     """{name: value} of SETTINGS in the run that wrote a checkpoint, and what that run resolved at its start:
-    compiled, device_batch_size. Raises Damaged if the checkpoint's files hold something impossible."""
+    compiled, device_batch_size. Of a run of mid_train the text is not taken: it trained on conversations, so
+    the text is the default. Raises Damaged if the checkpoint's files hold something impossible."""
     check(found.path / "state.json", found.state, RESOLVED)
     values = {name: default for name, (default, _) in SETTINGS.items()}
     values |= {"compiled": False, "device_batch_size": 8} | found.state.get("resolved", {})
     if "config.json" in found.files:
         _, config = read_json(found.path / "config.json")
-        check(found.path / "config.json", config, CONFIG)
+        names = ("dtype", "seed") if "loss_on" in found.state["identity"] else tuple(SETTINGS)
+        form = fields({"settings": fields({name: _VALUES[name] for name in names})})
+        check(found.path / "config.json", config, form)
         saved = config.get("settings", {})
-        values |= {name: saved[name]["value"] for name in SETTINGS if name in saved}
+        values |= {name: saved[name]["value"] for name in names if name in saved}
     return values
 
 

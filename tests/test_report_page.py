@@ -321,9 +321,20 @@ def test_the_command_gives_back_every_setting_that_was_given(tmp_path):
 def test_a_setting_that_was_given_its_default_does_not_differ(tmp_path):
     make_run(tmp_path)
     configure(tmp_path)
-    defaults = recipe.base_train_defaults()
+    defaults = recipe.defaults_of("scripts.base_train")
     assert defaults["depth"] == 20 and defaults == configurator.defaults("scripts/base_train.py")
     assert list(recipe.changed_settings(read_run(tmp_path), defaults)) == ["depth", "data", "out_dir"]
+
+
+def test_a_run_of_mid_train_is_shown_beside_its_own_defaults_and_made_again_by_it(tmp_path):
+    make_run(tmp_path)
+    given = {"loss_on": {"value": "assistant", "source": "command line"}}
+    configure(tmp_path, settings=given | {"data": {"value": "embedded", "source": "command line"}})
+    run = read_run(tmp_path)
+    assert recipe.command(run).startswith("python -m scripts.mid_train --loss_on=assistant ")
+    defaults = recipe.defaults_of(recipe.script_of(run))
+    assert defaults == configurator.defaults("scripts/mid_train.py")
+    assert list(recipe.changed_settings(run, defaults)) == ["loss_on"]
 
 
 def test_a_comparison_shows_each_run_and_only_what_differs(tmp_path):

@@ -25,10 +25,15 @@ def shown_value(value) -> str:
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else text(value)
 
 
-def base_train_defaults() -> dict:
-    """{setting: default} of today's base_train; {} if it cannot be read."""
+def script_of(run: Run) -> str:
+    """The script that made the run. mid_train's runs alone have the setting loss_on."""
+    return "scripts.mid_train" if "loss_on" in run.settings() else "scripts.base_train"
+
+
+def defaults_of(script: str) -> dict:
+    """{setting: default} of today's script; {} if it cannot be read."""
     try:
-        found = importlib.util.find_spec("scripts.base_train")
+        found = importlib.util.find_spec(script)
         return configurator.defaults(found.origin)
     except (AttributeError, ImportError, OSError, ValueError):
         return {}
@@ -47,4 +52,4 @@ def command(run: Run) -> str:
     flags.append(f"--model_tag={re.sub(r'[^A-Za-z0-9_.-]', '-', run.name)[:60].lstrip('-')}-again")
     world = number(run.config.get("world_size")) or 1
     start = f"torchrun --standalone --nproc_per_node={world:.0f} -m" if world > 1 else "python -m"
-    return f"{start} scripts.base_train " + " ".join(shlex.quote(flag) for flag in flags)
+    return f"{start} {script_of(run)} " + " ".join(shlex.quote(flag) for flag in flags)

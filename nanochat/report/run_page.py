@@ -3,7 +3,7 @@
 from nanochat.report import curves, page
 from nanochat.report.glance import at_a_glance, sentence, time_left
 from nanochat.report.page import e
-from nanochat.report.recipe import base_train_defaults, changed_settings, command, plan_lines, shown_value
+from nanochat.report.recipe import changed_settings, command, defaults_of, plan_lines, script_of, shown_value
 from nanochat.report.run_charts import run_charts, task_scores
 from nanochat.report.run_data import Run
 from nanochat.report.svg import compact, duration
@@ -116,7 +116,7 @@ def _samples(run: Run) -> str:
 def _settings(run: Run) -> str:
     if not run.settings():
         return ""
-    defaults = base_train_defaults()
+    defaults = defaults_of(script_of(run))
     rows = [
         [
             name,

@@ -16,6 +16,7 @@ from nanochat.checkpoint import checkpoints_in, open_checkpoint
 from nanochat.data.bundle import open_bundle
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.engine import load_for_inference
+from nanochat.evaluation_page import settings_of_run
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +184,16 @@ def test_text_that_is_gone_leaves_out_the_tasks_made_from_it_but_not_core(base_e
     printed = base_eval(*arguments, "--eval=core", "--data=/no/such/text")
     assert "the validation text is left out, with the tasks and prompts made from it: data=/no" in printed
     assert "core" in written(tmp_path, 8) and "own_score" not in written(tmp_path, 8)
+
+
+def test_a_run_of_mid_train_is_scored_on_text_and_not_on_its_conversations(tmp_path):
+    settings = {"data": "chats.jsonl", "sample_prompts": None, "dtype": "float16", "seed": 7}
+    config = {"settings": {name: {"value": value} for name, value in settings.items()}}
+    state = {"identity": {"model": {}, "loss_on": "all"}}
+    save_step(tmp_path, 5, state=state, files={"config.json": json.dumps(config).encode()})
+    found = settings_of_run(open_checkpoint(tmp_path / "step_000005"))
+    assert (found["data"], found["sample_prompts"]) == ("embedded", "auto")
+    assert (found["dtype"], found["seed"]) == ("float16", 7)
 
 
 @pytest.mark.parametrize(
