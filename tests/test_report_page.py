@@ -328,10 +328,10 @@ def test_a_setting_that_was_given_its_default_does_not_differ(tmp_path):
 
 def test_a_run_of_mid_train_is_shown_beside_its_own_defaults_and_made_again_by_it(tmp_path):
     make_run(tmp_path)
-    given = {"loss_on": {"value": "assistant", "source": "command line"}}
+    given = {"loss_on": {"value": "all", "source": "command line"}}
     configure(tmp_path, settings=given | {"data": {"value": "embedded", "source": "command line"}})
     run = read_run(tmp_path)
-    assert recipe.command(run).startswith("python -m scripts.mid_train --loss_on=assistant ")
+    assert recipe.command(run).startswith("python -m scripts.mid_train --loss_on=all ")
     defaults = recipe.defaults_of(recipe.script_of(run))
     assert defaults == configurator.defaults("scripts/mid_train.py")
     assert list(recipe.changed_settings(run, defaults)) == ["loss_on"]
