@@ -195,7 +195,7 @@ class Plan:
                 f"{processes} x {micro_steps}",
                 "rates": ", ".join(f"{name} {rate:.3g}" for name, rate in self.rates.items()),
                 "rate factors": scaled.reason,
-                "weight decay": f"{self.weight_decay:.4g} ({scaled.decay_reason}), linear to 0",
+                "weight decay": f"{self.weight_decay:.4g} ({scaled.decay_reason})",
                 "warm-up": counted(self.warmup_steps, "step", "steps"),
             },
             "cost": {
@@ -267,7 +267,7 @@ def derive_continued(
         {name: fraction * rate for name, rate in rates.items()},
         settings["weight_decay"],
         f"{fraction:g} x the base run's",
-        "as asked for",
+        "constant",
     )
     horizon = scaling.Horizon(steps, batch, 0.0, reason, batch_reason)
     return _plan(

@@ -195,7 +195,7 @@ def scaled_rates(settings: dict, width: int, horizon: Horizon) -> ScaledRates:
     reason = f"x {scale:.3f} (batch^1/2 x tokens^-0.32, against d12), AdamW's "
     reason += f"also x {adam_scale / scale:.3f} (width^-1/2)"
     decay = scaled_weight_decay(settings["weight_decay"], scale, *run)
-    return ScaledRates(rates, decay, reason, "rate x decay x steps as at d12")
+    return ScaledRates(rates, decay, reason, "rate x decay x steps as at d12; linear to 0")
 
 
 def training_bytes(

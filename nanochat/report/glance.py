@@ -46,6 +46,10 @@ def _results(run: Run):
         if best["val_bpb"] < run.evals[-1]["val_bpb"]:
             note = f"best {best['val_bpb']:.4f} at step {best['step']:,}"
         yield "validation", f"{run.evals[-1]['val_bpb']:.4f}", "bits per byte", note
+    exact = [number(r.get("exact_match")) for r in run.evals if number(r.get("exact_match")) is not None]
+    if exact:
+        note = f"of validation questions answered word for word; {100 * exact[0]:.1f} % at first"
+        yield "exact match", f"{100 * exact[-1]:.1f}", "%", note
     for key, name, note in (
         ("core", "CORE", "22 tasks; 0 = chance, 1 = all right"),
         ("own_score", "own tasks", "mean over tasks; 0 = chance, 1 = all right"),
