@@ -80,17 +80,26 @@ def cast_weights(model: GPT, dtype: torch.dtype) -> GPT:
     return model
 
 
+def model_config(checkpoint: Checkpoint, tensors: dict) -> GPTConfig:
+    """The configuration of a checkpoint whose model has these tensors, {name: tensor}. Raises UserError if it
+    is a model that this project does not know."""
+    with contextlib.suppress(KeyError, TypeError, ValueError, ArithmeticError, RuntimeError):
+        config = GPTConfig(**checkpoint.state["identity"]["model"])
+        with torch.device("meta"):
+            expected = GPT(config).state_dict()
+        if {n: t.shape for n, t in tensors.items()} == {n: t.shape for n, t in expected.items()}:
+            return config
+    raise UserError(
+        f"{checkpoint.path} holds no model that this nanochat knows; use the version that wrote it"
+    )
+
+
 def load_for_inference(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> GPT:
-    """The model of a checkpoint, on `device`, with its matrices in `dtype`. Raises UserError if it is a model
-    that this project does not know."""
-    tensors, fits = checkpoint.load_model(), False
-    with contextlib.suppress(KeyError, TypeError), torch.device("meta"):
-        model = GPT(GPTConfig(**checkpoint.state["identity"]["model"]))
-        fits = {n: t.shape for n, t in tensors.items()} == {n: t.shape for n, t in model.state_dict().items()}
-    if not fits:
-        raise UserError(
-            f"{checkpoint.path} holds no model that this nanochat knows; use the version that wrote it"
-        )
+    """The model of a checkpoint, on `device`, with its matrices in `dtype`. Raises UserError as
+    `model_config` does."""
+    tensors = checkpoint.load_model()
+    with torch.device("meta"):
+        model = GPT(model_config(checkpoint, tensors))
     cast_weights(model, dtype).to_empty(device=device)
     model.init_rotary()
     model.load_state_dict(tensors)

@@ -241,17 +241,24 @@ def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dic
 
 
 def derive_continued(
-    settings: dict, base: dict, epoch_tokens: int, hardware: Hardware, resolved: dict | None = None
+    settings: dict,
+    config: GPTConfig,
+    base: dict,
+    epoch_tokens: int,
+    hardware: Hardware,
+    resolved: dict | None = None,
 ) -> Plan:
     """The plan for the settings of mid_train, {name: value}, which continues a base model.
 
-    base: the state of its checkpoint. epoch_tokens: rows of an epoch times max_seq_len, padding included.
-    Raises UserError for settings that contradict each other, or a base model without its rates.
+    config, base: of its checkpoint, the model and the state. epoch_tokens: rows of an epoch times
+    max_seq_len, padding included. Raises UserError for settings that contradict each other, or a base model
+    without its rates.
     """
-    config = GPTConfig(**base["identity"]["model"])
     batch, batch_reason = settings["total_batch_size"], "as asked for"
     if batch == -1:
-        batch, batch_reason = base["identity"]["total_batch_size"], "as the base run's"
+        batch, batch_reason = base["identity"].get("total_batch_size"), "as the base run's"
+        if type(batch) is not int or not 0 < batch < 2**32:
+            raise UserError("the base model's checkpoint does not say its batch; give --total_batch_size")
     steps, reason = settings["num_iterations"], "num_iterations is given"
     if steps <= 0:
         steps = max(1, round(settings["num_epochs"] * epoch_tokens / batch))

@@ -17,7 +17,7 @@ from typing import Literal
 
 import configurator
 from nanochat import precision, runtime
-from nanochat.data.chat_format import next_turn_ids
+from nanochat.data import chat_format
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.engine import Stream, find_source, generate, load_for_inference, text_pieces
 from nanochat.paths import user_path
@@ -64,6 +64,8 @@ tokenizer = Tokenizer.load(checkpoint.path / "tokenizer.json")
 model = load_for_inference(checkpoint, machine.device, compute_dtype)
 room = model.config.max_seq_len
 answers = "loss_on" in checkpoint.state["identity"]  # trained on conversations
+if answers:
+    chat_format.check(tokenizer, model.config.vocab_size)
 sys.stdin.reconfigure(errors="replace")  # of what is no text
 note(
     f"{checkpoint.path}: {sum(p.numel() for p in model.parameters()):,} parameters on {machine.device.type} "
@@ -109,11 +111,11 @@ class Conversation:
 
     def answer(self, question: str, draw_seed: int):
         """Print the model's answer. A conversation that no longer fits starts again, with this question."""
-        ids = next_turn_ids(tokenizer, question, self.begun)
+        ids = chat_format.next_turn_ids(tokenizer, question, self.begun)
         if self.begun and len(ids) >= self.stream.room(0):
             note(f"(the model's {room} positions are full; a new conversation begins)")
             self.__init__()
-            ids = next_turn_ids(tokenizer, question, self.begun)
+            ids = chat_format.next_turn_ids(tokenizer, question, self.begun)
         if len(ids) >= room:
             note(f"(the question has {len(ids)} tokens, the model has {room} positions; ask a shorter one)")
             return

@@ -26,9 +26,9 @@ from nanochat.data.conversation_loader import ConversationBatches, ConversationL
 from nanochat.data.conversations import open_conversations
 from nanochat.data.exact_match import exact_match_questions, nearest_answer_share
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.engine import find_source
+from nanochat.engine import find_source, model_config
 from nanochat.evaluate import bits_per_byte
-from nanochat.gpt import GPT, GPTConfig, materialize
+from nanochat.gpt import GPT, materialize
 from nanochat.paths import user_path
 from nanochat.run_output import RunOutput
 
@@ -96,10 +96,11 @@ machine.check_same_settings(settings.values)
 
 base_path = user_path("base_dir", base_dir)
 base = find_source(source, base_path, say, kinds=["base_checkpoints"])
-config = GPTConfig(**base.state["identity"]["model"])
+config = model_config(base, base.load_model())
 tag = model_tag or (base.path.parent if base.path.name.startswith("step_") else base.path).name
 run_path = user_path("out_dir", out_dir or base_path / "mid_checkpoints" / tag)
 tokenizer = Tokenizer.load(base.path / "tokenizer.json")
+chat_format.check(tokenizer, config.vocab_size)
 with machine.main_first("conversations", stop):
     conversations = open_conversations(data, val_data, skip_bad, base_path, say)
 if show:
@@ -117,7 +118,7 @@ resolved = resumed.state["resolved"] if resumed else {}
 
 hardware = planning.survey(machine, compute_dtype, dtype_reason)
 epoch_tokens = len(train_tokens.epoch_rows(0, seed, config.max_seq_len)) * config.max_seq_len
-plan = planning.derive_continued(settings.values, base.state, epoch_tokens, hardware, resolved)
+plan = planning.derive_continued(settings.values, config, base.state, epoch_tokens, hardware, resolved)
 decision = runtime.decide_compile(compile, device, plan.expected_seconds, before=resolved.get("compiled"))
 compiled, compile_reason = min(machine.all_gather(decision))
 sections = plan.sections(conversations, tokenizer, compiled, compile_reason, run_path)

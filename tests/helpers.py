@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import hashlib
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from nanochat import checkpoint
+from nanochat.checkpoint import save_and_load
 
 ROOT = Path(__file__).parent.parent
 TINY = [
@@ -144,6 +146,16 @@ def save_step(out_dir: Path, step: int, **more) -> Path:
         files={"tokenizer.json": b'{"pattern": "."}'},
     )
     return checkpoint.save(out_dir, step, **{**what, **more})
+
+
+def craft(folder: Path, files: dict[str, bytes]):
+    """Replace files of a checkpoint, and give it a manifest with checksums that fit, as a stranger would."""
+    body = json.loads((folder / "manifest.json").read_bytes())
+    del body["checksum"]
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+        body["files"][name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / "manifest.json").write_bytes(save_and_load._manifest(body))
 
 
 def check(found: checkpoint.Checkpoint, step: int):

@@ -11,10 +11,23 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from nanochat import UserError
 from nanochat.data.conversations import Message
 from nanochat.data.tokenizer import Tokenizer
 
 LOSS_ON = ("all", "assistant")
+
+
+def check(tokenizer: Tokenizer, vocab_size: int):
+    """Raise UserError if this tokenizer cannot render conversations for a model of that vocabulary."""
+    wanted = [f"<|{role}_{place}|>" for role in ("user", "assistant") for place in ("start", "end")]
+    missing = [name for name in wanted if name not in tokenizer.special_tokens]
+    if missing or tokenizer.vocab_size != vocab_size:
+        what = f"no {missing[0]}" if missing else f"{tokenizer.vocab_size} tokens, not {vocab_size}"
+        raise UserError(
+            f"the tokenizer of the model has {what}; copy the tokenizer.json of its training into the "
+            "checkpoint, or train another base model"
+        )
 
 
 def turns(messages: Sequence[Message]) -> list[Message]:

@@ -8,7 +8,7 @@ import os
 
 import pytest
 import torch
-from helpers import numbers, save_step
+from helpers import craft, numbers, save_step
 
 from nanochat import UserError, metrics, runtime
 from nanochat.checkpoint import Damaged, find, load_weights, open_checkpoint, save_and_load
@@ -35,16 +35,6 @@ STRANGE = [
     None, True, "3", "", "\ud800", -1, 0, 2.5, -1.5, 10**30, 1e999, [], ["x"], [None], [[1]], {}, {"a": 1},
     {"a": {"b": []}}, [[5, 0, 1]], [[10**6, 0]], [["5", 0]],
 ]  # fmt: skip
-
-
-def craft(folder, files):
-    """Replace files of a checkpoint, and give it a manifest with checksums that fit, as a stranger would."""
-    body = json.loads((folder / "manifest.json").read_bytes())
-    del body["checksum"]
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-        body["files"][name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (folder / "manifest.json").write_bytes(save_and_load._manifest(body))
 
 
 def places(value, path=()):

@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from helpers import ROOT, command, edit, losses, records, run, run_tree
+from helpers import ROOT, command, craft, edit, losses, records, run, run_tree
 
 from nanochat import checkpoint
 
@@ -133,6 +133,34 @@ def test_an_overflow_in_float16_is_skipped_and_training_goes_on(base, chats, tre
 def test_16_bit_losses_are_near_those_of_float32(base, chats, undisturbed, tmp_path, dtype):
     run(mid(base, chats, tmp_path / "run", f"--dtype={dtype}", "--eval_every=-1"))
     assert losses(tmp_path / "run") == pytest.approx(losses(undisturbed[0]), rel=5e-3)
+
+
+def test_the_optimizer_state_of_the_base_run_can_be_taken_over(base, chats, undisturbed, tmp_path):
+    more = ["--num_iterations=3", "--optimizer_state=base", "--eval_every=-1"]
+    run(mid(base, chats, tmp_path / "run", *more))
+    fresh, taken = losses(undisturbed[0]), losses(tmp_path / "run")
+    assert taken[0] == fresh[0] and taken[2] != fresh[2]
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "sentence"),
+    [
+        (("identity", "model"), {"depth": "x"}, "holds no model that this nanochat knows"),
+        (("identity", "total_batch_size"), None, "give --total_batch_size"),
+        (("resolved", "rates"), ..., "does not say its learning rates"),
+        (("identity",), ..., "holds no model"),
+    ],
+)
+def test_a_strange_base_checkpoint_is_a_sentence(base, chats, tmp_path, place, value, sentence):
+    crafted = tmp_path / "crafted"
+    shutil.copytree(base / "step_000008", crafted)
+    state = json.loads((crafted / "state.json").read_text())
+    *to, last = place
+    inner = state[to[0]] if to else state
+    inner.pop(last) if value is ... else inner.update({last: value})
+    craft(crafted, {"state.json": json.dumps(state).encode()})
+    more = ["--total_batch_size=-1", f"--source={crafted}"]
+    assert sentence in run(mid(base, chats, tmp_path / "run", *more), status=2)
 
 
 def test_show_prints_the_conversations_with_their_targets(base, chats, tmp_path):
