@@ -40,7 +40,7 @@ class RunOutput:
             checkpoint.set_future_aside(path, resumed, machine.print)
             metrics.rewind_metrics(path / "metrics.jsonl", step, machine.print)
             checkpoint.write_whole(path / "config.json", config_json)
-        self._path, self._machine = path, machine
+        self._path, self._machine, self._progress = path, machine, progress
         self._files = {"tokenizer.json": tokenizer.to_bytes(), "config.json": config_json}
         self.log = metrics.Metrics(path, enabled=machine.is_main)
         self.log.start_wandb(wandb_run, facts, progress, machine.print)
@@ -89,7 +89,21 @@ class RunOutput:
         if self._machine.is_main:
             write_report(self._path, final, self.console.print)
 
-    def close(self):
-        """Finish the save that is under way, then close everything. Raises SaveError if that save failed."""
+    def finish(self, step: int, stopped_by: str, resume: str):
+        """Finish the save under way, close everything, and say how the run ended after `step` updates.
+
+        stopped_by: the signal that stopped it, "" if it is done. resume: the setting. Raises SaveError if the
+        last save failed.
+        """
+        if stopped_by:
+            self.report(final=True)
         for opened in (self._saver, self.console, self.log):
             opened.close()
+        if stopped_by:
+            again = "" if resume == "auto" else " with --resume=auto"
+            said = f"stopped by {stopped_by} after {step} steps and saved; the same command{again} goes on"
+        else:
+            memory = f"{self._machine.peak_memory() / 2**30:.2f} GiB at most"
+            said = f"done: {self._progress.train_seconds:.0f} s in steps, {memory}"
+            said += f"\nreport: {self._path / 'report.html'}"
+        self._machine.print(said)

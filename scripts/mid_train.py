@@ -321,14 +321,7 @@ while True:
 # Finish
 
 loader.close()
-if stopping:
-    output.report(final=True)
-output.close()
-if stopping:
-    again = "" if resume == "auto" else " with --resume=auto"
-    say(f"stopped by {stop.name or 'a signal'} after {step} steps and saved; the same command{again} goes on")
-else:
-    took = f"{progress.train_seconds:.0f} s in steps, {machine.peak_memory() / 2**30:.2f} GiB at most"
-    say(f"done: {took}\nreport: {run_path / 'report.html'}")
+output.finish(step, (stop.name or "a signal") if stopping else "", resume)
+if not stopping:
     say(f"talk to it: python -m scripts.chat --source={run_path}")
 machine.close()

@@ -130,10 +130,11 @@ def test_a_model_of_conversations_answers_in_turns_and_remembers_them(chat, mode
 
 def test_a_full_conversation_says_so_and_begins_again(chat, model, answering):
     written, notes = chat("--max_tokens=-1", typed="aaa\nb\n")
-    _, first = turn(model, [TOKENIZER.bos_id], "aaa", 1000, 42)
-    if "a new conversation begins" in notes:
-        _, second = turn(model, [TOKENIZER.bos_id], "b", 1000, 43)
-        assert written == f"{first}\n{second}\n"
+    ids, first = turn(model, [TOKENIZER.bos_id], "aaa", 1000, 42)
+    full = len(ids) + 3 + len(TOKENIZER.encode("b")) >= ROW  # no room for the next turn and an answer
+    _, second = turn(model, [TOKENIZER.bos_id] if full else ids, "b", 1000, 43)
+    assert written == f"{first}\n{second}\n"
+    assert ("a new conversation begins" in notes) == full
     question = "ab" * 40
     _, notes = chat(f"--prompt={question}")
     assert "ask a shorter one" in notes
