@@ -21,7 +21,7 @@ from nanochat.data.conversations import ConversationData, Conversations, Message
 
 Question = tuple[tuple[Message, ...], str]  # (a conversation that waits for its answer, the answer)
 
-MOST_INDEXED = 50_000  # training conversations; their index takes some 20 s
+MOST_INDEXED = 50_000  # training conversations; a larger index would delay the start
 
 _WORD = re.compile(r"\w+|[^\w\s]")
 
