@@ -12,8 +12,10 @@ import weakref
 from dataclasses import replace
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 
+from nanochat.fp8 import Float8Linear
 from nanochat.gpt import GPT, QK_SCALE, norm
 from nanochat.loss import softcap
 
@@ -216,7 +218,7 @@ def decode_step(model, dtype: torch.dtype) -> DecodeStep | None:
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
         return None
     kinds, reason = examine(type(model), model.config)
-    if reason or kinds != [type(module) for module in model.modules()]:
+    if reason or kinds != kinds_of(model):
         return None
     if any(p.requires_grad for p in model.parameters()):
         return DecodeStep(model, dtype)
@@ -224,6 +226,11 @@ def decode_step(model, dtype: torch.dtype) -> DecodeStep | None:
     if MADE.get(model, (None,))[0] != state:
         MADE[model] = state, DecodeStep(model, dtype)
     return MADE[model][1]
+
+
+def kinds_of(model) -> list[type]:
+    """The types of a model's modules. A layer of fp8.py counts as nn.Linear: without gradients it is one."""
+    return [nn.Linear if type(module) is Float8Linear else type(module) for module in model.modules()]
 
 
 @functools.cache
@@ -239,7 +246,7 @@ def examine(kind: type, config) -> tuple[list[type], str]:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
             model = kind(replace(config, width=64, num_heads=2, vocab_size=50, max_seq_len=12)).eval()
             model.init_weights(torch.Generator().manual_seed(0))
-            kinds = [type(module) for module in model.modules()]
+            kinds = kinds_of(model)
             reason = _difference(model)
     except Exception as error:  # whatever an edited model raises, its own forward pass can still be used
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

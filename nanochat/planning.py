@@ -66,6 +66,7 @@ class Plan:
     warmup_steps: int
     data_tokens: int  # about how many tokens the training text has
     horizon_is_given: bool  # in steps: then any number of epochs is what the person asked for
+    fp8: bool = False  # the large products of the blocks train in 8 bits
 
     @property
     def rates(self) -> dict[str, float]:
@@ -111,7 +112,7 @@ class Plan:
     @property
     def resolved(self) -> dict:
         """What the checkpoints keep: a resumed run, or one that continues this one, goes on with it."""
-        return {"device_batch_size": self.device_batch_size, "rates": self.rates}
+        return {"device_batch_size": self.device_batch_size, "rates": self.rates, "fp8": self.fp8}
 
     def check(self, accept: str):
         """Raise UserError if this run must not begin. `accept` is the setting of that name."""
@@ -171,8 +172,9 @@ class Plan:
             "machine": {
                 "device": f"{hardware.device_type} x {hardware.world_size}, "
                 f"{hardware.peak_flops / 1e12:.3g} TFLOP/s in all ({hardware.peak_source})",
-                "precision": f"compute in {name_of(hardware.dtype)} ({hardware.dtype_reason}); weights, "
-                "gradients and optimizer state in float32",
+                "precision": f"compute in {name_of(hardware.dtype)} ({hardware.dtype_reason})"
+                f"{', the large products of the blocks in fp8' * self.fp8}; weights, gradients and optimizer "
+                "state in float32",
                 "compiled": f"{'yes' if compiled else 'no'} ({compile_reason})",
                 "folder": str(run_path),
             },
@@ -310,6 +312,7 @@ def _plan(settings, config, hardware, horizon, scaled, resolved, *, data_tokens,
         warmup_steps=min(settings["warmup_steps"], horizon.num_iterations // 10),
         data_tokens=data_tokens,
         horizon_is_given=horizon_is_given,
+        fp8=settings.get("fp8", False),
     )
 
 

@@ -26,6 +26,7 @@ from nanochat.data.tokenizer import open_tokenizer
 from nanochat.data.validation import ValidationBatches, tokenize_validation
 from nanochat.engine import continuations
 from nanochat.evaluate import bits_per_byte
+from nanochat.fp8 import check_fp8, convert_to_fp8
 from nanochat.gpt import GPT, materialize
 from nanochat.paths import user_path
 from nanochat.run_output import RunOutput
@@ -87,6 +88,7 @@ model_tag: str | None = None  # the run's name (none = d<depth>)
 # Machine
 device_type: Literal["auto", "cuda", "cpu", "mps"] = "auto"  # auto = cuda, else mps, else cpu
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto = the best that the device has
+fp8 = False  # train the blocks' large products in 8 bits, on GPUs that can (docs/precision.md)
 compile: Literal["auto", "on", "off"] = "auto"  # auto = if it saves more time than it takes
 seed = 42  # of initial weights, order of the data, and samples [0..2**62]
 price_per_hour = -1.0  # of the machine, so that the report shows the cost (-1 = unknown) [-1, 0..1e9]
@@ -118,6 +120,7 @@ with machine.main_first("data", stop):  # the first process builds what is missi
 # not, rows of a micro-batch), so that a resumed run computes the same numbers.
 resumed, run_id = (None, "") if plan_only else checkpoint.enter(run_path, resume, machine)
 resolved = resumed.state["resolved"] if resumed else {}
+check_fp8(fp8, device, compute_dtype, max_seq_len, resolved)
 
 # ------------------------------------------------------------------------------------------------------
 # Plan: everything that follows from the settings, with its reason
@@ -153,6 +156,8 @@ if resumed:
 with torch.device("meta"):  # shapes first, then memory and initial weights
     model = GPT(plan.config)
 materialize(model, device, seed)
+if fp8:
+    convert_to_fp8(model)
 groups = optim.parameter_groups(model, plan.rates, plan.weight_decay)
 optimizer = optim.MuonAdamW(groups, compute_dtype, compiled, machine.rank, world_size)
 scaler = precision.make_scaler(device, compute_dtype)

@@ -164,7 +164,9 @@ _SCALER |= {"growth_interval": whole(1), "_growth_tracker": whole()}
 _IDENTITY = {"model": mapping(either(number, truth, nothing, listed(number), text))}
 _STATE = {
     "identity": fields(_IDENTITY),
-    "resolved": fields({"compiled": truth, "device_batch_size": whole(1), "rates": mapping(number)}),
+    "resolved": fields(
+        {"compiled": truth, "device_batch_size": whole(1), "rates": mapping(number), "fp8": truth}
+    ),
     "num_iterations": whole(),
     "optimizer": text,
     "loader": loader,

@@ -1,0 +1,38 @@
+"""Whole runs in fp8, on a CPU: a copy of the sources that allows it there."""
+
+import shutil
+
+import pytest
+from helpers import command, edit, losses, python_m, run_tree
+from safetensors.torch import load_file
+
+SIZES = ["--fp8", "--dtype=bfloat16", "--aspect_ratio=64", "--head_dim=64"]  # width 128: all products fit
+
+
+@pytest.mark.slow
+def test_a_run_in_fp8_resumes_to_the_bit_needs_fp8_again_and_agrees_with_two_processes(
+    tree, corpus, tmp_path
+):
+    edit(
+        tree,
+        "nanochat/fp8.py",
+        ('if device.type != "cuda":', 'if device.type == "cpu":\n        return ""\n    if True:'),
+    )
+    whole, halves, two = tmp_path / "whole", tmp_path / "halves", tmp_path / "two"
+    printed = run_tree(tree, command(corpus, whole, *SIZES))
+    assert "the large products of the blocks in fp8" in printed
+    shutil.copytree(whole, halves)
+    shutil.rmtree(halves / "step_000008")
+    assert "began with --fp8; give it again" in run_tree(tree, command(corpus, halves, *SIZES[1:]), status=2)
+    assert "step_000006" in run_tree(tree, command(corpus, halves, *SIZES))
+    assert losses(halves) == losses(whole)
+    weights = [load_file(out / "step_000008" / "model.safetensors") for out in (whole, halves)]
+    assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
+    run_tree(tree, ["scripts.chat", f"--source={whole}", "--prompt=a", "--max_tokens=2"])
+
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]
+    done = python_m([*torchrun, *command(corpus, two, *SIZES)], tree)
+    assert done.returncode == 0, done.stderr
+    # Each process scales its own part of the batch, so the values are rounded otherwise
+    assert [*losses(two).values()] == pytest.approx([*losses(whole).values()], rel=1e-2)
+    assert losses(two) != losses(whole)
