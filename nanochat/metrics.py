@@ -5,6 +5,7 @@ import math
 import os
 import statistics
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,11 +30,24 @@ class Progress:
     tokens: int = 0  # trained on so far
     train_seconds: float = 0.0
     skipped: int = 0  # steps whose gradient was not finite
+    bad_steps: int = 0  # the latest steps in a row that were not finite, without float16's overflows
     recent: list[float] = field(default_factory=list)  # losses of the latest good steps
     wandb_id: str | None = None
     val_bpb: float | None = None  # bits per byte of the last validation
     smooth_sum: float = 0.0  # the running mean of the losses before its correction, see smoothed_loss
     smooth_steps: int = 0  # losses in it
+
+    _ended = -math.inf  # on the clock: the end of the last step; no field, so it is not saved
+
+    def step_seconds(self, started: float) -> float:
+        """Seconds of the step that Python began at `started` on time.perf_counter() and that has ended now.
+
+        A GPU begins a step when it has ended the one before it, however early Python asks for it. So the
+        times of all steps add up to the time in steps.
+        """
+        now = time.perf_counter()
+        seconds, self._ended = now - max(started, self._ended), now
+        return seconds
 
     def add_step(self, loss: float, tokens: int, seconds: float, finite: bool) -> dict:
         """Count a step, and return what its record gets: the new totals, and whether its loss is a spike."""

@@ -75,9 +75,9 @@ def autocast(device: torch.device, dtype: torch.dtype):
     return torch.amp.autocast(device.type, dtype)
 
 
-def loss_scale(scaler: torch.amp.GradScaler) -> dict[str, float]:
-    """For the log: the factor of the next step's loss, if there is one."""
-    return {"loss_scale": scaler.get_scale()} if scaler.is_enabled() else {}
+def loss_scale(scaler: torch.amp.GradScaler, device: torch.device) -> torch.Tensor:
+    """The factor of the next step's loss, 0-dim float32 on the device; 1 in other dtypes than float16."""
+    return scaler.scale(torch.ones((), device=device))  # scaler.get_scale() would wait for the device
 
 
 def make_scaler(device: torch.device, dtype: torch.dtype) -> torch.amp.GradScaler:

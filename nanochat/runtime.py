@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from nanochat import UserError, bars, distributed, memory
+from nanochat.reading import Reading
 from nanochat.signals import StopSignal
 
 # TFLOP/s of dense 16-bit matrix products that are summed in float32, from the makers' data sheets. The first
@@ -50,6 +51,12 @@ class Machine:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def steps_ahead(self) -> int:
+        """Steps that Python may give to the device before it reads the numbers of the first of them. A GPU
+        works on its own, and is never idle with 1. On a CPU a step is done when Python has asked for it."""
+        return 1 if self.device.type == "cuda" else 0
+
     def print(self, *words, **options):
         """print() in the first process; nothing in the others."""
         if self.is_main:
@@ -60,12 +67,12 @@ class Machine:
 
     def all_sum(self, values: list[float]) -> list[float]:
         """Element-wise sums over all processes."""
-        if self.world_size == 1:
-            return values
-        # float64 for exact counts; MPS has none, but is never distributed
-        total = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
-        return total.tolist()
+        return values if self.world_size == 1 else self.read(values).result()
+
+    def read(self, sums: list, same: list = ()) -> Reading:
+        """Start to bring numbers from the device to Python: sums over all processes, and what is the same on
+        all of them."""
+        return Reading(self.device, self.world_size, sums, same)
 
     def all_gather(self, value):
         """A list of what each process gives, in order of rank, on every process. Values are pickled."""

@@ -13,6 +13,7 @@ which comes first.
 import contextlib
 import math
 import time
+from collections import deque
 from dataclasses import asdict
 from typing import Literal
 
@@ -191,6 +192,37 @@ output = RunOutput(
 log, console = output.log, output.console
 
 
+def log_step(step, started, data_wait_s, epoch, targets, micro_losses, numbers) -> tuple[bool, bool]:
+    """Log a step when its numbers are there; whether a process was asked to stop, and one wants a save."""
+    loss_sum, stops, saves, grad_norm, loss_scale = numbers.result()
+    seconds = progress.step_seconds(started)
+    finite = math.isfinite(grad_norm)
+    overflow = not finite and loss_scale > 1
+    progress.bad_steps = 0 if finite or overflow else progress.bad_steps + 1
+    totals = progress.add_step(loss_sum, plan.total_batch_size, seconds, finite)
+    record = {
+        "step": step,
+        "loss": loss_sum,
+        "lr_multiplier": lr_multiplier(step),
+        "grad_norm": grad_norm,
+        "step_time_s": seconds,
+        "data_wait_s": data_wait_s,
+        "tok_per_sec": plan.total_batch_size / seconds,
+        "mfu": plan.flops_per_token * plan.total_batch_size / seconds / hardware.peak_flops,
+        **totals,  # smoothed_loss, tokens, train_time_s, skipped, spike
+        "targets": targets,
+        "flops": progress.tokens * plan.flops_per_token,
+        "epoch": epoch,
+    }
+    if scaler.is_enabled():
+        record["loss_scale"] = loss_scale
+    log.write(record)
+    console.step(record)
+    if progress.bad_steps == 3:
+        raise metrics.diverged(step, micro_losses.tolist(), step * rows, checkpoint.newest(run_path))
+    return stops > 0, saves > 0
+
+
 def save():
     """Start to write a checkpoint of this moment, after `step` updates."""
     state = {
@@ -244,15 +276,25 @@ def is_due(every: int) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------
-# The loop: what is due (save, evaluate), then one optimizer step over its micro-steps, then the log
+# The loop: what is due (log, save, evaluate), then one optimizer step over its micro-steps
 
-first_step, bad_steps, stopping, save_now = step, 0, False, False
+first_step, stopping, save_now = step, False, False
+unread = deque()  # steps whose numbers are on their way from the device
 while True:
     last_step = step == plan.num_iterations
+    save_due = is_due(save_every)
+    look_due = is_due(eval_every) or is_due(sample_every)
+
+    # Log. A GPU gets step n + 1 before step n is logged, so that it need not wait for Python
+    # (machine.steps_ahead). What is due below needs the log of all steps
+    while unread and (len(unread) > machine.steps_ahead or stopping or save_now or save_due or look_due):
+        stopping, save_now = log_step(*unread.popleft())
+
     # Save first: after a stop signal there may be little time
-    if step != first_step and (stopping or save_now or is_due(save_every)):
+    if step != first_step and (stopping or save_now or save_due):
         save()
-    if not stopping and last_eval_step != step and (is_due(eval_every) or is_due(sample_every)):
+        save_now = False
+    if look_due and not stopping and last_eval_step != step:
         evaluate()
         last_eval_step = step
     if last_step or stopping:
@@ -281,37 +323,13 @@ while True:
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
-    machine.synchronize()
-    seconds = time.perf_counter() - started
 
-    # Log
-    grad_norm = grad_norm.item()
-    finite = math.isfinite(grad_norm)
-    overflow = not finite and scaler.get_scale() > 1
-    bad_steps = 0 if finite or overflow else bad_steps + 1
-    overdue = output.save_is_overdue(save_minutes)
-    loss_sum, stops, saves = machine.all_sum([micro_losses.sum().item(), stop.at_step_end(), overdue])
-    stopping, save_now = stops > 0, saves > 0
-    totals = progress.add_step(loss_sum, plan.total_batch_size, seconds, finite)
-    record = {
-        "step": step,
-        "loss": loss_sum,
-        "lr_multiplier": lr_multiplier(step),
-        "grad_norm": grad_norm,
-        "step_time_s": seconds,
-        "data_wait_s": loader.wait_s - waited,
-        "tok_per_sec": plan.total_batch_size / seconds,
-        "mfu": plan.flops_per_token * plan.total_batch_size / seconds / hardware.peak_flops,
-        **totals,  # smoothed_loss, tokens, train_time_s, skipped, spike
-        "targets": loader.step_targets,
-        "flops": progress.tokens * plan.flops_per_token,
-        "epoch": loader.epoch,
-        **precision.loss_scale(scaler),
-    }
-    log.write(record)
-    console.step(record)
-    if bad_steps == 3:
-        raise metrics.diverged(step, micro_losses.tolist(), step * rows, checkpoint.newest(run_path))
+    # What the log needs comes to Python in one transfer, added up over the processes
+    sums = micro_losses.sum(), stop.at_step_end(), output.save_is_overdue(save_minutes)
+    numbers = machine.read(sums, same=(grad_norm, precision.loss_scale(scaler, device)))
+    unread.append(
+        (step, started, loader.wait_s - waited, loader.epoch, loader.step_targets, micro_losses, numbers)
+    )
     if step == first_step:
         runtime.freeze_garbage()
         output.prepare_to_save(model, optimizer)

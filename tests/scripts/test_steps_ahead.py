@@ -1,0 +1,79 @@
+"""On a GPU the loop gives step n + 1 to the device before it reads the numbers of step n.
+
+A run on a CPU that is told to do so leaves what a run without it leaves, and stops and fails in good order.
+"""
+
+import pytest
+from helpers import command, edit, losses, python_m, records, run, run_tree
+from safetensors.torch import load_file
+
+from nanochat import checkpoint
+
+SCRIPT = "scripts/base_train.py"
+BACKWARD = "            scaler.scale(loss).backward()\n"
+BEGINS = "    started, waited = time.perf_counter(), loader.wait_s\n"
+AT_STEP_3 = BEGINS + "    if step == 3 and machine.rank == machine.world_size - 1 and first_step == 0:\n"
+TERM = AT_STEP_3 + "        __import__('signal').raise_signal(15)\n"
+
+
+@pytest.fixture(scope="module")
+def plain(corpus, tmp_path_factory):
+    out = tmp_path_factory.mktemp("plain") / "run"
+    run(command(corpus, out, "--keep_checkpoints=-1"))
+    return out
+
+
+@pytest.fixture
+def ahead(tree):
+    """The sources, with a CPU that is one step ahead."""
+    edit(tree, "nanochat/runtime.py", ('return 1 if self.device.type == "cuda" else 0', "return 1"))
+    return tree
+
+
+def lasting(out) -> list[dict]:
+    """What the records say but for times and memory."""
+    times = ("step_time_s", "data_wait_s", "tok_per_sec", "mfu", "train_time_s", "peak_memory")
+    return [{name: value for name, value in r.items() if name not in times} for r in records(out)]
+
+
+def test_a_run_one_step_ahead_leaves_the_records_and_checkpoints_of_one_that_is_not(
+    ahead, corpus, plain, tmp_path
+):
+    out = tmp_path / "ahead"
+    run_tree(ahead, command(corpus, out, "--keep_checkpoints=-1"))
+    assert lasting(out) == lasting(plain) and len(lasting(out)) == 8 + 2
+    for step in (3, 6, 8):
+        loops = [checkpoint.open_checkpoint(o / f"step_{step:06d}").state["loop"] for o in (out, plain)]
+        times = [loop.pop("train_seconds") for loop in loops]
+        assert loops[0] == loops[1] and loops[0]["tokens"] == 256 * step
+        # The time of the steps in a checkpoint is that of the steps it was made after
+        in_steps = sum(r["step_time_s"] for r in records(out) if "loss" in r and r["step"] < step)
+        assert times[0] == pytest.approx(in_steps)
+    weights = [load_file(o / "step_000008" / "model.safetensors") for o in (out, plain)]
+    assert all((weights[0][name] == weights[1][name]).all() for name in weights[1])
+
+
+def test_three_bad_steps_end_a_run_one_step_ahead_before_the_save_that_is_due(ahead, corpus, tmp_path):
+    """Step 5 is the third: the save after it is due, and its numbers are read first."""
+    bad = "            (scaler.scale(loss) * (math.inf if step > 2 else 1)).backward()\n"
+    edit(ahead, SCRIPT, (BACKWARD, bad))
+    printed = run_tree(ahead, command(corpus, tmp_path / "run", "--eval_every=-1"), status=2)
+    assert "the last one step 5 in its gradient (rows from 40 on)" in printed
+    assert sorted(losses(tmp_path / "run")) == [0, 1, 2, 3, 4, 5]
+    assert [path.name for path in (tmp_path / "run").glob("step_*")] == ["step_000003"]
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_signal_stops_a_run_one_step_ahead_after_one_more_step_and_it_goes_on(
+    ahead, corpus, plain, tmp_path, processes
+):
+    edit(ahead, SCRIPT, (BEGINS, TERM))
+    out, arguments = tmp_path / "run", command(corpus, tmp_path / "run", "--eval_every=-1", "--save_every=-1")
+    if processes == 2:
+        arguments = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", *arguments]
+    done = python_m(arguments, ahead)
+    assert done.returncode == 0 and "stopped by" in done.stdout, done.stdout + done.stderr
+    assert sorted(losses(out)) == [0, 1, 2, 3, 4] and checkpoint.find(out, "auto").step == 5
+    assert python_m(arguments, ahead).returncode == 0
+    expected = losses(plain)
+    assert losses(out) == (expected if processes == 1 else pytest.approx(expected, abs=1e-4))
