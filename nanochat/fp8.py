@@ -26,6 +26,7 @@ from nanochat import UserError
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # cuBLAS takes fp8 matrices whose sizes are multiples of it
 SMALLEST = 128  # the casts of a product with fewer inputs or outputs take longer than fp8 saves
+FP8_CAPABILITY = (8, 9)  # of CUDA, from which on torch._scaled_mm runs
 TINY = 2.0**-100  # stands in for the largest value of a tensor of zeros; its scale is finite
 
 
@@ -59,7 +60,7 @@ def missing_for_fp8(device: torch.device) -> str:
     if torch.version.hip:  # AMD's float8 formats are others, and nobody has tried them here
         return "this is an AMD GPU"
     major, minor = torch.cuda.get_device_capability(device)
-    return f"this one has {major}.{minor}" if (major, minor) < (8, 9) else ""
+    return f"this one has {major}.{minor}" if (major, minor) < FP8_CAPABILITY else ""
 
 
 def convert_to_fp8(model: nn.Module) -> list[str]:

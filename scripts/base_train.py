@@ -19,7 +19,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import configurator
-from nanochat import checkpoint, metrics, optim, planning, precision, runtime, signals
+from nanochat import checkpoint, metrics, optim, planning, precision, runtime, signals, simulation
 from nanochat.data.dataset import open_dataset
 from nanochat.data.loader import TrainLoader, merge_states
 from nanochat.data.sample_prompts import sample_prompts as sample_prompts_for
@@ -92,12 +92,17 @@ dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto = the 
 fp8 = False  # train the blocks' large products in 8 bits, on GPUs that can (docs/precision.md)
 compile: Literal["auto", "on", "off"] = "auto"  # auto = if it saves more time than it takes
 seed = 42  # of initial weights, order of the data, and samples [0..2**62]
-price_per_hour = -1.0  # of the machine, so that the report shows the cost (-1 = unknown) [-1, 0..1e9]
+price_per_hour = -1.0  # of all machines of the run together, to show its cost (-1 = unknown) [-1, 0..1e9]
 process_timeout = 600.0  # seconds to wait for a process that does not answer; then all end [1..1e6]
 run = "dummy"  # the run's name at wandb (dummy = no wandb)
 plan = False  # print the plan and exit
+device: str | None = None  # with --plan: a GPU to imagine, such as H100 (none = this machine)
+world_size = -1  # with --plan and --device: processes to imagine, one a GPU (-1 = one) [-1, 1..1e6]
 
 settings = configurator.configure(globals())
+if device or world_size != -1:  # a machine to imagine; below, both names are those of this one
+    print(simulation.page(settings.values))
+    raise SystemExit(0)
 
 # ------------------------------------------------------------------------------------------------------
 # Set up: machine, text, tokenizer
