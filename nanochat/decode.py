@@ -6,6 +6,7 @@ repeats these equations, `decode_step` compares both before it is used: a change
 text, only slower text.
 """
 
+import contextlib
 import functools
 import sys
 import weakref
@@ -15,6 +16,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from nanochat.attention_backends import for_any_length
 from nanochat.fp8 import Float8Linear
 from nanochat.gpt import GPT, QK_SCALE, norm
 from nanochat.loss import softcap
@@ -48,12 +50,12 @@ class KVCache:
         return self.layers[0].length
 
     def places(self, T: int):
-        """Where the next T tokens stand in their texts: a slice, or (B, 1, T) int64."""
+        """Where the next T tokens stand in their texts: a slice, or (B, T) int64."""
         if self.start is None:
             return slice(self.length, self.length + T)
         slots = torch.arange(self.length, self.length + T, device=self.start.device)
         # Only tokens that nothing looks at again stand past the last position
-        return (slots - self.start[:, None]).clamp(max=self.max_seq_len - 1)[:, None]
+        return (slots - self.start[:, None]).clamp(max=self.max_seq_len - 1)
 
     def align(self, lengths: list[int]):
         """Keep the first lengths[r] tokens of row r, and move rows so that all end in the same slot."""
@@ -138,7 +140,9 @@ class DecodeStep:
     def __init__(self, model: GPT, dtype: torch.dtype):
         config = model.config
         self.dtype, self.windows, self.num_heads = dtype, config.windows, config.num_heads
-        size, on_cpu = sum(p.numel() for p in model.parameters()), model.head.weight.device.type == "cpu"
+        device_type = model.head.weight.device.type
+        size, on_cpu = sum(p.numel() for p in model.parameters()), device_type == "cpu"
+        self.kernels = for_any_length if device_type == "cuda" else contextlib.nullcontext
         self.copies = on_cpu and dtype == torch.float32 and size < SMALL
         self.embedding, self.head = model.embedding.weight.detach(), self._matrix(model.head.weight)
         self.layers = [self._layer(model, i) for i in range(config.depth)]
@@ -168,6 +172,10 @@ class DecodeStep:
 
     def __call__(self, idx, cache: KVCache):
         """Logits (B, V) float32 after the tokens idx (B, 1) int64, which are added to the cache."""
+        with self.kernels():
+            return self._forward(idx, cache)
+
+    def _forward(self, idx, cache: KVCache):
         B, C, H = idx.size(0), self.embedding.size(1), self.num_heads
         if cache.length == cache.layers[0].k.size(2):
             cache.reserve(2 * cache.length)

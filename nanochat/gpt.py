@@ -20,7 +20,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanochat import UserError
-from nanochat.attention import attention
+from nanochat.attention import attention, visible_from
 from nanochat.loss import softcap, softcapped_cross_entropy
 
 ROPE_BASE = 100_000  # longer wavelengths than the usual 10,000
@@ -61,8 +61,8 @@ def norm(x):
 
 
 def rotate(x, cos, sin):
-    """Rotary embedding of x (B, H, T, D) by the angles of cos and sin, in x's dtype. They are (T, D / 2), or
-    (B, 1, T, D / 2) if each row has positions of its own."""
+    """Rotary embedding of x (B, T, H, D) by the angles of cos and sin, in x's dtype. They are (T, 1, D / 2),
+    or (B, T, 1, D / 2) if each row has positions of its own."""
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
 
@@ -72,6 +72,7 @@ class Attention(nn.Module):
         super().__init__()
         C = config.width
         self.num_heads, self.window = config.num_heads, config.windows[layer]
+        self.attend = attention  # how it is computed; attention.use gives it a faster way
         self.query = nn.Linear(C, C, bias=False)
         self.key = nn.Linear(C, C, bias=False)
         self.value = nn.Linear(C, C, bias=False)
@@ -85,12 +86,11 @@ class Attention(nn.Module):
         if value_embedding is not None:  # v + gate * embedding; the gate is read off the stream, at first 1
             gate = 2 * torch.sigmoid(self.value_gate(x[..., : self.value_gate.in_features]))  # (B, T, H)
             v = v + gate.unsqueeze(-1) * value_embedding.view_as(v)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D)
         q, k = norm(rotate(q, *rotary)) * QK_SCALE, norm(rotate(k, *rotary)) * QK_SCALE
-        q, k = q.to(v.dtype), k.to(v.dtype)
+        q, k, v = (x.to(v.dtype).transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)
         if cache is not None:
             k, v, visible = cache.append(k, v)
-        y = attention(q, k, v, self.window, visible)  # (B, H, T, D)
+        y = self.attend(q, k, v, self.window, visible)  # (B, H, T, D)
         return self.out(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -174,16 +174,15 @@ class GPT(nn.Module):
         Targets of -1 are not scored. `reduction` is that of F.cross_entropy; "none" gives (B * T,). With a
         `cache` (decode.KVCache), idx continues the tokens that the cache holds. `positions` (N,) int64 are
         indices into the B * T positions: logits (N, V) of these alone. `documents` (B, T) int64 numbers the
-        documents of each row: a token sees its own document only.
+        documents of each row, or is what Attention.boundaries returns: a token sees its own document only.
         """
         places = slice(idx.size(1)) if cache is None else cache.places(idx.size(1))
         x = norm(self.embedding(idx))  # (B, T, C)
         if torch.is_autocast_enabled(x.device.type):  # so the residual stream runs in the compute dtype too
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        rotary = self.cos[places].to(x.dtype), self.sin[places].to(x.dtype)
-        x0, visible = x, None
-        if documents is not None:
-            visible = documents[:, None, :, None] == documents[:, None, None, :]  # (B, 1, T, T)
+        # (T, 1, D / 2): the same for all heads
+        rotary = [table[places].unsqueeze(-2).to(x.dtype) for table in (self.cos, self.sin)]
+        x0, visible = x, visible_from(documents)
         for i, block in enumerate(self.blocks):
             value_embedding = None
             if str(i) in self.value_embeddings:

@@ -19,7 +19,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import configurator
-from nanochat import checkpoint, metrics, optim, planning, precision, runtime, signals, simulation
+from nanochat import attention, checkpoint, metrics, optim, planning, precision, runtime, signals, simulation
 from nanochat.data.dataset import open_dataset
 from nanochat.data.loader import TrainLoader, merge_states
 from nanochat.data.sample_prompts import sample_prompts as sample_prompts_for
@@ -44,6 +44,7 @@ vocab_size = -1  # tokens (-1 = 4096 for the embedded text, 32768 for other data
 # Data
 data = "embedded"  # embedded (Python's standard library), a file or folder of text, climbmix or fineweb-edu
 val_data: str | None = None  # a file or folder that is the validation split (none = the data set's own)
+document_mask = False  # a token attends to its own document only, not to all that its row holds
 text_field = "text"  # the field of JSON objects or column of parquet files that holds the text
 tokenizer = "auto"  # auto (trained on the data at the first use), a JSON file, or gpt2, cl100k_base
 
@@ -135,7 +136,9 @@ hardware = planning.survey(machine, compute_dtype, dtype_reason)
 plan = planning.derive(settings.values, tokenizer, dataset, hardware, resolved)
 decision = runtime.decide_compile(compile, device, plan.expected_seconds, before=resolved.get("compiled"))
 compiled, compile_reason = min(machine.all_gather(decision))  # False sorts first: one "no" decides for all
+attend = attention.choose(plan.config, machine, compute_dtype, compiled, document_mask, resolved)
 sections = plan.sections(dataset, tokenizer, compiled, compile_reason, run_path)
+sections["machine"]["attention"] = attend.reason
 say(planning.text(sections, plan.warnings(accept)))
 if plan_only:
     machine.exit()
@@ -144,7 +147,7 @@ plan.check(accept)  # a run that must not begin ends here
 # ------------------------------------------------------------------------------------------------------
 # Begin or continue
 
-identity = plan.identity(dataset, tokenizer, seed)
+identity = plan.identity(dataset, tokenizer, seed) | {"document_mask": document_mask}
 machine.check_same(identity | {"compute dtype": str(compute_dtype), "num_iterations": plan.num_iterations})
 step, last_eval_step, changed = 0, -1, []
 if resumed:
@@ -164,15 +167,18 @@ with torch.device("meta"):  # shapes first, then memory and initial weights
 materialize(model, device, seed)
 if fp8:
     convert_to_fp8(model)
+attention.use(model, attend)
 groups = optim.parameter_groups(model, plan.rates, plan.weight_decay)
 optimizer = optim.MuonAdamW(groups, compute_dtype, compiled, machine.rank, world_size)
 scaler = precision.make_scaler(device, compute_dtype)
-# For batches of your own replace the loader; it yields (inputs, targets), has wait_s, epoch, state(), close()
+# For batches of your own replace the loader; it yields (inputs, targets), has documents (None: rows are not
+# divided), wait_s, epoch, state(), close()
 rows, share = plan.total_batch_size // max_seq_len, (machine.rank, world_size)
 position = resumed.state["loader"] if resumed and not changed else None  # None: from the start of the text
 loader = TrainLoader(
-    dataset.train_shards, tokenizer, rows, max_seq_len, plan.device_batch_size, *share, seed, device, position
-)
+    dataset.train_shards, tokenizer, rows, max_seq_len, plan.device_batch_size, *share, seed, device,
+    position, attend.boundaries if document_mask else None,
+)  # fmt: skip
 with machine.main_first("validation", stop):  # the first process makes the files; the others find them
     val_tokens = tokenize_validation(dataset.val_shards, tokenizer, eval_tokens, folder)
     tasks = [], []  # made from the validation text, and CORE's
@@ -243,7 +249,7 @@ def save():
     """Start to write a checkpoint of this moment, after `step` updates."""
     state = {
         "identity": identity,
-        "resolved": plan.resolved | {"compiled": compiled},
+        "resolved": plan.resolved | {"compiled": compiled, "attention": attend.resolved},
         "num_iterations": plan.num_iterations,
         "loader": merge_states(machine.all_gather(loader.state())),
         "scaler": scaler.state_dict(),
@@ -336,7 +342,8 @@ while True:
         last_micro_step = micro_step == plan.grad_accum_steps - 1
         with contextlib.nullcontext() if world_size == 1 or last_micro_step else train_model.no_sync():
             with precision.autocast(device, compute_dtype):
-                loss = train_model(inputs, targets) / plan.grad_accum_steps  # so gradients add up to the mean
+                # Divided, so gradients add up to the mean
+                loss = train_model(inputs, targets, documents=loader.documents) / plan.grad_accum_steps
             scaler.scale(loss).backward()
         micro_losses[micro_step] = loss.detach()
     scaler.unscale_(optimizer)

@@ -21,7 +21,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import configurator
-from nanochat import chat_eval, checkpoint, metrics, optim, planning, precision, runtime, signals
+from nanochat import attention, chat_eval, checkpoint, metrics, optim, planning, precision, runtime, signals
 from nanochat.data import chat_format
 from nanochat.data.conversation_loader import ConversationBatches, ConversationLoader, render_all
 from nanochat.data.conversations import open_conversations
@@ -122,9 +122,11 @@ epoch_tokens = len(train_tokens.epoch_rows(0, seed, config.max_seq_len)) * confi
 plan = planning.derive_continued(settings.values, config, base.state, epoch_tokens, hardware, resolved)
 decision = runtime.decide_compile(compile, device, plan.expected_seconds, before=resolved.get("compiled"))
 compiled, compile_reason = min(machine.all_gather(decision))
+attend = attention.choose(config, machine, compute_dtype, compiled, True, resolved)
 sections = plan.sections(conversations, tokenizer, compiled, compile_reason, run_path)
 sections["model"] = {"base": str(base.path), **sections["model"]}
 sections["text"]["targets"] = train_tokens.summary(loss_on)
+sections["machine"]["attention"] = attend.reason
 say(planning.text(sections, plan.warnings(accept)))
 if plan_only:
     machine.exit()
@@ -151,14 +153,16 @@ if resumed:
 with torch.device("meta"):
     model = GPT(config)
 materialize(model, device, seed)
+attention.use(model, attend)
 groups = optim.parameter_groups(model, plan.rates, plan.weight_decay)
 optimizer = optim.MuonAdamW(groups, compute_dtype, compiled, machine.rank, world_size)
 scaler = precision.make_scaler(device, compute_dtype)
 rows, share = plan.total_batch_size // config.max_seq_len, (machine.rank, world_size)
 position = resumed.state["loader"] if resumed and not changed else None
 loader = ConversationLoader(
-    train_tokens, tokenizer, rows, config.max_seq_len, plan.device_batch_size, *share, seed, device, position
-)
+    train_tokens, tokenizer, rows, config.max_seq_len, plan.device_batch_size, *share, seed, device,
+    position, attend.boundaries,
+)  # fmt: skip
 validation = ConversationBatches(val_tokens, tokenizer.bos_id, plan.device_batch_size, *share, device)
 token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(device)
 questions = exact_match_questions(conversations, eval_questions)
@@ -227,7 +231,7 @@ def save():
     """Start to write a checkpoint of this moment, after `step` updates."""
     state = {
         "identity": identity,
-        "resolved": plan.resolved | {"compiled": compiled},
+        "resolved": plan.resolved | {"compiled": compiled, "attention": attend.resolved},
         "num_iterations": plan.num_iterations,
         "loader": loader.state(),
         "scaler": scaler.state_dict(),
@@ -312,8 +316,8 @@ while True:
         last_micro_step = micro_step == plan.grad_accum_steps - 1
         with contextlib.nullcontext() if world_size == 1 or last_micro_step else train_model.no_sync():
             with precision.autocast(device, compute_dtype):
-                documents = (inputs == tokenizer.bos_id).cumsum(1)  # conversations do not see each other
-                loss = train_model(inputs, targets, "sum", documents=documents) / loader.step_targets
+                # documents: conversations of a row do not see each other
+                loss = train_model(inputs, targets, "sum", documents=loader.documents) / loader.step_targets
             # DDP divides the sum of the gradients by the number of processes; the loss is already a share
             scaler.scale(loss * world_size).backward()
         micro_losses[micro_step] = loss.detach()

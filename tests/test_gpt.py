@@ -186,7 +186,7 @@ def test_only_the_order_in_time_counts_not_the_position_in_the_row():
     x = torch.randn(1, 6, 48, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         at_0, at_9, stretched = (
-            attend(x, torch.zeros(1, 6, 48), (model.cos[places], model.sin[places]))
+            attend(x, torch.zeros(1, 6, 48), (model.cos[places][:, None], model.sin[places][:, None]))
             for places in (slice(0, 6), slice(9, 15), slice(0, 12, 2))
         )
     torch.testing.assert_close(at_0, at_9, rtol=1e-4, atol=1e-5)

@@ -165,7 +165,13 @@ _IDENTITY = {"model": mapping(either(number, truth, nothing, listed(number), tex
 _STATE = {
     "identity": fields(_IDENTITY),
     "resolved": fields(
-        {"compiled": truth, "device_batch_size": whole(1), "rates": mapping(number), "fp8": truth}
+        {
+            "compiled": truth,
+            "device_batch_size": whole(1),
+            "rates": mapping(number),
+            "attention": mapping(text),
+            "fp8": truth,
+        }
     ),
     "num_iterations": whole(),
     "optimizer": text,

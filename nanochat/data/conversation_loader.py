@@ -11,6 +11,7 @@ numbers: the epoch and the row in it.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 from nanochat import UserError
 from nanochat.data.chat_format import render
 from nanochat.data.conversations import Conversations
-from nanochat.data.loader import check_division
+from nanochat.data.loader import check_division, to_device
 from nanochat.data.tokenizer import Tokenizer
 
 PACKING = "conversations-1"  # version of the packing; a position of another version is refused
@@ -117,8 +118,9 @@ class ConversationLoader:
     """Endless micro-batches (inputs, targets), each (device_batch_size, max_seq_len) int64 on `device`.
 
     A target of -1 is not scored. `step_targets` is the number of targets in the current step, over all its
-    micro-batches and all processes: what the loss is divided by. Raises UserError for numbers that do not
-    divide, and for a `state` of other conversations or settings.
+    micro-batches and all processes: what the loss is divided by. `documents` is what boundaries(inputs,
+    bos_id) returns for the last micro-batch, on `device`, or None without that function. Raises UserError for
+    numbers that do not divide, and for a `state` of other conversations or settings.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class ConversationLoader:
         seed: int = 0,
         device: str | torch.device = "cpu",
         state: dict | None = None,
+        boundaries: Callable | None = None,
     ):
         check_division(rows_per_step, world_size, device_batch_size)
         self._rendered, self._bos_id, self._seed = rendered, tokenizer.bos_id, seed
@@ -152,6 +155,7 @@ class ConversationLoader:
         self._row = row
         self._after = (epoch, row)  # the position after the last complete step
         self._batches: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the current step, still to come
+        self._boundaries, self.documents = boundaries, None
         self.step_targets = 0
         self.wait_s = 0.0  # seconds that next() has spent on making batches, in all
 
@@ -172,6 +176,8 @@ class ConversationLoader:
         if not self._batches:
             self._batches = self._step()
         batch = self._batches.pop(0)
+        if self._boundaries:
+            self.documents = to_device(self._boundaries(batch[0], self._bos_id), self._device)
         if not self._batches:
             self._after = (self._epoch, self._row)
         self.wait_s += time.perf_counter() - started

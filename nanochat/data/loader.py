@@ -19,7 +19,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -38,8 +38,10 @@ class TrainLoader:
     """Endless micro-batches (inputs, targets), each (device_batch_size, max_seq_len) int64 on `device`.
 
     A step is rows_per_step / world_size / device_batch_size micro-batches: the rows of this process's lanes
-    in order. Raises UserError for numbers that do not divide, too little data, or a `state` of other data
-    or settings. A loader belongs to the process that made it.
+    in order. `documents` is what boundaries(inputs, bos_id) returns for the last micro-batch, on `device`
+    (None without that function, which gets tensors of the CPU). Raises UserError for numbers that do not
+    divide, too little data, or a `state` of other data or settings. A loader belongs to the process that made
+    it.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class TrainLoader:
         seed: int = 0,
         device: str | torch.device = "cpu",
         state: dict | None = None,
+        boundaries: Callable | None = None,
     ):
         check_division(rows_per_step, world_size, device_batch_size)
         groups = RowGroups(shards)
@@ -74,6 +77,7 @@ class TrainLoader:
         self._rows = len(lanes)
         self._next_row = self._rows  # in the current step; here: at its end, so next() fetches a step
         self._current = None
+        self._boundaries, self._bos_id, self.documents = boundaries, tokenizer.bos_id, None
         self._positions = dict(zip(lanes, positions, strict=True))  # after the last complete step
         self._process = os.getpid()
         self.wait_s = 0.0  # seconds that next() has waited for data, in all
@@ -106,6 +110,9 @@ class TrainLoader:
         rows = buffer[first : self._next_row].to(self._device, non_blocking=on_cuda)
         # The conversion to int64 copies, so the caller's tensors are never overwritten
         inputs, targets = rows[:, :-1].to(torch.int64), rows[:, 1:].to(torch.int64)
+        if self._boundaries:
+            documents = self._boundaries(buffer[first : self._next_row, :-1], self._bos_id)
+            self.documents = to_device(documents, self._device)
         if self._next_row == self._rows:
             copied = None
             if on_cuda:  # the thread refills the buffer only after this copy has finished
@@ -148,6 +155,11 @@ class TrainLoader:
 
     def __exit__(self, *exception) -> None:
         self.close()
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of a tensor of the CPU on `device`, for which nobody waits."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def merge_states(states: Sequence[dict]) -> dict:

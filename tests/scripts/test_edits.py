@@ -138,7 +138,7 @@ def test_another_loss_another_model_and_ones_own_batches_take_a_few_lines(tree, 
     edit(
         tree,
         SCRIPT,
-        ("loss = train_model(inputs, targets) / plan",
+        ("loss = train_model(inputs, targets, documents=loader.documents) / plan",
          "logits = train_model(inputs).flatten(0, 1)\n"
          "                smoothed = torch.nn.CrossEntropyLoss(label_smoothing=0.1)\n"
          "                loss = smoothed(logits, targets.flatten()) / plan"),
