@@ -178,7 +178,7 @@ class MyModel(torch.nn.Module):
 """
 MY_BATCHES = """
 class MyBatches:
-    wait_s, epoch = 0.0, 0
+    documents, wait_s, epoch = None, 0.0, 0
 
     def __init__(self, state):
         self.count = state["count"] if state else 0
