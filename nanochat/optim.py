@@ -43,9 +43,9 @@ STATE_LABEL = re.compile(r"(?P<name>.+?)(?:\[(?P<first>\d+):(?P<last>\d+)\])?/(?
 class MuonAdamW(torch.optim.Optimizer):
     """Muon and AdamW behind one `step()`. Processes share its work and its state (zero.py).
 
-    Every process has all gradients, averaged. Each updates its share of the weights and sends it to the
-    others while it works on the next group. Muon's matrices of one shape lie in one stacked tensor; from
-    then on the `.data` of each is a part of it.
+    Each process needs the gradients of its share alone (gradients.py). It updates these weights and sends
+    them to the others while it works on the next group. Muon's matrices of one shape lie in one stacked
+    tensor; from then on the `.data` of each is a part of it.
 
     A step changes nothing, neither weights nor state, where `found_inf` (a 0-dim tensor on the device) is not
     0. `skip_if_not_finite` and torch's GradScaler set it, so no step waits for the device to know.
@@ -72,11 +72,11 @@ class MuonAdamW(torch.optim.Optimizer):
         )
         owners, cuts = share_out([p.shape for p in matrices], [p.shape for p in tables], world_size)
         self._cuts = dict(zip(tables, cuts, strict=True))  # process r has the rows from cut r to cut r + 1
-        owner_of = dict(zip(matrices, owners, strict=True))
+        self._owner_of = dict(zip(matrices, owners, strict=True))
         for group in self.param_groups:
             group["initial_lr"], group["initial_weight_decay"] = group["lr"], group["weight_decay"]
             if group["method"] == "muon":
-                self._stack(group, owner_of)
+                self._stack(group)
             else:
                 for p in group["params"]:
                     part = p.data[self._rows(p)]
@@ -85,10 +85,10 @@ class MuonAdamW(torch.optim.Optimizer):
                         moments = torch.zeros_like(part), torch.zeros_like(part)
                         self.state[p] = {"exp_avg": moments[0], "exp_avg_sq": moments[1], "step": step}
 
-    def _stack(self, group, owner_of):
+    def _stack(self, group):
         """Lay the group's matrices into one tensor (N, rows, columns), sorted by owner, and make the state of
         those that this process owns."""
-        group["cuts"], mine = None, slice(None)
+        group["cuts"], mine, owner_of = None, slice(None), self._owner_of
         if group["params"][0] in owner_of:
             order = sorted(range(len(group["params"])), key=lambda i: owner_of[group["params"][i]])
             for key in ("params", "names"):
@@ -103,6 +103,7 @@ class MuonAdamW(torch.optim.Optimizer):
         momentum = torch.zeros_like(stacked)
         second_moment = stacked.new_zeros(len(stacked), max(stacked.shape[1:]))
         group["tensors"] = stacked, momentum, second_moment
+        group["scalars"] = [stacked.new_zeros(()) for _ in range(4)]
         for p, *state in zip(group["mine"], momentum, second_moment, strict=True):
             self.state[p] = {"momentum": state[0], "second_moment": state[1]}
 
@@ -110,6 +111,13 @@ class MuonAdamW(torch.optim.Optimizer):
         """The index of the part of a parameter that this process updates: some rows of a table, or all."""
         cuts = self._cuts.get(p)
         return slice(*cuts[self.rank : self.rank + 2]) if cuts else ...
+
+    def owners(self, p) -> list[tuple[int, slice]]:
+        """Which process updates which rows of a parameter; empty if every process updates all of it."""
+        if p in self._owner_of:
+            return [(self._owner_of[p], slice(None))]
+        cuts = enumerate(pairwise(self._cuts.get(p, ())))
+        return [(r, slice(first, last)) for r, (first, last) in cuts if last > first]
 
     @torch.no_grad()
     def step(self):
@@ -173,12 +181,14 @@ class MuonAdamW(torch.optim.Optimizer):
         if params[-1].data_ptr() != stacked[-1].data_ptr():
             raise RuntimeError("the model was moved after its optimizer was made; make the optimizer again")
         grads = torch.stack([p.grad for p in params])
-        scalars = torch.tensor([group["lr"], *group["betas"], group["weight_decay"]], device=grads.device)
+        numbers = group["lr"], *group["betas"], group["weight_decay"]
+        for scalar, number in zip(group["scalars"], numbers, strict=True):
+            scalar.fill_(number)  # torch.tensor(number, device="cuda") would copy it and wait
         found_inf = getattr(self, "found_inf", None)  # GradScaler deletes it after its step
-        skip = torch.zeros_like(scalars[0]) if found_inf is None else found_inf.to(grads.device)
+        skip = grads.new_zeros(()) if found_inf is None else found_inf.to(grads.device)
         # Small matrices (gates) are done sooner than compiled code for their shape would load
         update = self.muon_update if params[0].numel() > 2**14 else muon_update
-        update(stacked, grads, momentum, second_moment, *scalars.unbind(), skip != 0, self.muon_dtype)
+        update(stacked, grads, momentum, second_moment, *group["scalars"], skip != 0, self.muon_dtype)
 
     def _named_parameters(self):
         for group in self.param_groups:

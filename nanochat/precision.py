@@ -4,6 +4,7 @@ float32."""
 import contextlib
 
 import torch
+import torch.distributed as dist
 
 from nanochat import UserError
 
@@ -83,7 +84,20 @@ def loss_scale(scaler: torch.amp.GradScaler, device: torch.device) -> torch.Tens
 def make_scaler(device: torch.device, dtype: torch.dtype) -> torch.amp.GradScaler:
     """A GradScaler. It works in float16, whose smallest normal number is 6e-5; else it changes nothing.
 
-    Its scale starts at 2^16, doubles after 2000 good steps and halves at each overflow. Gradients are
-    averaged over the processes before `unscale_` looks at them, so all processes skip the same steps.
+    Its scale starts at 2^16, doubles after 2000 good steps and halves at each overflow.
     """
-    return torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    return AgreedGradScaler(device.type, enabled=dtype == torch.float16)
+
+
+class AgreedGradScaler(torch.amp.GradScaler):
+    """A GradScaler for processes that have different gradients: what one finds infinite, all skip.
+
+    torch's own for such processes, ShardedGradScaler, adds up what they find. Its sum 2 is not the 1 that the
+    fused AdamW looks for on a GPU, and AdamW would update what Muon skips.
+    """
+
+    def _unscale_grads_(self, *arguments):
+        found_inf = super()._unscale_grads_(*arguments)
+        for found in found_inf.values() if dist.is_initialized() else ():
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        return found_inf

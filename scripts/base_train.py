@@ -29,6 +29,7 @@ from nanochat.engine import continuations
 from nanochat.evaluate import bits_per_byte
 from nanochat.fp8 import check_fp8, convert_to_fp8
 from nanochat.gpt import GPT, materialize
+from nanochat.gradients import clip_grad_norm_, exchange_gradients
 from nanochat.paths import user_path
 from nanochat.run_output import RunOutput
 from nanochat.task_scores import in_words, open_tasks, score_tasks
@@ -92,6 +93,7 @@ device_type: Literal["auto", "cuda", "cpu", "mps"] = "auto"  # auto = cuda, else
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto = the best that the device has
 fp8 = False  # train the blocks' large products in 8 bits, on GPUs that can (docs/precision.md)
 compile: Literal["auto", "on", "off"] = "auto"  # auto = if it saves more time than it takes
+gradient_dtype: Literal["float32", "bfloat16"] = "float32"  # of gradients on their way between processes
 seed = 42  # of initial weights, order of the data, and samples [0..2**62]
 price_per_hour = -1.0  # of all machines of the run together, to show its cost (-1 = unknown) [-1, 0..1e9]
 process_timeout = 600.0  # seconds to wait for a process that does not answer; then all end [1..1e6]
@@ -200,8 +202,9 @@ elif init_from:
     checkpoint.load_weights(checkpoint.find_weights(init_from, identity, say), model)
 
 train_model = torch.compile(model, dynamic=False) if compiled else model
-if world_size > 1:  # averages the gradients over the processes while the backward pass goes on
+if world_size > 1:  # gradients go to the processes that need them, while the backward pass goes on
     train_model = DistributedDataParallel(train_model, **runtime.DDP_OPTIONS)
+    exchange_gradients(train_model, optimizer, gradient_dtype)
 
 # ------------------------------------------------------------------------------------------------------
 # Log and save
@@ -347,11 +350,11 @@ while True:
             scaler.scale(loss).backward()
         micro_losses[micro_step] = loss.detach()
     scaler.unscale_(optimizer)
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip if grad_clip > 0 else math.inf)
+    grad_norm = clip_grad_norm_(model, optimizer, grad_clip if grad_clip > 0 else math.inf)
     optim.skip_if_not_finite(optimizer, grad_norm)  # the update of a bad step changes nothing
     scaler.step(optimizer)
     scaler.update()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=world_size == 1)  # of several: they stay in DDP's buckets
 
     # What the log needs comes to Python in one transfer, added up over the processes
     sums = micro_losses.sum(), stop.at_step_end(), output.save_is_overdue(save_minutes)

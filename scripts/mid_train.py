@@ -30,6 +30,7 @@ from nanochat.data.tokenizer import Tokenizer
 from nanochat.engine import find_source, model_config
 from nanochat.evaluate import bits_per_byte
 from nanochat.gpt import GPT, materialize
+from nanochat.gradients import clip_grad_norm_, exchange_gradients
 from nanochat.paths import user_path
 from nanochat.run_output import RunOutput
 
@@ -78,6 +79,7 @@ model_tag: str | None = None  # the run's name (none = the base run's)
 device_type: Literal["auto", "cuda", "cpu", "mps"] = "auto"  # auto = cuda, else mps, else cpu
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto = the best that the device has
 compile: Literal["auto", "on", "off"] = "auto"  # auto = if it saves more time than it takes
+gradient_dtype: Literal["float32", "bfloat16"] = "float32"  # of gradients on their way between processes
 seed = 42  # of the order of conversations, and of samples [0..2**62]
 process_timeout = 600.0  # seconds to wait for a process that does not answer; then all end [1..1e6]
 run = "dummy"  # the run's name at wandb (dummy = no wandb)
@@ -183,6 +185,7 @@ if resumed:
 train_model = torch.compile(model, dynamic=False) if compiled else model
 if world_size > 1:
     train_model = DistributedDataParallel(train_model, **runtime.DDP_OPTIONS)
+    exchange_gradients(train_model, optimizer, gradient_dtype)
 
 # ------------------------------------------------------------------------------------------------------
 # Log and save
@@ -322,11 +325,11 @@ while True:
             scaler.scale(loss * world_size).backward()
         micro_losses[micro_step] = loss.detach()
     scaler.unscale_(optimizer)
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip if grad_clip > 0 else math.inf)
+    grad_norm = clip_grad_norm_(model, optimizer, grad_clip if grad_clip > 0 else math.inf)
     optim.skip_if_not_finite(optimizer, grad_norm)
     scaler.step(optimizer)
     scaler.update()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=world_size == 1)  # of several: they stay in DDP's buckets
 
     # What the log needs comes to Python in one transfer, added up over the processes
     sums = micro_losses.sum(), stop.at_step_end(), output.save_is_overdue(save_minutes)

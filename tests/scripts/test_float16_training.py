@@ -11,7 +11,7 @@ import torch.multiprocessing as multiprocessing
 from helpers import ROOT, command, losses, python_m, records, run
 from torch.nn.parallel import DistributedDataParallel
 
-from nanochat import checkpoint, precision, scaling
+from nanochat import checkpoint, gradients, precision, runtime, scaling
 from nanochat.checkpoint.files import read_tensors
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import MuonAdamW, parameter_groups
@@ -147,7 +147,9 @@ def one_of_two(rank: int, folder: str):
     model.init_weights(torch.Generator().manual_seed(0))
     rates = {"embedding_lr": 0.1, "unembedding_lr": 0.01, "matrix_lr": 0.02, "scalar_lr": 0.3}
     optimizer = MuonAdamW(parameter_groups(model, rates, 0.1), rank=rank, world_size=2)
-    ddp, scaler, seen = DistributedDataParallel(model), precision.make_scaler(cpu, torch.float16), []
+    ddp = DistributedDataParallel(model, **runtime.DDP_OPTIONS)
+    gradients.exchange_gradients(ddp, optimizer)
+    scaler, seen = precision.make_scaler(cpu, torch.float16), []
     for step in range(4):
         for micro_step in range(2):
             idx = torch.randint(61, (4, 16), generator=generator)  # each process has rows of its own
@@ -158,10 +160,10 @@ def one_of_two(rank: int, folder: str):
                 loss = loss * torch.inf
             scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = gradients.clip_grad_norm_(model, optimizer, 1.0)
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)
         weights = torch.cat([p.detach().flatten() for p in model.parameters()])
         state = {name: tensor.clone() for name, tensor in optimizer.named_state().items()}
         seen.append((scaler.get_scale(), bool(norm.isfinite()), weights, state))

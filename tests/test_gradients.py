@@ -1,0 +1,137 @@
+"""Real processes exchange gradients: each gets the average of its share, and the norm of all."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+
+# Each process makes its own gradients twice: through DDP with the exchange, and through a copy of the model
+# that knows of no other process. The average of the copies' gradients, in float64, is what has to come.
+PROCESSES = """
+import contextlib, copy, os, socket, sys
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from nanochat import gradients, optim, runtime
+from nanochat.gpt import GPT, GPTConfig
+
+LIMIT = 0.5  # of the norm; the gradients are larger
+
+def train(machine, kind, backend, dtype):
+    model = GPT(GPTConfig(depth=3, width=48, num_heads=3, vocab_size=61, max_seq_len=16))
+    model.init_weights(torch.Generator().manual_seed(0))
+    for p in model.parameters():  # what starts at zero would leave most gradients at zero
+        torch.nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(p.numel()))
+    alone = copy.deepcopy(model)
+    optimizer, reference = make(model, kind, machine.rank, machine.world_size), make(alone, kind)
+    gradients.dist.get_backend = lambda: backend  # NCCL's way, over gloo
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.05, **runtime.DDP_OPTIONS)
+    buckets = record_buckets(ddp)
+    gradients.exchange_gradients(ddp, optimizer, dtype)
+    for step in range(3):
+        batches = torch.Generator().manual_seed(100 * step + machine.rank)
+        for micro_step in range(2):
+            idx = torch.randint(61, (4, 16), generator=batches)
+            with contextlib.nullcontext() if micro_step else ddp.no_sync():
+                ddp(idx, idx.roll(-1, 1)).backward()
+            alone(idx, idx.roll(-1, 1)).backward()
+            if step > 0:
+                check_that_gradients_exist_once(model, buckets)
+        buckets.clear()
+        for p in alone.parameters():
+            total = p.grad.double()
+            dist.all_reduce(total)
+            p.grad.copy_(total / machine.world_size)
+        expected = {name: p.grad for name, p in alone.named_parameters()}
+        pairs = [(p.grad[mine], expected[name][mine]) for name, p, mine in shares(model, optimizer)]
+        held = sum(grad.numel() for grad, _ in pairs)
+        size = sum(p.numel() for p in model.parameters())
+        assert machine.all_sum([held])[0] >= size and (held < size or kind == "AdamW")
+        check_close(pairs, dtype)
+        norm = gradients.clip_grad_norm_(model, optimizer, LIMIT)
+        expected_norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), LIMIT)
+        torch.testing.assert_close(norm, expected_norm, rtol=1e-6 if dtype == "float32" else 1e-2, atol=0)
+        assert norm > LIMIT and len(set(machine.all_gather(norm.item()))) == 1
+        check_close(pairs, dtype)
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad(set_to_none=False)
+        reference.zero_grad()
+        for name, p in alone.named_parameters() if dtype == "float32" else ():
+            torch.testing.assert_close(model.get_parameter(name), p, rtol=1e-4, atol=1e-4)
+        sums = machine.all_gather([p.detach().double().sum().item() for p in model.parameters()])
+        assert all(other == sums[0] for other in sums), "processes have different weights"
+        model.load_state_dict(alone.state_dict())
+
+def check_close(pairs, dtype):
+    if dtype == "float32":
+        for found, expected in pairs:
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    found, expected = (torch.cat([t.flatten() for t in side]) for side in zip(*pairs))
+    error = (found - expected).norm() / expected.norm()
+    assert 1e-4 < error < 1e-2 if dtype == "bfloat16" else error < 1e-6, error
+
+def make(model, kind, rank=0, world_size=1):
+    if kind == "AdamW":
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+    rates = {"embedding_lr": 0.1, "unembedding_lr": 0.01, "matrix_lr": 0.02, "scalar_lr": 0.3}
+    groups = optim.parameter_groups(model, rates, weight_decay=0.1)
+    return optim.MuonAdamW(groups, rank=rank, world_size=world_size)
+
+def shares(model, optimizer):
+    for name, p in model.named_parameters():
+        if isinstance(optimizer, torch.optim.AdamW):
+            yield name, p, ...
+        elif p in optimizer.state:  # it keeps the state of what it updates, and the whole of a matrix
+            yield name, p, optimizer._rows(p)
+
+def record_buckets(ddp):
+    buckets, register = {}, ddp.register_comm_hook
+    def recording(state, hook):
+        def recorded(state, bucket):
+            buckets[bucket.buffer().data_ptr()] = bucket.buffer().nbytes
+            return hook(state, bucket)
+        register(state, recorded)
+    ddp.register_comm_hook = recording
+    return buckets
+
+def check_that_gradients_exist_once(model, buckets):
+    storages = [p.grad.untyped_storage() for p in model.parameters()]
+    held = {s.data_ptr(): s.nbytes() for s in storages} | buckets
+    assert sum(held.values()) == sum(p.nbytes for p in model.parameters()), held
+
+def check_all():
+    machine = runtime.start("cpu", seed=0, timeout_s=60)
+    for variant in (("MuonAdamW", "gloo"), ("MuonAdamW", "nccl"), ("AdamW", "gloo")):
+        for dtype in ("float32", "bfloat16"):
+            train(machine, *variant, dtype)
+    machine.close()
+
+torch.set_num_threads(1)
+for world_size in map(int, sys.argv[1:]):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    children = []
+    for rank in range(world_size):
+        if not (child := os.fork()):  # quicker than to import torch again in each
+            place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, MASTER_PORT=port)
+            os.environ.update({k: str(v) for k, v in place.items()}, MASTER_ADDR="127.0.0.1")
+            try:
+                check_all()
+            except BaseException as error:
+                sys.excepthook(type(error), error, error.__traceback__)
+                os._exit(1)
+            os._exit(0)
+        children.append(child)
+    assert all([os.waitpid(child, 0)[1] == 0 for child in children])
+"""
+
+
+@pytest.mark.parametrize("world_size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
+def test_each_process_gets_the_average_of_its_share_and_the_norm_of_all(world_size):
+    command = [sys.executable, "-c", PROCESSES, str(world_size)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
