@@ -9,6 +9,7 @@
     python -m scripts.bench --what=core      # examples/s of CORE's evaluation, and of one at a time
     python -m scripts.bench --what=checkpoint --depth=12    # how long a save stalls a step
     torchrun --standalone --nproc_per_node=4 -m scripts.bench --what=communication    # bytes a step
+    python -m scripts.bench --what=gpu --peer=FOLDER    # checks and times everything on a GPU in ten minutes
     python -m scripts.bench --json           # one JSON object as the last line
 
 docs/benchmarks.md holds the figures, each with its machine, date and command.
@@ -40,9 +41,10 @@ from nanochat.metrics import read_metrics
 from nanochat.paths import user_path
 
 # What to measure
-what: Literal[
-    "train", "start", "loader", "optimizer", "checkpoint", "communication", "generate", "evaluate", "core"
-] = "train"
+what: (
+    Literal["train", "start", "loader", "optimizer", "checkpoint", "communication"]
+    | Literal["generate", "evaluate", "core", "gpu"]
+) = "train"
 json = False  # print one JSON object as the last line
 rounds = 5  # times every variant is measured [1..1e4]
 steps = 12  # optimizer steps of a round (train: the first third warms up and does not count) [1..1e6]
@@ -59,7 +61,9 @@ device_batch_size = 8  # rows of a micro-batch, one micro-batch a step [1..2**20
 # What takes turns
 variants = "bfloat16+compile,bfloat16,float32+compile"  # train: dtypes, with +compile or without
 dtypes = "bfloat16,float32"  # optimizer, generate, evaluate: compute dtypes
-peer: str | None = None  # optimizer, generate: folder of karpathy/nanochat, which takes turns with ours
+peer: str | None = None  # optimizer, generate, gpu: folder of karpathy/nanochat, which takes turns with ours
+parts = ""  # gpu: only these parts, separated by commas (empty = all)
+minutes = 9.5  # gpu: all parts together; what is not done by then is stopped [0.01..1e4]
 shapes = "8x512,32x2048"  # loader: rows of a step x positions of a row
 recipe = "runs/laptop.py"  # start: settings of the run
 
@@ -136,24 +140,6 @@ def bench_train() -> dict:
             "peak_memory_gib": max((memory for _, memory in of_variant if memory), default=None),
         }
     return results
-
-
-def bench_start() -> dict:
-    """Seconds until a run's metrics.jsonl has its first step. The first run fills caches and counts apart."""
-    times = []
-    for _ in range(rounds + 1):
-        with tempfile.TemporaryDirectory() as place:
-            records = Path(place) / "run" / "metrics.jsonl"
-            began = time.perf_counter()
-            process = base_train(recipe, base_dir=base_dir, out_dir=records.parent)
-            while not (records.exists() and records.stat().st_size):
-                if process.poll() is not None:
-                    raise UserError(f"base_train ended early: {process.stderr.read().strip()[-500:]}")
-                time.sleep(0.01)
-            times.append(time.perf_counter() - began)
-            process.kill()
-            process.communicate()
-    return {"first_s": times[0], "median_s": statistics.median(times[1:]), "slowest_s": max(times[1:])}
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -328,11 +314,11 @@ def bench_communication() -> dict:
 
 
 def bench_elsewhere() -> dict:
-    """Tokens a second that a model writes (generate), examples a second of CORE (core)."""
+    """What a module of experiments/ measures by itself: `generate`, `core`, `start`, `gpu`."""
     return import_module(f"experiments.{what}_speed").bench(settings.values)
 
 
-bench_generate = bench_core = bench_elsewhere
+bench_generate = bench_core = bench_start = bench_gpu = bench_elsewhere
 
 
 def loopback_bytes() -> int:
@@ -341,10 +327,11 @@ def loopback_bytes() -> int:
 
 
 results = globals()[f"bench_{what}"]()
-for name, row in results.items():
+for name, row in results.items() if what != "gpu" else ():  # gpu has printed its own lines
     row = row if isinstance(row, dict) else {"": row}
     cells = (f"{k} {v:,.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
     print(f"{name:20s} " + "  ".join(cells))
 if json and results:
+    key = "parts" if what == "gpu" else "results"
     here = {"device": runtime.device_name(torch.device("cpu")), "torch": torch.__version__}
-    print(json_module.dumps({"what": what, "machine": here, "settings": settings.values, "results": results}))
+    print(json_module.dumps({"what": what, "machine": here, "settings": settings.values, key: results}))

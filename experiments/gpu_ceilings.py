@@ -1,0 +1,167 @@
+"""Parts of `python -m scripts.bench --what=gpu`: how fast products, attention and memory can be at all.
+
+The products and the attention of a training step bound its MFU from above. What a step takes beyond them is
+what code can still gain.
+"""
+
+import functools
+import statistics
+import time
+
+import torch
+
+from experiments.gpu_parts import model_job
+
+
+def seconds_of(action, device: torch.device, repeats: int = 10) -> float:
+    """The median time of a call on the device, after two that warm up."""
+    cuda = device.type == "cuda"
+    times = []
+    for _ in range(repeats + 2):
+        if cuda:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            action()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1000)
+        else:
+            began = time.perf_counter()
+            action()
+            times.append(time.perf_counter() - began)
+    return statistics.median(times[2:])
+
+
+# ------------------------------------------------------------------------------------------------------
+# Matrix products and memory
+
+
+def products(job: dict, depths: list[int]) -> dict:
+    """TFLOP/s of the products of a micro-batch, forward and both backward, by model; in fp8 where it can be.
+
+    The products of one kind are weighted by how often a micro-batch has them. `mfu_ceiling` is their TFLOP/s
+    as a share of the peak that MFU is measured against. by_layer: forward, input gradient, weight gradient.
+    """
+    from nanochat import runtime
+
+    device = runtime.start(job["device"], seed=0).device
+    dtype = torch.float32 if job["small"] else torch.bfloat16
+    peak, _ = runtime.peak_flops(device, dtype)
+    result = {"copy_gb_per_s": copy_speed(device, 2**20 if job["small"] else 2**30)}
+    for depth in depths:
+        rows = linear_layers(model_job(job, depth))
+        found = {name: product_speeds(*shape, dtype, device) for name, (shape, _) in rows.items()}
+        spent = sum(count * sum(found[name].values()) for name, (_, count) in rows.items())
+        work = sum(count * 6 * N * K * M for (N, K, M), count in rows.values())
+        tflops = work / spent / 1e12
+        by_layer = {
+            name: [2 * N * K * M / s / 1e12 for s in found[name].values()]
+            for name, ((N, K, M), _) in rows.items()
+        }
+        result[f"d{depth}"] = {"tflops": tflops, "mfu_ceiling": tflops * 1e12 / peak, "by_layer": by_layer}
+        if fp8_works(device):
+            result[f"d{depth}"]["fp8_tflops"] = {
+                name: 2 * N * K * M / fp8_seconds(N, K, M, device) / 1e12
+                for name, ((N, K, M), _) in rows.items()
+            }
+    return result
+
+
+def linear_layers(shape: dict) -> dict[str, tuple[tuple[int, int, int], int]]:
+    """{layer: ((tokens, inputs, outputs), how many a micro-batch has)} of a model; 16 rows, as many do."""
+    width, depth = shape["depth"] * shape["aspect_ratio"], shape["depth"]
+    tokens = (2 if shape["rows"] == 2 else 16) * shape["max_seq_len"]
+    return {
+        "query, key, value, out": ((tokens, width, width), 4 * depth),
+        "up": ((tokens, width, 4 * width), depth),
+        "down": ((tokens, 4 * width, width), depth),
+        "head": ((tokens, width, shape["vocab_size"]), 1),
+    }
+
+
+def product_speeds(N: int, K: int, M: int, dtype, device) -> dict[str, float]:
+    """Seconds of the three products of a linear layer with K inputs and M outputs on N tokens."""
+    x, grad = (torch.randn(N, size, device=device).to(dtype) for size in (K, M))
+    weight = torch.randn(M, K, device=device).to(dtype)
+    return {
+        "forward": seconds_of(lambda: x @ weight.t(), device),
+        "input gradient": seconds_of(lambda: grad @ weight, device),
+        "weight gradient": seconds_of(lambda: grad.t() @ x, device),
+    }
+
+
+def fp8_works(device: torch.device) -> bool:
+    """Whether torch._scaled_mm multiplies fp8 on this GPU."""
+    return (
+        device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9)
+    )
+
+
+def fp8_seconds(N: int, K: int, M: int, device) -> float:
+    """Seconds of a layer's forward product in fp8, without the casts."""
+    x, weight = (torch.randn(*size, device=device).to(torch.float8_e4m3fn) for size in ((N, K), (M, K)))
+    one = torch.ones((), device=device)
+    return seconds_of(
+        lambda: torch._scaled_mm(x, weight.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True),
+        device,
+    )
+
+
+def copy_speed(device: torch.device, size: int) -> float:
+    """GB/s of a copy of `size` bytes within the device, bytes read and bytes written."""
+    source = torch.ones(size // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / seconds_of(lambda: target.copy_(source), device) / 1e9
+
+
+# ------------------------------------------------------------------------------------------------------
+# Attention
+
+
+def attention_speed(job: dict) -> dict:
+    """Milliseconds of each way to compute attention at d12's micro-batch, forward, and forward and backward.
+
+    TFLOP/s count the scores that a token sees, not the whole T x T: half for a full layer.
+    """
+    from nanochat import attention_backends as backends
+    from nanochat.attention import BACKENDS, _cannot_run
+
+    device, small = torch.device(job["device"]), job["small"]
+    B, H, T, D = (1, 2, 64, 32) if small else (16, 6, 2048, 128)
+    dtype = torch.float32 if small else torch.bfloat16
+    result: dict = {}
+    for version in ("", "FA3", "FA4"):
+        why = backends.activate_flash(version) if device.type == "cuda" else "needs CUDA" * bool(version)
+        for name, (way, kinds) in BACKENDS.items():
+            if version and name not in ("flash", "varlen"):
+                continue
+            for kind in (kind for kind in ("full", "window") if kind in kinds):
+                row = result.setdefault(kind, {})
+                key, window = f"{name} {version}".strip(), T if kind == "full" else T // 4
+                reason = why or _cannot_run(name, kind, device, dtype, compiled=not small)
+                try:
+                    row[key] = reason or time_attention(name, way, (B, H, T, D), window, dtype, device)
+                except Exception as error:  # the next way is timed all the same
+                    row[key] = backends.first_line(error)
+    return result
+
+
+def time_attention(name: str, way, shape, window: int, dtype, device) -> dict:
+    """The times of one way; flex runs compiled, as it does in a model."""
+    from nanochat import attention_backends as backends
+
+    B, H, T, D = shape
+    if name == "flex":
+        backends.make_block_mask(T, window, device)
+        way = torch.compile(way, dynamic=False)
+    q, k, v = (torch.randn(B, T, H, D, device=device).to(dtype).transpose(1, 2) for _ in range(3))
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    grad = torch.randn(B, H, T, D, device=device).to(dtype)
+
+    def both():
+        torch.autograd.grad(way(*inputs, window), inputs, grad)
+
+    forward, whole = seconds_of(functools.partial(way, *inputs, window), device), seconds_of(both, device)
+    seen = T * window - window * (window - 1) // 2  # pairs of a query and a key that it sees
+    work = 4 * B * H * D * seen
+    return {"forward_ms": 1000 * forward, "both_ms": 1000 * whole, "tflops": 3.5 * work / whole / 1e12}

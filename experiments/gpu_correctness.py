@@ -1,0 +1,266 @@
+"""Parts of `python -m scripts.bench --what=gpu`: does a device compute the right numbers?
+
+Each part returns `checks`: what was found, the limit, and whether it holds. The part is ok if all hold.
+"""
+
+import contextlib
+import itertools
+import json
+import math
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from experiments.gpu_parts import ROOT, Skipped
+
+FIRST_STEPS = 5  # of 30 that are compared tightly; later ones amplify rounding
+# Largest relative difference of a step's loss from float32 on a CPU: of the first steps, of all
+TOLERANCES = {"float32": (1e-4, 1e-2), "bfloat16": (5e-3, 3e-2), "float16": (2e-2, 5e-2)}
+
+
+def checked(checks: dict[str, tuple[float, float]], **more) -> dict:
+    """The result of a part from {name: (found, the most allowed)}."""
+    rows = {
+        name: {"found": found, "limit": limit, "ok": bool(found <= limit)}  # a nan is not ok
+        for name, (found, limit) in checks.items()
+    }
+    return {"ok": all(row["ok"] for row in rows.values()), "checks": rows} | more
+
+
+# ------------------------------------------------------------------------------------------------------
+# Losses of 30 steps
+
+
+def losses(job: dict) -> dict:
+    """30 steps of a small model, eager and compiled, in each dtype, beside eager float32 on the CPU.
+
+    All start from the same weights and see the same tokens, which follow a rule that can be learned. float16
+    runs with a GradScaler; its first scale is so low that no step is skipped.
+    """
+    from nanochat import scaling
+    from nanochat.gpt import GPT
+
+    T, rows, head_dim = (32, 4, 32) if job["small"] else (256, 8, 128)
+    config = scaling.model_config(2, head_dim, head_dim, T, 512, "SL")
+    torch.manual_seed(0)
+    start = GPT(config)
+    start.init_weights(torch.Generator().manual_seed(0))
+    batches = [learnable(rows, T, 512, step) for step in range(30)]
+    weights = start.state_dict()
+    reference = train(config, weights, batches, torch.device("cpu"), torch.float32, compiled=False)
+    device, found, checks = torch.device(job["device"]), {"cpu float32": reference}, {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        for compiled in (False, True):
+            if compiled and (dtype == torch.float16 or (job["small"] and dtype == torch.bfloat16)):
+                continue  # it would show nothing new
+            label = f"{name} {'compiled' if compiled else 'eager'}"
+            found[label] = train(config, weights, batches, device, dtype, compiled, backend(job))
+            first, later = TOLERANCES[name]
+            apart = [abs(a / b - 1) for a, b in zip(found[label], reference, strict=True)]
+            checks[f"{label}, first {FIRST_STEPS} steps"] = max(apart[:FIRST_STEPS]), first
+            checks[f"{label}, all steps"] = max(apart), later
+    checks["last loss over first"] = reference[-1] / reference[0], 0.8
+    ends = {label: [run[0], run[-1]] for label, run in found.items()}
+    return checked(checks, first_and_last_loss=ends)
+
+
+def backend(job: dict) -> str:
+    """The backend of torch.compile. On a CPU, where this is for the tests, one without a C++ compiler."""
+    return "aot_eager" if job["small"] else "inductor"
+
+
+def learnable(rows: int, T: int, vocab_size: int, seed: int):
+    """(inputs, targets), each (rows, T) int64: mostly the next token is 5 x the last + 1, modulo 64."""
+    draw = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(64, (rows, T + 1), generator=draw)
+    keep = torch.rand(rows, T + 1, generator=draw) < 0.1
+    for t in range(1, T + 1):
+        tokens[:, t] = torch.where(keep[:, t], tokens[:, t], (5 * tokens[:, t - 1] + 1) % 64)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def train(config, weights, batches, device, dtype, compiled, backend="inductor") -> list[float]:
+    """The losses of one step a batch, from those weights."""
+    import configurator
+    from nanochat import optim
+    from nanochat.diagnostics.step import scaled_rates, training_step
+    from nanochat.gpt import GPT
+
+    model = GPT(config)
+    model.load_state_dict(weights)
+    model.init_rotary()
+    model.to(device)
+    defaults = configurator.defaults(ROOT / "scripts" / "base_train.py")
+    tokens = batches[0][0].numel()
+    groups = optim.parameter_groups(model, *scaled_rates(defaults, config, tokens, len(batches)))
+    optimizer = optim.MuonAdamW(groups, dtype, compiled and backend == "inductor")
+    fp16 = dtype == torch.float16
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=fp16)
+    step_model = torch.compile(model, dynamic=False, backend=backend) if compiled else model
+    found = []
+    for inputs, targets in batches:
+        where = inputs.to(device), targets.to(device)
+        found.append(training_step(step_model, optimizer, scaler, dtype, *where).detach())
+        optimizer.zero_grad(set_to_none=True)
+    return torch.stack(found).tolist()
+
+
+# ------------------------------------------------------------------------------------------------------
+# Attention
+
+
+def attention(job: dict) -> dict:
+    """Each way to compute attention, forward and backward, against float64; which ones a model would use."""
+    from nanochat import attention as ways
+
+    shape = (1, 2, 64, 32) if job["small"] else (2, 6, 2048, 128)
+    found, checks = {}, {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        compiled = dtype == torch.bfloat16 and not job["small"]  # it takes long
+        found[name] = ways.check_backends(job["device"], dtype, shape, compiled)
+        for way, row in found[name].items():
+            if isinstance(row, dict):
+                worst = max(row["forward_error"], row["backward_error"])
+                checks[f"{way}, {name}"] = worst, ways.TOLERANCE[dtype]
+    cannot = {name: {k: v for k, v in rows.items() if isinstance(v, str)} for name, rows in found.items()}
+    return checked(checks, cannot_run=cannot)
+
+
+# ------------------------------------------------------------------------------------------------------
+# Waits
+
+
+def waits(job: dict) -> dict:
+    """Three optimizer steps with the real loader in which anything that waits for the GPU is an error."""
+    from experiments.gpu_step import Batches, Ours
+
+    step_job = {
+        "device": job["device"], "depth": 2, "aspect_ratio": 64, "head_dim": 64, "max_seq_len": 256,
+        "vocab_size": job["vocab_size"], "window_pattern": "SL", "rows": 2, "total_batch_size": 1024,
+        "dtype": "float32" if job["small"] else "bfloat16", "compile": not job["small"],
+    }  # fmt: skip
+    side = Ours(step_job)
+    loader = open_loader(job, step_job)
+    batches = Batches(step_job, side.rows, side.micro_steps, side.device)
+    try:
+        for _ in range(2):  # compile, and make what is made once
+            side.step(batches)
+            side.step(itertools.islice(loader, side.micro_steps))
+        side.machine.synchronize()
+        with no_waits(side.device):
+            found = [side.step(itertools.islice(loader, side.micro_steps)) for _ in range(3)]
+        last = found[-1].item()
+    finally:
+        loader.close()
+    if job["small"]:
+        raise Skipped("needs CUDA: only there can a wait be made an error; the three steps ran")
+    return {"ok": math.isfinite(last), "steps": len(found), "loss": last}
+
+
+@contextlib.contextmanager
+def no_waits(device: torch.device):
+    """Whatever makes Python wait for the GPU raises an error."""
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def open_loader(job: dict, step_job: dict):
+    """The training batches of base_train for the job's text."""
+    from nanochat.data.dataset import open_dataset
+    from nanochat.data.loader import TrainLoader
+    from nanochat.data.tokenizer import open_tokenizer
+
+    base = Path(job["base_dir"])
+    dataset = open_dataset(job["data"], base_dir=base)
+    folder = dataset.tokenizer_folder(base)
+    tokenizer = open_tokenizer("auto", job["vocab_size"], folder, dataset.train_texts)
+    T, rows = step_job["max_seq_len"], step_job["total_batch_size"] // step_job["max_seq_len"]
+    return TrainLoader(
+        dataset.train_shards, tokenizer, rows, T, step_job["rows"], device=torch.device(job["device"])
+    )
+
+
+# ------------------------------------------------------------------------------------------------------
+# Whole runs of scripts.base_train
+
+
+def base_train(job: dict, out_dir: Path, **settings) -> subprocess.Popen:
+    """Start the script on the job's text and device, with evaluations, samples and saves off."""
+    off = dict.fromkeys(["eval_every", "sample_every", "save_every", "save_minutes", "core_metric_every"], -1)
+    places = {"data": job["data"], "base_dir": job["base_dir"], "out_dir": out_dir, "eval_tokens": 2048}
+    places |= {"device_type": job["device"], "vocab_size": job["vocab_size"], "sample_prompts": ""}
+    chosen = off | places | settings
+    command = [sys.executable, "-m", "scripts.base_train", *(f"--{k}={v}" for k, v in chosen.items())]
+    return subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr.fileno())
+
+
+def finish(process: subprocess.Popen):
+    """Wait for a run; RuntimeError if it failed. Its output is this process's stderr."""
+    if status := process.wait():
+        raise RuntimeError(f"base_train ended with status {status}; its message stands above")
+
+
+def records(out_dir: Path) -> list[dict]:
+    """The training steps of a run."""
+    path = out_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [record for line in lines if "loss" in (record := json.loads(line))]
+
+
+def resume(job: dict) -> dict:
+    """A float32 run that SIGTERM stops and that is then resumed, beside one left alone."""
+    size = {"depth": 4, "num_iterations": 200, "total_batch_size": 4 * 2048}
+    if job["small"]:
+        size = {"depth": 2, "aspect_ratio": 32, "head_dim": 32, "max_seq_len": 64}
+        size |= {"num_iterations": 30, "total_batch_size": 4 * 64}
+    settings = size | {"device_batch_size": 2, "dtype": "float32", "compile": "off"}
+    with tempfile.TemporaryDirectory() as place:
+        alone, stopped = Path(place) / "alone", Path(place) / "stopped"
+        finish(base_train(job, alone, **settings))
+        process = base_train(job, stopped, **settings)
+        while process.poll() is None and len(records(stopped)) < 5:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        finish(process)
+        done = len(records(stopped))
+        finish(base_train(job, stopped, **settings))
+        first, second = ([record["loss"] for record in records(run)] for run in (alone, stopped))
+    apart = [abs(a / b - 1) for a, b in zip(first, second, strict=True)]
+    checks = {
+        "loss, the steps before and the first 5 after": (max(apart[: done + 5]), 1e-4),
+        "loss, all steps": (max(apart), 1e-2),  # a GPU may add up in another order; later steps amplify it
+        "steps missing": (size["num_iterations"] - len(second), 0),
+        "steps done when it stopped": (done, size["num_iterations"] - 1),
+    }
+    return checked(checks, bit_for_bit=first == second)
+
+
+def base_train_speed(job: dict, depth: int) -> dict:
+    """The script itself, with loader and log: tokens a second by its own records, and its wait for data."""
+    small = {"depth": 2, "aspect_ratio": 32, "head_dim": 32, "max_seq_len": 64, "total_batch_size": 256}
+    size = small | {"compile": "off"} if job["small"] else {"depth": depth, "compile": "on"}
+    size = size if job["small"] else size | {"total_batch_size": 2**19}
+    with tempfile.TemporaryDirectory() as place:
+        out_dir = Path(place) / "run"
+        finish(base_train(job, out_dir, num_iterations=8, **size))
+        found = records(out_dir)[3:]
+        config = json.loads((out_dir / "config.json").read_text())
+    middle = {
+        name: statistics.median(record[name] for record in found)
+        for name in ("tok_per_sec", "mfu", "step_time_s", "data_wait_s")
+    }
+    said = ("device", "compiled", "batch", "memory", "attention")
+    return middle | {"plan": [line for line in config["plan"] if line.startswith(said)]}

@@ -1,0 +1,239 @@
+"""Parts of `python -m scripts.bench --what=gpu`: the machine, and the speed of training steps.
+
+A part is a function of the job (gpu_speed.py makes it: device, small, peer and places) that returns its
+figures, ready for JSON. It may raise whatever it likes: each runs in a process of its own.
+"""
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import torch
+
+from experiments.gpu_trace import time_split
+
+ROOT = Path(__file__).resolve().parent.parent
+STEP = Path(__file__).with_name("gpu_step.py")
+PACKAGES = ["triton", "flash-attn", "flash_attn_3", "flash-attn-4", "kernels", "torchao", "numpy"]
+
+
+class Skipped(Exception):
+    """A part that cannot run here; the message says why."""
+
+
+# ------------------------------------------------------------------------------------------------------
+# The machine
+
+
+def machine(job: dict) -> dict:
+    """What there is: GPU, driver, memory, versions, the peak that MFU is measured against."""
+    from nanochat import runtime
+
+    here = runtime.start(job["device"], seed=0)
+    peak, source = runtime.peak_flops(here.device, torch.bfloat16)
+    found = {
+        "device": runtime.device_name(here.device),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "peak_tflops": peak / 1e12,
+        "peak_source": source,
+        "packages": {name: version for name in PACKAGES if (version := version_of(name))},
+        "cores": os.cpu_count(),
+        "compiler": shutil.which("gcc") or shutil.which("cc"),  # Triton builds its launchers with it
+        "python_headers": Path(sysconfig.get_paths()["include"], "Python.h").exists(),
+        "git_commit": runtime.git_commit(),
+    }
+    if here.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(here.device)
+        properties = torch.cuda.get_device_properties(here.device)
+        found |= {
+            "capability": ".".join(map(str, torch.cuda.get_device_capability(here.device))),
+            "multiprocessors": properties.multi_processor_count,
+            "memory_gib": total / 2**30,
+            "free_gib": free / 2**30,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "nvidia_smi": nvidia_smi(),
+        }
+    return found
+
+
+def version_of(package: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
+
+
+def nvidia_smi() -> str:
+    """Driver, clocks, power and temperature in the words of nvidia-smi, or why it did not answer."""
+    query = "driver_version,pstate,clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"no answer: {error}"
+
+
+# ------------------------------------------------------------------------------------------------------
+# Training steps, ours and the peer's
+
+
+def model_job(job: dict, depth: int, **more) -> dict:
+    """The job of gpu_step.py: a model as base_train makes it, or a tiny one for tests on a CPU."""
+    shape = {"aspect_ratio": 64, "head_dim": 128, "max_seq_len": 2048, "vocab_size": 32768}
+    batch = {"rows": -1, "total_batch_size": 2**19, "dtype": "bfloat16", "compile": True}
+    if job["small"]:
+        depth = depth // 6
+        shape = {"aspect_ratio": 32, "head_dim": 32, "max_seq_len": 64, "vocab_size": 256}
+        batch = {"rows": 2, "total_batch_size": 256, "dtype": "float32", "compile": False}
+    return {"device": job["device"], "depth": depth, "window_pattern": "L"} | shape | batch | more
+
+
+class Side:
+    """A process of gpu_step.py that takes orders. Raises RuntimeError if it ends."""
+
+    def __init__(self, whose: str, step_job: dict, folder: Path):
+        environment = os.environ | {"PYTHONPATH": str(folder), "NANOCHAT_DTYPE": step_job["dtype"]}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        command = [sys.executable, str(STEP), whose]
+        self.whose = whose
+        self.process = subprocess.Popen(command, cwd=folder, env=environment, **pipes)
+        self.facts = self.ask(step_job)
+
+    def ask(self, order: dict) -> dict:
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps(order), file=self.process.stdin, flush=True)
+        answer = json.loads(self.process.stdout.readline() or "{}")
+        if "out_of_memory" in answer:
+            raise MemoryError(answer["out_of_memory"])
+        if not answer and order.get("do") != "release":
+            raise RuntimeError(f"the process of {self.whose} ended; its message stands above")
+        return answer
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.process.kill()
+        self.process.communicate()
+
+
+def halving(step_job: dict, run) -> dict:
+    """run(step_job), with half the rows as long as they do not fit. The result says what was halved."""
+    said: dict = {}
+    while True:
+        try:
+            return run(step_job) | said
+        except MemoryError as error:
+            tried = step_job["rows"] if step_job["rows"] > 0 else 32
+            if tried == 1:
+                raise
+            step_job = step_job | {"rows": tried // 2}
+            said = {"rows_halved_to": tried // 2, "because": str(error)[:200]}
+
+
+def speed(job: dict, depth: int, trace: bool = False, **more) -> dict:
+    """Tokens a second of whole optimizer steps by the clock, MFU, memory beside the plan's estimate.
+
+    trace: also where the time of two profiled steps goes, by kind of kernel.
+    """
+
+    def run(step_job: dict) -> dict:
+        with Side("ours", step_job, ROOT) as side:
+            side.ask({"do": "steps", "count": 1})
+            row = figures(step_job, side.facts, side.ask({"do": "steps", "count": 4 if depth < 20 else 3}))
+            return row | ({"time_split": split(side)} if trace else {})
+
+    return halving(model_job(job, depth, **more), run)
+
+
+def split(side: Side) -> dict:
+    """Where the time of two profiled steps goes; an error leaves the other figures as they are."""
+    try:
+        with tempfile.TemporaryDirectory() as place:
+            steps = side.ask({"do": "trace", "path": f"{place}/trace.json"})["steps"]
+            return time_split(f"{place}/trace.json", steps)
+    except (RuntimeError, MemoryError, ValueError, KeyError, OSError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def figures(step_job: dict, facts: dict, answer: dict) -> dict:
+    """The figures of a side from its facts and the times of its steps."""
+    step_s = statistics.median(answer["step_s"])
+    rate = step_job["total_batch_size"] / step_s
+    row = {
+        "tok_per_sec": rate,
+        "step_s": step_s,
+        "slowest_step_s": max(answer["step_s"]),
+        "model": f"d{step_job['depth']}, {facts['parameters'] / 1e6:,.0f} M parameters",
+        "micro_batch": f"{facts['rows']} x {step_job['max_seq_len']}, {facts['micro_steps']} a step",
+        "first_step_s": facts["first_step_s"],
+    }
+    if "peak_flops" in facts:
+        row["mfu"] = rate * facts["flops_per_token"] / facts["peak_flops"]
+    if answer["peak_bytes"]:
+        row["peak_gib"] = answer["peak_bytes"] / 2**30
+        row["reserved_gib"] = answer["reserved_bytes"] / 2**30
+    if "expected_bytes" in facts:
+        row["expected_gib"] = facts["expected_bytes"] / 2**30
+        if answer["peak_bytes"]:
+            row["expected_over_peak"] = facts["expected_bytes"] / answer["peak_bytes"]
+    return row
+
+
+def beside_peer(job: dict, depth: int) -> dict:
+    """Ours and the peer's take turns on the same device: same tokens, micro-batch, shape, both compiled.
+
+    Between turns each gives the memory back that its tensors do not use, so the first step of a turn warms
+    up and does not count.
+    """
+
+    def run(step_job: dict) -> dict:
+        with Side("ours", step_job, ROOT) as ours:
+            ours.ask({"do": "release"})
+            with Side("peer", step_job | {"rows": ours.facts["rows"]}, Path(job["peer"])) as theirs:
+                return take_turns(step_job, ours, theirs, rounds=2 if depth < 20 else 1)
+
+    return halving(model_job(job, depth), run)
+
+
+def take_turns(step_job: dict, ours: Side, theirs: Side, rounds: int) -> dict:
+    """The figures of both sides and the ratio of their speeds."""
+    sides = {"ours": ours, "peer": theirs}
+    times: dict = {name: {"step_s": []} for name in sides}
+    theirs.ask({"do": "release"})
+    for _ in range(rounds):
+        for name, side in sides.items():
+            side.ask({"do": "steps", "count": 1})
+            answer = side.ask({"do": "steps", "count": 2})
+            side.ask({"do": "release"})
+            times[name] = answer | {"step_s": times[name]["step_s"] + answer["step_s"]}
+    rows = {name: figures(step_job, side.facts, times[name]) for name, side in sides.items()}
+    rows["peer"]["attention"] = theirs.facts["attention"]
+    return {"ours_over_peer": rows["ours"]["tok_per_sec"] / rows["peer"]["tok_per_sec"], **rows}
+
+
+def warm_up(job: dict, depths: list[int], peer_depth: int) -> dict:
+    """Compile the models while the checks of correctness run, so that later parts find them in the cache."""
+    taken = {}
+    for depth in depths:
+        step_job = model_job(job, depth)
+        with contextlib.suppress(RuntimeError, MemoryError), Side("ours", step_job, ROOT) as side:
+            taken[f"d{depth}"] = side.facts["first_step_s"]
+            step_job |= {"rows": side.facts["rows"]}
+        if job["peer"] and depth == peer_depth:
+            with (
+                contextlib.suppress(RuntimeError, MemoryError),
+                Side("peer", step_job, Path(job["peer"])) as peer,
+            ):
+                taken[f"peer's d{depth}"] = peer.facts["first_step_s"]
+    return {"first_step_s": taken}

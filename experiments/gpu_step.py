@@ -1,0 +1,261 @@
+"""Training steps of one side, ours or karpathy/nanochat's, in a process of its own.
+
+gpu_parts.py starts this file: ours with this project on PYTHONPATH, the peer's in the peer's folder, so
+`nanochat` is another package in each. The first line of stdin is the job, a JSON object; every further line
+is an order. Every answer is one line of JSON. What the code prints by itself goes to stderr.
+
+    {"do": "steps", "count": 3}       a time in seconds for each step, the last loss, the peak of memory
+    {"do": "trace", "path": "FILE"}   two profiled steps, written as a Chrome trace
+    {"do": "release"}                 gives memory that is not in use back, so that the other side has it
+
+A step is that of either training script: micro-steps forward and backward, then one update. Tokens are
+random: their values do not change how long a step takes. They lie in page-locked memory and are copied to
+the GPU at each micro-step, as a data loader does.
+"""
+
+import contextlib
+import gc
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import torch
+
+PROFILED_STEPS = 2
+BASE_TRAIN = os.path.join(os.path.dirname(__file__), "..", "scripts", "base_train.py")
+
+
+def phase(name: str):
+    """Marks a part of the step in a profile; costs nothing measurable without one."""
+    return torch.profiler.record_function(name)
+
+
+class Ours:
+    """Model and optimizer as scripts/base_train.py makes them from the same settings."""
+
+    def __init__(self, job: dict):
+        from nanochat import optim, precision, runtime
+        from nanochat.gpt import GPT, materialize
+
+        self.machine = runtime.start(job["device"], seed=0)
+        self.device = self.machine.device
+        self.dtype, _ = precision.resolve_dtype(job["dtype"], self.device)
+        self.plan = our_plan(job, self.machine, self.dtype)
+        with torch.device("meta"):
+            model = GPT(self.plan.config)
+        self.model = materialize(model, self.device, 0)
+        if job.get("fp8"):
+            from nanochat.fp8 import convert_to_fp8
+
+            convert_to_fp8(model)
+        groups = optim.parameter_groups(model, self.plan.rates, self.plan.weight_decay)
+        self.optimizer = optim.MuonAdamW(groups, self.dtype, job["compile"])
+        self.scaler = precision.make_scaler(self.device, self.dtype)
+        self.train_model = torch.compile(model, dynamic=False) if job["compile"] else model
+        self.rows, self.micro_steps = self.plan.device_batch_size, self.plan.grad_accum_steps
+
+    def facts(self) -> dict:
+        """What follows from the settings: the plan's numbers."""
+        plan = self.plan
+        return {
+            "rows": self.rows,
+            "micro_steps": self.micro_steps,
+            "parameters": plan.parameters["total"],
+            "flops_per_token": plan.flops_per_token,
+            "peak_flops": plan.hardware.peak_flops,
+            "expected_bytes": plan.expected_bytes,
+        }
+
+    def step(self, batches) -> torch.Tensor:
+        from nanochat import optim, precision
+
+        losses = torch.zeros(self.micro_steps, device=self.device)
+        for i, (inputs, targets) in enumerate(batches):
+            with phase("forward"), precision.autocast(self.device, self.dtype):
+                loss = self.train_model(inputs, targets) / self.micro_steps
+            with phase("backward"):
+                self.scaler.scale(loss).backward()
+            losses[i] = loss.detach()
+        with phase("clip"):
+            self.scaler.unscale_(self.optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            optim.skip_if_not_finite(self.optimizer, norm)
+        with phase("optimizer"):
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return losses.sum()
+
+
+def our_plan(job: dict, machine, dtype):
+    """The plan of base_train for the job's shape, with text of any length and a tokenizer of its size."""
+    import configurator
+    from nanochat import planning
+
+    shape = {name: job[name] for name in ("depth", "aspect_ratio", "head_dim", "max_seq_len")}
+    shape |= {"window_pattern": job["window_pattern"], "device_batch_size": job["rows"]}
+    settings = configurator.defaults(BASE_TRAIN) | shape
+    settings |= {"num_iterations": 1000, "total_batch_size": job["total_batch_size"]}
+    tokenizer = SimpleNamespace(vocab_size=job["vocab_size"])
+    text = SimpleNamespace(estimated_tokens=lambda tokenizer: 10**12)
+    hardware = planning.survey(machine, dtype)
+    if machine.device.type == "cuda":  # as on a GPU where nothing else runs, so that all parts plan the same
+        memory = torch.cuda.get_device_properties(machine.device).total_memory
+        hardware = replace(hardware, memory=int(0.98 * memory))
+    return planning.derive(settings, tokenizer, text, hardware)
+
+
+class Peer:
+    """The peer's model and optimizer, built in the order of its scripts/base_train.py."""
+
+    def __init__(self, job: dict):
+        from nanochat import flash_attention
+        from nanochat.gpt import GPT, GPTConfig
+
+        self.device = torch.device(job["device"])
+        torch.manual_seed(42)
+        if self.device.type == "cuda":
+            torch.set_float32_matmul_precision("high")
+        width = -(-job["depth"] * job["aspect_ratio"] // job["head_dim"]) * job["head_dim"]
+        heads = width // job["head_dim"]
+        config = GPTConfig(
+            sequence_len=job["max_seq_len"], vocab_size=job["vocab_size"], n_layer=job["depth"],
+            n_head=heads, n_kv_head=heads, n_embd=width, window_pattern=job["window_pattern"],
+        )  # fmt: skip
+        with torch.device("meta"):
+            self.model = GPT(config)
+        self.model.to_empty(device=self.device)
+        self.model.init_weights()
+        self.train_model = torch.compile(self.model, dynamic=False) if job["compile"] else self.model
+        self.optimizer = self.model.setup_optimizer(weight_decay=0.1)
+        self.rows = job["rows"]
+        self.micro_steps = job["total_batch_size"] // (self.rows * job["max_seq_len"])
+        self.attention = "FA3" if flash_attention.USE_FA3 else "SDPA"
+
+    def facts(self) -> dict:
+        counts = self.model.num_scaling_params()
+        return {
+            "rows": self.rows,
+            "micro_steps": self.micro_steps,
+            "parameters": counts["total"],
+            "flops_per_token": self.model.estimate_flops(),
+            "attention": self.attention,
+        }
+
+    def step(self, batches) -> torch.Tensor:
+        for inputs, targets in batches:
+            with phase("forward"):
+                loss = self.train_model(inputs, targets)
+            last = loss.detach()
+            with phase("backward"):
+                (loss / self.micro_steps).backward()
+        with phase("optimizer"):
+            self.optimizer.step()
+        self.model.zero_grad(set_to_none=True)
+        return last
+
+
+class Batches:
+    """As many random batches as a step has micro-steps; iterating copies each to the device."""
+
+    def __init__(self, job: dict, rows: int, micro_steps: int, device: torch.device):
+        shape, self.device, self.pin = (rows, job["max_seq_len"] + 1), device, device.type == "cuda"
+        draw = torch.Generator().manual_seed(0)
+        tokens = [torch.randint(job["vocab_size"], shape, generator=draw) for _ in range(micro_steps)]
+        self.pairs = [(self._ready(t[:, :-1]), self._ready(t[:, 1:])) for t in tokens]
+
+    def _ready(self, tokens):
+        tokens = tokens.contiguous()
+        return tokens.pin_memory() if self.pin else tokens
+
+    def __iter__(self):
+        for inputs, targets in self.pairs:
+            yield (
+                inputs.to(self.device, non_blocking=self.pin),
+                targets.to(self.device, non_blocking=self.pin),
+            )
+
+
+def synchronize(device: torch.device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_memory(device: torch.device) -> tuple[int, int]:
+    """The most bytes so far that tensors have taken on the GPU, and that torch has reserved; 0 elsewhere."""
+    if device.type != "cuda":
+        return 0, 0
+    return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+
+
+def steps(side, batches, order: dict) -> dict:
+    """Run and time whole steps. Each ends with a wait for the device and a read of its loss."""
+    times = []
+    for _ in range(order["count"]):
+        synchronize(side.device)
+        began = time.perf_counter()
+        loss = side.step(batches).item()
+        synchronize(side.device)
+        times.append(time.perf_counter() - began)
+    if not math.isfinite(loss):
+        raise RuntimeError(f"the loss is {loss}")
+    peak, reserved = peak_memory(side.device)
+    return {"step_s": times, "loss": loss, "peak_bytes": peak, "reserved_bytes": reserved}
+
+
+def trace(side, batches, order: dict) -> dict:
+    """Two steps under torch.profiler, without stacks and shapes, which would slow them down."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if side.device.type == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds) as profile:
+        side.step(batches)  # the first step under a profiler waits for it
+        synchronize(side.device)
+        with phase("profiled steps"):
+            for _ in range(PROFILED_STEPS):
+                side.step(batches)
+            synchronize(side.device)
+    profile.export_chrome_trace(order["path"])
+    return {"steps": PROFILED_STEPS}
+
+
+def release(side, batches, order: dict) -> dict:
+    """Memory that no tensor uses goes back to the GPU. Weights and state stay."""
+    if side.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return {}
+
+
+def main():
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # print() of either side must not stand between the answers
+    job = json.loads(sys.stdin.readline())
+
+    def answer(values: dict):
+        print(json.dumps(values), file=answers, flush=True)
+
+    try:
+        side = {"ours": Ours, "peer": Peer}[sys.argv[1]](job)
+        batches = Batches(job, side.rows, side.micro_steps, side.device)
+        began = time.perf_counter()
+        steps(side, batches, {"count": 1})  # compiles
+        answer(side.facts() | {"first_step_s": time.perf_counter() - began})
+        gc.collect()
+        gc.freeze()
+        orders = {"steps": steps, "trace": trace, "release": release}
+        for line in sys.stdin:
+            order = json.loads(line)
+            answer(orders[order["do"]](side, batches, order))
+    except torch.OutOfMemoryError as error:
+        answer({"out_of_memory": str(error).splitlines()[0]})
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"{error}\n")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
