@@ -51,7 +51,7 @@ def losses(job: dict) -> dict:
     torch.manual_seed(0)
     start = GPT(config)
     start.init_weights(torch.Generator().manual_seed(0))
-    batches = [learnable(rows, T, 512, step) for step in range(30)]
+    batches = [learnable(rows, T, 512, step) for step in range(10 if job["small"] else 30)]
     weights = start.state_dict()
     reference = train(config, weights, batches, torch.device("cpu"), torch.float32, compiled=False)
     device, found, checks = torch.device(job["device"]), {"cpu float32": reference}, {}
@@ -225,7 +225,7 @@ def resume(job: dict) -> dict:
     size = {"depth": 4, "num_iterations": 200, "total_batch_size": 4 * 2048}
     if job["small"]:
         size = {"depth": 2, "aspect_ratio": 32, "head_dim": 32, "max_seq_len": 64}
-        size |= {"num_iterations": 30, "total_batch_size": 4 * 64}
+        size |= {"num_iterations": 15, "total_batch_size": 4 * 64}
     settings = size | {"device_batch_size": 2, "dtype": "float32", "compile": "off"}
     with tempfile.TemporaryDirectory() as place:
         alone, stopped = Path(place) / "alone", Path(place) / "stopped"

@@ -73,7 +73,7 @@ PARTS = [
     function("save", "gpu_inference.save", 60, depth=12),
     function("sample", "gpu_inference.sample", 60, depth=12),
     function("evaluation", "gpu_inference.evaluation", 120, depth=12),
-    function("speed_d12_windows", "gpu_parts.speed", 120, depth=12, window_pattern="SSSL"),
+    function("speed_d12_windows", "gpu_parts.speed", 120, needs="cuda", depth=12, window_pattern="SSSL"),
     function("speed_d12_fp8", "gpu_parts.speed", 120, needs="cuda", depth=12, fp8=True),
     function("peer_d24", "gpu_parts.beside_peer", 300, needs="peer", depth=24),
     function("base_train_d12", "gpu_correctness.base_train_speed", 120, depth=12),
@@ -113,7 +113,7 @@ class Running:
         result = {"ok": False, "seconds": time.perf_counter() - self.began}
         lines = self._read(self.output)
         if late:
-            result["error"] = f"stopped after {limit_s:.0f} s"
+            result["error"] = f"stopped after {limit_s:.3g} s"
         elif self.process.returncode:
             result["error"] = f"exit status {self.process.returncode}"
         else:

@@ -335,3 +335,5 @@ if json and results:
     key = "parts" if what == "gpu" else "results"
     here = {"device": runtime.device_name(torch.device("cpu")), "torch": torch.__version__}
     print(json_module.dumps({"what": what, "machine": here, "settings": settings.values, key: results}))
+if what == "gpu" and not all(part["ok"] for part in results.values()):
+    sys.exit(1)

@@ -5,8 +5,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import python_m
 
+from experiments.gpu_speed import PARTS
 from nanochat import scaling
 
 SMALL = ["--depth=1", "--max_seq_len=64", "--vocab_size=512", "--rounds=2", "--steps=2"]
@@ -194,3 +196,28 @@ def test_generate_takes_turns_with_the_peers_engine(tmp_path):
 def test_generate_refuses_a_folder_that_is_not_the_peers(tmp_path):
     done = bench("--what=generate", *SMALL, f"--peer={tmp_path}", status=2)
     assert "has no nanochat/engine.py" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_gpu_gives_an_object_with_each_part_on_the_last_line():
+    done = bench("--what=gpu", "--parts=peer_d12,speed_d24", "--device_type=cpu", "--json")
+    first, last = json.loads(done.stdout.splitlines()[0]), json.loads(done.stdout.splitlines()[-1])
+    assert list(last["parts"]) == ["speed_d24", "peer_d12"] and last["what"] == "gpu"
+    assert first == {"part": "speed_d24"} | last["parts"]["speed_d24"]
+    assert last["parts"]["speed_d24"] == {"ok": True, "seconds": 0.0, "skipped": "needs CUDA"}
+
+
+@pytest.mark.slow
+def test_gpu_runs_every_part_small_on_a_cpu(texts):
+    done = bench("--what=gpu", *texts, "--device_type=cpu", "--json")
+    parts = json.loads(done.stdout.splitlines()[-1])["parts"]
+    assert list(parts) == [part.name for part in PARTS]
+    assert all(row["ok"] for row in parts.values())
+    skipped = {name: row["skipped"] for name, row in parts.items() if "skipped" in row}
+    needs = {part.name for part in PARTS if part.needs} | {"waits"}
+    assert set(skipped) == needs and all("CUDA" in why or "--peer" in why for why in skipped.values())
+    assert parts["resume"]["bit_for_bit"]
+    speed = parts["speed_d12"]
+    assert speed["tok_per_sec"] == pytest.approx(256 / speed["step_s"], rel=2e-3) and 0 < speed["mfu"] < 5
+    split = speed["time_split"]
+    assert sum(split["share"].values()) == pytest.approx(1, abs=0.01) and split["ms"]["products"] > 0
+    assert parts["sample"]["tok_per_sec_batch_8"] > parts["sample"]["tok_per_sec_batch_1"]

@@ -1,0 +1,201 @@
+"""`bench --what=gpu` goes on after a part that fails, and sorts the time of a step by kind of work."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from experiments import gpu_trace
+from experiments.gpu_speed import PARTS, Part, bench, rounded, run_parts
+from nanochat import UserError
+
+CPU = {"device": "cpu", "small": True, "peer": None}
+
+
+def program(name: str, code: str, limit_s: float = 30.0, **more) -> Part:
+    """A stand-in for a part: a Python program without torch."""
+    return Part(name, limit_s, ("-c", code), **more)
+
+
+def run(*parts: Part, minutes: float = 1.0, job: dict = CPU) -> tuple[dict, list[dict]]:
+    lines = []
+    results = run_parts(list(parts), job, minutes, lambda line: lines.append(json.loads(line)))
+    return results, lines
+
+
+def test_a_part_that_raises_hangs_or_prints_nothing_does_not_stop_the_others(tmp_path):
+    child = tmp_path / "child"
+    hangs = (
+        "import os, subprocess, time\n"
+        f"p = subprocess.Popen(['sleep', '60']); open({str(child)!r}, 'w').write(str(p.pid))\n"
+        "time.sleep(60)"
+    )
+    began = time.monotonic()
+    results, lines = run(
+        program("raises", "print('begun'); raise ValueError('no such kernel')"),
+        program("hangs", hangs, limit_s=1.5),
+        program("dies", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"),
+        program("says nothing", "pass"),
+        program("works", "import sys; print('noise'); print('{\"figure\": 2}')"),
+    )
+    assert time.monotonic() - began < 30
+    assert [line["part"] for line in lines] == list(results)
+    assert lines == [{"part": name} | row for name, row in results.items()]
+    assert [row["ok"] for row in results.values()] == [False, False, False, False, True]
+    assert "ValueError: no such kernel" in results["raises"]["last_lines"]
+    assert results["hangs"]["error"] == "stopped after 1.5 s" and 1.5 <= results["hangs"]["seconds"] < 10
+    assert results["dies"]["error"] == "exit status -11" and "error" in results["says nothing"]
+    assert results["works"]["figure"] == 2
+    state = Path(f"/proc/{child.read_text()}/stat")  # what the part had started ended with it
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_a_part_can_say_itself_that_its_figures_are_wrong():
+    results, _ = run(program("wrong", 'print(\'{"ok": false, "found": 1}\')'))
+    assert results["wrong"]["ok"] is False and results["wrong"]["found"] == 1
+
+
+def test_what_is_missing_is_skipped_and_what_has_no_time_left_is_not_ok():
+    results, _ = run(
+        program("long", "import time; time.sleep(60)"),
+        program("late", "print('{}')"),
+        program("on a GPU", "raise SystemExit(1)", needs="cuda"),
+        program("with the peer", "raise SystemExit(1)", needs="peer"),
+        minutes=2 / 60,
+    )
+    assert not results["long"]["ok"] and results["long"]["error"].startswith("stopped after")
+    assert results["late"] == {"ok": False, "seconds": 0.0, "error": "not run: no time is left"}
+    assert results["on a GPU"]["ok"] and results["on a GPU"]["skipped"] == "needs CUDA"
+    assert results["with the peer"]["ok"] and "--peer=FOLDER" in results["with the peer"]["skipped"]
+
+
+def test_what_runs_beside_the_checks_has_ended_before_the_first_figure(tmp_path):
+    note = f"open({str(tmp_path / 'notes')!r}, 'a').write"
+    results, _ = run(
+        program("beside", f"import time; time.sleep(0.5); {note}('beside '); print('{{}}')", kind="beside"),
+        program("check", f"{note}('check '); print('{{}}')", kind="check"),
+        program("figure", f"{note}('figure'); print('{{}}')"),
+    )
+    assert all(row["ok"] for row in results.values()) and list(results) == ["beside", "check", "figure"]
+    assert (tmp_path / "notes").read_text() == "check beside figure"
+
+
+def test_every_part_is_a_function_that_exists_and_has_a_name_of_its_own():
+    from importlib import import_module
+
+    assert len({part.name for part in PARTS}) == len(PARTS)
+    for part in PARTS:
+        module, _, name = part.arguments[2].partition(".")
+        assert callable(getattr(import_module(f"experiments.{module}"), name))
+
+
+def test_an_unknown_part_and_a_folder_that_is_not_the_peers_are_refused(tmp_path):
+    settings = {"parts": "machine, speed_d13", "peer": None}
+    with pytest.raises(UserError, match=r"no part is called speed_d13; .* speed_d12"):
+        bench(settings)
+    with pytest.raises(UserError, match="has no nanochat/gpt.py"):
+        bench(settings | {"parts": "", "peer": str(tmp_path)})
+
+
+def test_infinities_and_nans_become_words_since_json_has_none():
+    assert rounded({"a": [1.23456, float("nan")], "b": float("inf"), "c": 7}) == {
+        "a": [1.235, "nan"], "b": "inf", "c": 7,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    {
+        "products": [
+            "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NTT",
+            "nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNN",
+            "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment",
+            "ampere_bf16_s16816gemm_bf16_128x256_ldg8_f2f_stages_64x3_tn",
+            "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>",
+            "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>",
+            "triton_tem_fused_mm_3",
+            "aten::mm",
+        ],
+        "attention": [
+            "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 64, 64, cutlass::bfloat16_t>>",
+            "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_6_64x128x128_4x1x1_kernel0_0",
+            "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel)",
+            "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<flash::CollectiveMain>>>",
+            "triton_tem_fused_flex_attention_backward_4",
+            "aten::_scaled_dot_product_flash_attention_for_cpu",
+        ],
+        "loss": [
+            "triton_red_fused__log_softmax__to_copy_div_mul_nll_loss_forward_tanh_7",
+            "triton_per_fused__log_softmax_backward_data_nll_loss_backward_2",
+            "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, float, float>",
+            "aten::nll_loss_forward",
+        ],
+        "copies": [
+            "Memcpy HtoD (Pinned -> Device)",
+            "Memset (Device)",
+            "void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda>",
+            "aten::copy_",
+        ],
+        "element-wise": [
+            "triton_poi_fused__scaled_dot_product_cudnn_attention_add_cat_mul_5",
+            "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_3",
+            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>",
+            "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps>>",
+        ],
+    }.items(),
+)  # fmt: skip
+def test_kernels_are_sorted_by_their_names(kind, names):
+    assert {name: gpu_trace.kind_of(name) for name in names} == dict.fromkeys(names, kind)
+
+
+def event(cat: str, name: str, start: float, end: float, correlation: int | None = None) -> dict:
+    arguments = {} if correlation is None else {"correlation": correlation}
+    return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": end - start, "tid": 1, "args": arguments}
+
+
+def test_time_on_a_gpu_is_split_by_kind_and_by_when_the_kernel_was_launched(tmp_path):
+    """Two steps in 1000 us. What the optimizer launched counts there, also if it runs later."""
+    trace = [
+        event("user_annotation", "profiled steps", 0, 1000),
+        event("user_annotation", "optimizer", 100, 150),
+        event("user_annotation", "clip", 90, 95),
+        event("gpu_user_annotation", "optimizer", 100, 900),  # not the CPU's mark
+        event("cuda_runtime", "cudaLaunchKernel", -50, -45, 9),
+        event("kernel", "nvjet_before", -40, 20, 9),  # launched before: not counted
+        event("cuda_runtime", "cudaLaunchKernelExC", 10, 12, 1),
+        event("kernel", "nvjet_hsh_1", 50, 250, 1),
+        event("cuda_runtime", "cudaLaunchKernel", 92, 93, 2),
+        event("kernel", "reduce_kernel_norm", 250, 300, 2),
+        event("cuda_driver", "cuLaunchKernelEx", 120, 121, 3),
+        event("kernel", "nvjet_hsh_2", 300, 500, 3),
+        event("cuda_runtime", "cudaMemcpyAsync", 160, 161, 4),
+        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 450, 600, 4),
+        event("cpu_op", "aten::mm", 5, 900),
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": trace}))
+    found = gpu_trace.time_split(path, steps=2)
+    spent = {"products": 200, "clip": 50, "optimizer": 200, "copies": 150, "idle": 450}
+    assert {kind: ms for kind, ms in found["ms"].items() if ms} == {k: v / 2000 for k, v in spent.items()}
+    assert found["share"]["idle"] == 0.45 and found["step_ms"] == 0.5 and found["kernels"] == 2
+    with pytest.raises(ValueError, match="no profiled steps"):
+        path.write_text('{"traceEvents": []}')
+        gpu_trace.time_split(path, steps=2)
+
+
+def test_an_operator_of_a_cpu_counts_without_those_that_it_calls(tmp_path):
+    trace = [
+        event("user_annotation", "profiled steps", 0, 100),
+        event("cpu_op", "aten::matmul", 0, 50),
+        event("cpu_op", "aten::mm", 10, 40),
+        event("cpu_op", "aten::resolve_conj", 20, 25),
+        event("cpu_op", "aten::add", 60, 80),
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": trace}))
+    found = gpu_trace.time_split(path, steps=1)
+    assert found["longest_ms"] == {
+        "aten::mm": 0.025, "aten::matmul": 0.02, "aten::add": 0.02, "aten::resolve_conj": 0.005,
+    }  # fmt: skip
+    assert found["ms"]["idle"] == pytest.approx(0.03)
