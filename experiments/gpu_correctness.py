@@ -43,7 +43,7 @@ def losses(job: dict) -> dict:
     All start from the same weights and see the same tokens, which follow a rule that can be learned. float16
     runs with a GradScaler; its first scale is so low that no step is skipped.
     """
-    from nanochat import scaling
+    from nanochat import runtime, scaling
     from nanochat.gpt import GPT
 
     T, rows, head_dim = (32, 4, 32) if job["small"] else (256, 8, 128)
@@ -53,15 +53,15 @@ def losses(job: dict) -> dict:
     start.init_weights(torch.Generator().manual_seed(0))
     batches = [learnable(rows, T, 512, step) for step in range(10 if job["small"] else 30)]
     weights = start.state_dict()
-    reference = train(config, weights, batches, torch.device("cpu"), torch.float32, compiled=False)
-    device, found, checks = torch.device(job["device"]), {"cpu float32": reference}, {}
+    reference = train(config, weights, batches, runtime.Machine(torch.device("cpu")), torch.float32, False)
+    machine, found, checks = runtime.start(job["device"], seed=0), {"cpu float32": reference}, {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         for compiled in (False, True):
             if compiled and (dtype == torch.float16 or (job["small"] and dtype == torch.bfloat16)):
                 continue  # it would show nothing new
             label = f"{name} {'compiled' if compiled else 'eager'}"
-            found[label] = train(config, weights, batches, device, dtype, compiled, backend(job))
+            found[label] = train(config, weights, batches, machine, dtype, compiled, backend(job))
             first, later = TOLERANCES[name]
             apart = [abs(a / b - 1) for a, b in zip(found[label], reference, strict=True)]
             checks[f"{label}, first {FIRST_STEPS} steps"] = max(apart[:FIRST_STEPS]), first
@@ -86,17 +86,18 @@ def learnable(rows: int, T: int, vocab_size: int, seed: int):
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def train(config, weights, batches, device, dtype, compiled, backend="inductor") -> list[float]:
+def train(config, weights, batches, machine, dtype, compiled, backend="inductor") -> list[float]:
     """The losses of one step a batch, from those weights."""
     import configurator
-    from nanochat import optim
+    from nanochat import attention, optim
     from nanochat.diagnostics.step import scaled_rates, training_step
     from nanochat.gpt import GPT
 
     model = GPT(config)
     model.load_state_dict(weights)
     model.init_rotary()
-    model.to(device)
+    model.to(device := machine.device)
+    attention.use(model, attention.choose(config, machine, dtype, compiled, documents=False, resolved={}))
     defaults = configurator.defaults(ROOT / "scripts" / "base_train.py")
     tokens = batches[0][0].numel()
     groups = optim.parameter_groups(model, *scaled_rates(defaults, config, tokens, len(batches)))
@@ -117,20 +118,20 @@ def train(config, weights, batches, device, dtype, compiled, backend="inductor")
 
 
 def attention(job: dict) -> dict:
-    """Each way to compute attention, forward and backward, against float64; which ones a model would use."""
+    """Each way to compute attention, forward and backward, against float64, and why others cannot run."""
     from nanochat import attention as ways
 
     shape = (1, 2, 64, 32) if job["small"] else (2, 6, 2048, 128)
-    found, checks = {}, {}
+    checks, cannot = {}, {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         compiled = dtype == torch.bfloat16 and not job["small"]  # it takes long
-        found[name] = ways.check_backends(job["device"], dtype, shape, compiled)
-        for way, row in found[name].items():
-            if isinstance(row, dict):
+        for way, row in ways.check_backends(job["device"], dtype, shape, compiled).items():
+            if isinstance(row, str):
+                cannot.setdefault(row, []).append(f"{way}, {name}")
+            else:
                 worst = max(row["forward_error"], row["backward_error"])
                 checks[f"{way}, {name}"] = worst, ways.TOLERANCE[dtype]
-    cannot = {name: {k: v for k, v in rows.items() if isinstance(v, str)} for name, rows in found.items()}
     return checked(checks, cannot_run=cannot)
 
 
@@ -157,7 +158,8 @@ def waits(job: dict) -> dict:
         side.machine.synchronize()
         with no_waits(side.device):
             found = [side.step(itertools.islice(loader, side.micro_steps)) for _ in range(3)]
-        last = found[-1].item()
+            numbers = side.machine.read(found)
+        last = numbers.result()[-1]
     finally:
         loader.close()
     if job["small"]:

@@ -168,15 +168,15 @@ def split(side: Side) -> dict:
 
 def figures(step_job: dict, facts: dict, answer: dict) -> dict:
     """The figures of a side from its facts and the times of its steps."""
-    step_s = statistics.median(answer["step_s"])
+    step_s = answer["step_s"]
     rate = step_job["total_batch_size"] / step_s
     row = {
         "tok_per_sec": rate,
         "step_s": step_s,
-        "slowest_step_s": max(answer["step_s"]),
         "model": f"d{step_job['depth']}, {facts['parameters'] / 1e6:,.0f} M parameters",
         "micro_batch": f"{facts['rows']} x {step_job['max_seq_len']}, {facts['micro_steps']} a step",
         "first_step_s": facts["first_step_s"],
+        "attention": facts["attention"],
     }
     if "peak_flops" in facts:
         row["mfu"] = rate * facts["flops_per_token"] / facts["peak_flops"]
@@ -209,17 +209,19 @@ def beside_peer(job: dict, depth: int) -> dict:
 def take_turns(step_job: dict, ours: Side, theirs: Side, rounds: int) -> dict:
     """The figures of both sides and the ratio of their speeds."""
     sides = {"ours": ours, "peer": theirs}
-    times: dict = {name: {"step_s": []} for name in sides}
+    times: dict = {name: [] for name in sides}
     theirs.ask({"do": "release"})
     for _ in range(rounds):
         for name, side in sides.items():
             side.ask({"do": "steps", "count": 1})
-            answer = side.ask({"do": "steps", "count": 2})
+            times[name].append(side.ask({"do": "steps", "count": 2}))
             side.ask({"do": "release"})
-            times[name] = answer | {"step_s": times[name]["step_s"] + answer["step_s"]}
-    rows = {name: figures(step_job, side.facts, times[name]) for name, side in sides.items()}
-    rows["peer"]["attention"] = theirs.facts["attention"]
-    return {"ours_over_peer": rows["ours"]["tok_per_sec"] / rows["peer"]["tok_per_sec"], **rows}
+    rows = {}
+    for name, side in sides.items():
+        middle = statistics.median(answer["step_s"] for answer in times[name])
+        rows[name] = figures(step_job, side.facts, times[name][-1] | {"step_s": middle})
+    ratios = [b["step_s"] / a["step_s"] for a, b in zip(*times.values(), strict=True)]
+    return {"ours_over_peer": statistics.median(ratios), "of_each_round": ratios, **rows}
 
 
 def warm_up(job: dict, depths: list[int], peer_depth: int) -> dict:

@@ -4,7 +4,7 @@ gpu_parts.py starts this file: ours with this project on PYTHONPATH, the peer's 
 `nanochat` is another package in each. The first line of stdin is the job, a JSON object; every further line
 is an order. Every answer is one line of JSON. What the code prints by itself goes to stderr.
 
-    {"do": "steps", "count": 3}       a time in seconds for each step, the last loss, the peak of memory
+    {"do": "steps", "count": 3}       seconds a step, the last loss, the peak of memory
     {"do": "trace", "path": "FILE"}   two profiled steps, written as a Chrome trace
     {"do": "release"}                 gives memory that is not in use back, so that the other side has it
 
@@ -38,7 +38,7 @@ class Ours:
     """Model and optimizer as scripts/base_train.py makes them from the same settings."""
 
     def __init__(self, job: dict):
-        from nanochat import optim, precision, runtime
+        from nanochat import attention, optim, precision, runtime
         from nanochat.gpt import GPT, materialize
 
         self.machine = runtime.start(job["device"], seed=0)
@@ -52,6 +52,9 @@ class Ours:
             from nanochat.fp8 import convert_to_fp8
 
             convert_to_fp8(model)
+        place = self.plan.config, self.machine, self.dtype, job["compile"]
+        self.attention = attention.choose(*place, documents=False, resolved={})
+        attention.use(model, self.attention)
         groups = optim.parameter_groups(model, self.plan.rates, self.plan.weight_decay)
         self.optimizer = optim.MuonAdamW(groups, self.dtype, job["compile"])
         self.scaler = precision.make_scaler(self.device, self.dtype)
@@ -68,6 +71,7 @@ class Ours:
             "flops_per_token": plan.flops_per_token,
             "peak_flops": plan.hardware.peak_flops,
             "expected_bytes": plan.expected_bytes,
+            "attention": self.attention.reason,
         }
 
     def step(self, batches) -> torch.Tensor:
@@ -193,18 +197,19 @@ def peak_memory(device: torch.device) -> tuple[int, int]:
 
 
 def steps(side, batches, order: dict) -> dict:
-    """Run and time whole steps. Each ends with a wait for the device and a read of its loss."""
-    times = []
+    """Run whole steps and time them together by the clock. The device is waited for at the end alone, as
+    base_train waits for no step before it has given the next one."""
+    synchronize(side.device)
+    began = time.perf_counter()
     for _ in range(order["count"]):
-        synchronize(side.device)
-        began = time.perf_counter()
-        loss = side.step(batches).item()
-        synchronize(side.device)
-        times.append(time.perf_counter() - began)
+        loss = side.step(batches)
+    loss = loss.item()
+    synchronize(side.device)
+    step_s = (time.perf_counter() - began) / order["count"]
     if not math.isfinite(loss):
         raise RuntimeError(f"the loss is {loss}")
     peak, reserved = peak_memory(side.device)
-    return {"step_s": times, "loss": loss, "peak_bytes": peak, "reserved_bytes": reserved}
+    return {"step_s": step_s, "loss": loss, "peak_bytes": peak, "reserved_bytes": reserved}
 
 
 def trace(side, batches, order: dict) -> dict:

@@ -94,7 +94,7 @@ def test_an_unknown_part_and_a_folder_that_is_not_the_peers_are_refused(tmp_path
     settings = {"parts": "machine, speed_d13", "peer": None}
     with pytest.raises(UserError, match=r"no part is called speed_d13; .* speed_d12"):
         bench(settings)
-    with pytest.raises(UserError, match="has no nanochat/gpt.py"):
+    with pytest.raises(UserError, match=r"has no nanochat/gpt\.py"):
         bench(settings | {"parts": "", "peer": str(tmp_path)})
 
 

@@ -5,7 +5,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 from helpers import python_m
 
 from experiments.gpu_speed import PARTS
