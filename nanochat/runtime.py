@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from nanochat import UserError, bars, distributed, memory
-from nanochat.reading import Reading
 from nanochat.signals import StopSignal
+from nanochat.transfers import Reading
 
 # TFLOP/s of dense 16-bit matrix products that are summed in float32, from the makers' data sheets. The first
 # name that is a whole word in torch.cuda.get_device_name() counts; a GPU without an entry is measured.

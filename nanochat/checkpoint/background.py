@@ -13,11 +13,14 @@ from nanochat import UserError
 from nanochat.checkpoint.files import attempt, to_json
 from nanochat.checkpoint.folder import newest
 from nanochat.checkpoint.save_and_load import SaveError, save
+from nanochat.transfers import for_new_thread
 
 
 def check_finite(model, step, out_dir):
     """Raise UserError if weights are infinite or not a number: such a checkpoint is worth nothing."""
-    if bad := [name for name, tensor in model.items() if not tensor.isfinite().all()]:
+    finite = [tensor.isfinite().all() for tensor in model.values()]
+    finite = torch.stack(finite).tolist() if finite else []  # one wait for the device, not one a tensor
+    if bad := [name for name, good in zip(model, finite, strict=True) if not good]:
         raise UserError(
             f"after {step} steps the weights are not finite in {', '.join(bad[:3])}, so this model is not "
             f"saved; {newest(out_dir)}; lower the learning rates, or use --dtype=float32"
@@ -34,7 +37,7 @@ class AsyncSaver:
         self._where = dict(out_dir=out_dir, rank=rank, world_size=world_size)
         self._run_id, self._count = run_id, 0
         self._buffers, self._job = {}, None
-        self._thread = ThreadPoolExecutor(1, "checkpoint", _lower_priority)
+        self._thread = ThreadPoolExecutor(1, "checkpoint", _begin, (for_new_thread(),))
 
     def reserve(self, model, optimizer):
         """Make the buffers in the background, so that the first save takes no longer than the next ones."""
@@ -62,7 +65,9 @@ class AsyncSaver:
         what["model"] = self._copy("model", model) if self._where["rank"] == 0 else {}
         what["optimizer"] = self._copy("optimizer", optimizer)
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+            copied = torch.cuda.Event(blocking=True)  # sleeps; torch.cuda.synchronize keeps a core busy
+            copied.record()
+            copied.synchronize()
         self._job = self._thread.submit(self._save, what, after_publish)
         if failure:
             raise failure
@@ -113,7 +118,8 @@ class AsyncSaver:
             self._thread.shutdown()
 
 
-def _lower_priority():
-    """Where this thread and training want the same core, training goes first (Linux only)."""
+def _begin(use_device):
+    """Prepare the thread. Where it and training want the same core, training goes first (Linux only)."""
+    use_device()
     if sys.platform == "linux":
         attempt(os.setpriority, os.PRIO_PROCESS, threading.get_native_id(), 10)

@@ -22,6 +22,7 @@ from nanochat.data.chat_format import render
 from nanochat.data.conversations import Conversations
 from nanochat.data.loader import check_division, to_device
 from nanochat.data.tokenizer import Tokenizer
+from nanochat.transfers import to_device
 
 PACKING = "conversations-1"  # version of the packing; a position of another version is refused
 
@@ -224,7 +225,7 @@ class ConversationBatches:
         world_size: int = 1,
         device: str | torch.device = "cpu",
     ):
-        self._rendered, self._bos_id, self._device = rendered, bos_id, device
+        self._rendered, self._bos_id, self._device = rendered, bos_id, torch.device(device)
         mine = np.argsort(-rendered.sizes, kind="stable")[rank::world_size].tolist()
         self._batches = [mine[first : first + batch_size] for first in range(0, len(mine), batch_size)]
 
@@ -235,8 +236,8 @@ class ConversationBatches:
         for conversations in self._batches:
             length = int(self._rendered.sizes[conversations[0]]) - 1
             rows = [[conversation] for conversation in conversations]
-            inputs, targets = as_batch(rows, self._rendered, length, self._bos_id)
-            yield inputs.to(self._device), targets.to(self._device)
+            batch = as_batch(rows, self._rendered, length, self._bos_id)
+            yield tuple(to_device(tensor, self._device) for tensor in batch)
 
 
 def as_batch(

@@ -29,6 +29,7 @@ from nanochat.data.amount import check_amount
 from nanochat.data.packing import open_lanes
 from nanochat.data.parquet import RowGroups
 from nanochat.data.tokenizer import Tokenizer
+from nanochat.transfers import for_new_thread
 
 PACKING = 2  # version of the packing; a state of another version is refused, because its rows would differ
 STEPS_AHEAD = 2  # steps that the background thread prepares ahead
@@ -79,20 +80,24 @@ class TrainLoader:
         self._current = None
         self._boundaries, self._bos_id, self.documents = boundaries, tokenizer.bos_id, None
         self._positions = dict(zip(lanes, positions, strict=True))  # after the last complete step
+        self.epoch = min(p["epoch"] for p in positions)  # the earliest of this process's lanes, from 0
         self._process = os.getpid()
         self.wait_s = 0.0  # seconds that next() has waited for data, in all
         self._start_thread((groups, tokenizer, rows_per_step, seed, lanes, positions, max_seq_len + 1))
 
     def _start_thread(self, packer: tuple) -> None:
         """Make the buffers and start the thread that fills them; `packer` is the arguments of open_lanes."""
-        self._ready: queue.SimpleQueue = queue.SimpleQueue()  # (step's rows, positions after it), or an error
+        self._ready: queue.SimpleQueue = queue.SimpleQueue()  # (rows, positions, epoch) or an error
         self._free: queue.SimpleQueue = queue.SimpleQueue()  # (buffer, event that ends the copy from it)
         for _ in range(STEPS_AHEAD + 1):
             shape = (self._rows, packer[-1])
             pin = self._device.type == "cuda"
             self._free.put((torch.empty(shape, dtype=torch.int32, pin_memory=pin), None))
         thread = threading.Thread(
-            target=_produce, args=(packer, self._free, self._ready), name="nanochat-loader", daemon=True
+            target=_produce,
+            args=(packer, for_new_thread(), self._free, self._ready),
+            name="nanochat-loader",
+            daemon=True,
         )
         # The thread holds no reference to self. So it stops when the loader is deleted and when Python ends.
         self._stop = weakref.finalize(self, _stop, thread, self._free, self._process)
@@ -105,7 +110,7 @@ class TrainLoader:
         if self._next_row == self._rows:
             self._fetch_step()
         first, self._next_row = self._next_row, self._next_row + self._device_batch_size
-        buffer, positions = self._current
+        buffer, positions, epoch = self._current
         on_cuda = self._device.type == "cuda"
         rows = buffer[first : self._next_row].to(self._device, non_blocking=on_cuda)
         # The conversion to int64 copies, so the caller's tensors are never overwritten
@@ -116,11 +121,11 @@ class TrainLoader:
         if self._next_row == self._rows:
             copied = None
             if on_cuda:  # the thread refills the buffer only after this copy has finished
-                copied = torch.cuda.Event()
+                copied = torch.cuda.Event(blocking=True)  # the thread sleeps; by default it keeps a core busy
                 copied.record(torch.cuda.current_stream(self._device))
             self._free.put((buffer, copied))
             self._current = None
-            self._positions = positions
+            self._positions, self.epoch = positions, epoch
         return inputs, targets
 
     def _fetch_step(self) -> None:
@@ -136,11 +141,6 @@ class TrainLoader:
             raise item
         self._current = item
         self._next_row = 0
-
-    @property
-    def epoch(self) -> int:
-        """The earliest epoch of this process's lanes, from 0."""
-        return min(_as_json(position)["epoch"] for position in self._positions.values())
 
     def state(self) -> dict:
         """The positions of this process's lanes after the last complete step, ready for JSON."""
@@ -222,9 +222,10 @@ def _as_json(position) -> dict:
 # -- the background thread
 
 
-def _produce(packer: tuple, free: queue.SimpleQueue, ready: queue.SimpleQueue) -> None:
+def _produce(packer: tuple, begin, free: queue.SimpleQueue, ready: queue.SimpleQueue) -> None:
     """Fill free buffers with steps until None comes. An exception goes to the caller in place of a step."""
     try:
+        begin()
         groups, tokenizer, *rest = packer
         lanes = open_lanes(groups, tokenizer.copy(), *rest)
         while (item := free.get()) is not None:
@@ -233,7 +234,8 @@ def _produce(packer: tuple, free: queue.SimpleQueue, ready: queue.SimpleQueue) -
                 copied.synchronize()
             for lane, row in zip(lanes, buffer.numpy(), strict=True):
                 lane.fill(row)
-            ready.put((buffer, {lane.number: (lane.epoch, lane.taken, lane.pieces.copy()) for lane in lanes}))
+            positions = {lane.number: (lane.epoch, lane.taken, lane.pieces.copy()) for lane in lanes}
+            ready.put((buffer, positions, min(lane.epoch for lane in lanes)))
     except BaseException as error:
         ready.put(error)
 

@@ -23,6 +23,7 @@ from nanochat import UserError
 from nanochat.data.parquet import RowGroups, footer_digest
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.paths import special_kind
+from nanochat.transfers import to_device
 
 FORMAT = 1  # of the file; part of its name, so that a file of another format is not looked at
 DIGEST_BYTES = 32  # a SHA-256 ends the file
@@ -84,13 +85,8 @@ class ValidationBatches:
             targets = np.where(scored, self._tokens[np.where(scored, first + positions, 0)], -1)
             inputs = np.full(targets.shape, self._bos_id, dtype=np.int64)
             inputs[:, 1:] = np.where(scored[:, 1:], targets[:, :-1], self._bos_id)
-            yield self._to_device(inputs), self._to_device(targets.astype(np.int64))
-
-    def _to_device(self, batch: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(batch)
-        if self._device.type == "cuda":  # from pinned memory the copy does not wait for the GPU's other work
-            return tensor.pin_memory().to(self._device, non_blocking=True)
-        return tensor.to(self._device)
+            batch = torch.from_numpy(inputs), torch.from_numpy(targets.astype(np.int64))
+            yield tuple(to_device(tensor, self._device) for tensor in batch)
 
 
 def _windows(starts: np.ndarray, lengths: np.ndarray, max_seq_len: int) -> np.ndarray:

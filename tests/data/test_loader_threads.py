@@ -15,6 +15,7 @@ import torch
 from corpora import BOS, Corpus, Numbers, run
 from helpers import ROOT
 
+from nanochat.data import loader as loader_module
 from nanochat.data.loader import TrainLoader
 
 
@@ -144,6 +145,7 @@ def test_real_processes_together_see_the_rows_that_one_sees(tmp_path, method, W)
 ENDS = """
 import os, signal, sys, time
 import pyarrow.parquet, tiktoken  # once, not in each child
+from nanochat.data import loader as loader_module
 from nanochat.data.loader import TrainLoader
 from nanochat.data.tokenizer import Tokenizer
 tokenizer, *shards = sys.argv[1:]
@@ -195,3 +197,29 @@ def test_a_process_ends_cleanly_however_it_ends_and_a_fork_cannot_use_its_parent
         "KeyboardInterrupt",
         "RuntimeError: this loader belongs to the process that made it; make one in each process",
     ]
+
+
+def test_the_epoch_is_known_at_each_step_without_the_positions_pieces(shards, monkeypatch):
+    with TrainLoader(shards, Numbers(), 4, 8, 4) as loader:
+        epochs = []
+        for _ in range(250):
+            next(loader)
+            positions = loader.state()["lanes"].values()
+            with monkeypatch.context() as patch:
+                patch.setattr(loader_module, "_as_json", lambda position: pytest.fail("pieces were sorted"))
+                epochs.append(loader.epoch)
+            assert epochs[-1] == min(position["epoch"] for position in positions)
+        assert sorted(set(epochs)) == [0, 1, 2]
+        state = loader.state()
+    with TrainLoader(shards, Numbers(), 4, 8, 4, state=state) as loader:
+        assert loader.epoch == epochs[-1]
+
+
+def test_the_thread_uses_the_gpu_of_the_one_that_made_the_loader(shards, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: calls.append(threading.current_thread().name))
+    with TrainLoader(shards, Numbers(), 4, 8, 4) as loader:
+        next(loader)
+    assert calls == ["nanochat-loader"]

@@ -3,6 +3,8 @@
 A run on a CPU that is told to do so leaves what a run without it leaves, and stops and fails in good order.
 """
 
+import json
+
 import pytest
 from helpers import command, edit, losses, python_m, records, run, run_tree
 from safetensors.torch import load_file
@@ -77,3 +79,14 @@ def test_a_signal_stops_a_run_one_step_ahead_after_one_more_step_and_it_goes_on(
     assert python_m(arguments, ahead).returncode == 0
     expected = losses(plain)
     assert losses(out) == (expected if processes == 1 else pytest.approx(expected, abs=1e-4))
+
+
+def test_a_step_waits_for_the_device_once_for_what_the_log_needs(corpus, tmp_path):
+    """In float16, where a loss scale is read too."""
+    settings = ["--dtype=float16", "--eval_every=-1", "--save_every=-1"]
+    arguments = command(corpus, tmp_path / "run", *settings)[1:]
+    done = python_m(["experiments.device_waits", *arguments])
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["steps"] == 6 and list(found["waits"].values()) == [6], found
+    assert "transfers.py" in next(iter(found["waits"]))

@@ -1,6 +1,11 @@
-"""Numbers on their way from the device to Python, in one transfer."""
+"""What goes between Python and the device, without a wait that nobody needs.
 
-from collections.abc import Sequence
+A copy between a GPU and ordinary memory of the host makes Python wait for all work that the GPU was given
+before. A copy between a GPU and page-locked memory does not.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -40,3 +45,20 @@ class Reading:
         if self._copied is not None:
             self._copied.synchronize()
         return self._numbers.tolist()
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on the device. With a GPU the copy goes on while Python does."""
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def for_new_thread() -> Callable[[], None]:
+    """A function that a new thread calls first, so that it uses the GPU of the thread that is here.
+
+    CUDA gives a new thread GPU 0. There it would take some hundred MB from another process.
+    """
+    if not torch.cuda.is_initialized():
+        return lambda: None
+    return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
