@@ -6,7 +6,6 @@ repeats these equations, `decode_step` compares both before it is used: a change
 text, only slower text.
 """
 
-import contextlib
 import functools
 import sys
 import weakref
@@ -140,9 +139,7 @@ class DecodeStep:
     def __init__(self, model: GPT, dtype: torch.dtype):
         config = model.config
         self.dtype, self.windows, self.num_heads = dtype, config.windows, config.num_heads
-        device_type = model.head.weight.device.type
-        size, on_cpu = sum(p.numel() for p in model.parameters()), device_type == "cpu"
-        self.kernels = for_any_length if device_type == "cuda" else contextlib.nullcontext
+        size, on_cpu = sum(p.numel() for p in model.parameters()), model.head.weight.device.type == "cpu"
         self.copies = on_cpu and dtype == torch.float32 and size < SMALL
         self.embedding, self.head = model.embedding.weight.detach(), self._matrix(model.head.weight)
         self.layers = [self._layer(model, i) for i in range(config.depth)]
@@ -172,7 +169,7 @@ class DecodeStep:
 
     def __call__(self, idx, cache: KVCache):
         """Logits (B, V) float32 after the tokens idx (B, 1) int64, which are added to the cache."""
-        with self.kernels():
+        with for_any_length():
             return self._forward(idx, cache)
 
     def _forward(self, idx, cache: KVCache):

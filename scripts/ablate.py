@@ -2,6 +2,7 @@
 
     python -m scripts.ablate --what=packing           # how documents become rows; minutes on two cores
     python -m scripts.ablate --what=precision         # compute dtypes against float32
+    python -m scripts.ablate --what=documents         # does a token see earlier documents of its row?
     python -m scripts.ablate --what=packing --json    # one JSON object as the last line
 
 Each training is a run of scripts/base_train.py. A variant is a set of its settings, or an edit of the
@@ -33,7 +34,7 @@ from nanochat.evaluate import bits_per_byte
 from nanochat.metrics import read_metrics
 from nanochat.paths import user_path
 
-what: Literal["packing", "precision"] = "packing"  # what to compare
+what: Literal["packing", "precision", "documents"] = "packing"  # what to compare
 seeds = 3  # trainings of every variant, with the seeds 0, 1, ... [1..1000]
 json = False  # print one JSON object as the last line
 
@@ -88,6 +89,7 @@ VARIANTS = {  # name: settings of base_train, and edits of the sources: (file, o
         "concatenation": ({}, [("nanochat/data/packing.py", FILL, CONCATENATION)]),
     },
     "precision": {"float32": ({"dtype": "float32"}, []), "bfloat16": ({"dtype": "bfloat16"}, [])},
+    "documents": {"whole row": ({}, []), "own document": ({"document_mask": True}, [])},
 }[what]
 
 # ------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nanochat.attention import attention
 from nanochat.data.conversation_loader import ConversationBatches, ConversationLoader, render_all
 from nanochat.data.conversations import Conversations
 from nanochat.data.tokenizer import Tokenizer
@@ -71,12 +72,12 @@ def test_the_gradient_of_a_packed_step_is_that_of_each_conversation_alone(model,
     total, trained = 0.0, []
     for rank in range(world_size):
         options = (ROWS, T, micro_batch, rank, world_size, 5)
-        loader = ConversationLoader(rendered, TOKENIZER, *options)
+        loader = ConversationLoader(rendered, TOKENIZER, *options, boundaries=attention.boundaries)
         shares = 0.0
         for _ in range(ROWS // world_size // micro_batch):
             inputs, targets = next(loader)
-            documents = (inputs == TOKENIZER.bos_id).cumsum(1)
-            shares = shares + model(inputs, targets, "sum", documents=documents) / loader.step_targets
+            loss = model(inputs, targets, "sum", documents=loader.documents)
+            shares = shares + loss / loader.step_targets
         total = total + gradients(model, shares * world_size) / world_size  # DDP takes the mean
         trained += [c for row in loader._rows[:ROWS][rank::world_size] for c in row]
     assert len(trained) > ROWS, "several conversations share a row"
