@@ -10,6 +10,7 @@ import tempfile
 
 import numpy as np
 import pytest
+import torch
 from corpora import BOS, Corpus, Numbers, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -267,6 +268,19 @@ def test_a_batch_that_cannot_be_made_is_refused_with_numbers_that_can(
     shards = Corpus(tmp_path, lengths, 2).shards
     with pytest.raises(UserError, match=message):
         TrainLoader(shards, Numbers(), rows, T, B, 0, W)
+
+
+def test_documents_are_those_of_the_same_micro_batch(tmp_path):
+    shards = Corpus(tmp_path, [3] * 40, 5).shards
+    with TrainLoader(
+        shards, Numbers(), 4, 8, 2, boundaries=lambda inputs, bos: (inputs == bos).long()
+    ) as batches:
+        for _ in range(5):
+            inputs, _ = next(batches)
+            assert torch.equal(batches.documents, (inputs == BOS).long()) and batches.documents.sum() > 2
+    with TrainLoader(shards, Numbers(), 4, 8, 2) as batches:
+        next(batches)
+        assert batches.documents is None
 
 
 def test_a_data_set_of_exactly_one_batch_is_accepted(tmp_path):
