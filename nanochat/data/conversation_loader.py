@@ -20,7 +20,7 @@ import torch
 from nanochat import UserError
 from nanochat.data.chat_format import render
 from nanochat.data.conversations import Conversations
-from nanochat.data.loader import check_division, to_device
+from nanochat.data.loader import check_division
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.transfers import to_device
 

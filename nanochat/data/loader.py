@@ -29,7 +29,7 @@ from nanochat.data.amount import check_amount
 from nanochat.data.packing import open_lanes
 from nanochat.data.parquet import RowGroups
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.transfers import for_new_thread
+from nanochat.transfers import for_new_thread, to_device
 
 PACKING = 2  # version of the packing; a state of another version is refused, because its rows would differ
 STEPS_AHEAD = 2  # steps that the background thread prepares ahead
@@ -155,11 +155,6 @@ class TrainLoader:
 
     def __exit__(self, *exception) -> None:
         self.close()
-
-
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of a tensor of the CPU on `device`, for which nobody waits."""
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def merge_states(states: Sequence[dict]) -> dict:
