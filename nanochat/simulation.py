@@ -198,7 +198,7 @@ def simulate(settings: dict) -> Simulation:
     tokenizer = types.SimpleNamespace(vocab_size=vocab_size)
     text = types.SimpleNamespace(estimated_tokens=lambda tokenizer: ENOUGH_TEXT)
     plan = planning.derive(settings, tokenizer, text, hardware)
-    gradient_bytes = 2 if settings.get("gradient_dtype") == "bfloat16" else 4
+    gradient_bytes = 2 if settings["gradient_dtype"] == "bfloat16" else 4
     exchange = exchanged_bytes(plan.config, world_size, gradient_bytes)
     gain = at(FP8_GAIN, plan.config.depth) if plan.fp8 else 1.0
     rate = at(MFU, plan.config.depth) * device.peak_flops  # FLOP/s of a GPU

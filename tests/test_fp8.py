@@ -61,7 +61,7 @@ def every_number_of(dtype):
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_a_number_becomes_the_nearest_one_of_the_format(dtype):
-    x = numbers(M, C) * torch.logspace(-9, 3, C, base=2)  # columns from tiny to large
+    x = (numbers(M, C) * torch.logspace(-9, 3, C, base=2)).bfloat16()  # columns from tiny to large
     x8, scale = quantize(x, dtype)
     table = every_number_of(dtype)
     assert scale == x.abs().max().float() / table[-1].item()
@@ -137,11 +137,13 @@ def test_gradients_of_micro_batches_add_up_in_float32():
 
 def test_the_layouts_and_sizes_are_those_that_cuda_takes():
     with torch.device("meta"):
-        x = torch.empty(4, 16, C, dtype=torch.bfloat16, requires_grad=True)
         linear = layer(torch.empty(N, C))
+        x = torch.empty(4, 16, C, dtype=torch.bfloat16, requires_grad=True)
         y = linear(x)
-        y.backward(torch.empty(4, N, 16, dtype=torch.bfloat16).transpose(1, 2))  # not row by row in memory
+        y.backward(torch.empty_like(y))
         assert y.shape == (4, 16, N) and x.grad.shape == x.shape
+        by_columns = torch.empty(C, M, dtype=torch.bfloat16).t(), torch.empty(N, M, dtype=torch.bfloat16).t()
+        linear(by_columns[0].requires_grad_()).backward(by_columns[1])
         scale = torch.empty(())
         x8, weight8 = torch.empty(M, C).to(E4M3), torch.empty(N, C).to(E4M3)
         for factors in ((x8, weight8.t().contiguous()), (x8[:, :120], weight8[:, :120].t())):

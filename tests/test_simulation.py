@@ -1,5 +1,6 @@
 """Runs on GPUs that are not here: counts against numbers worked out by hand, and what is refused."""
 
+import importlib
 import itertools
 import re
 
@@ -146,11 +147,13 @@ def test_fp8_is_faster_by_what_others_measured_and_counts_the_same_flops():
     assert simulate(settings(fp8=True)).seconds == simulate(settings()).seconds  # no gain at d12
 
 
+RUN_6 = settings(depth=24, fp8=True, target_param_data_ratio=8.0, window_pattern="SSSL")
+
+
 def test_a_known_run_is_predicted_within_a_tenth():
     """karpathy/nanochat, d24 with fp8 on 8 H100s: 99 minutes in steps (its dev/LEADERBOARD.md, run 6). Its
     model has windows of a quarter in three layers of four, 8 tokens a parameter and about our sizes."""
-    run_6 = settings(depth=24, fp8=True, target_param_data_ratio=8.0, window_pattern="SSSL")
-    assert 60 * simulate(run_6).hours == pytest.approx(99, rel=0.1)
+    assert 60 * simulate(RUN_6).hours == pytest.approx(99, rel=0.1)
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -205,3 +208,27 @@ def test_base_train_imagines_without_data_tokenizer_or_folder(tmp_path):
         ]
     )
     assert "H100 x 64, imagined" in said and "memory of a process" in said and not base.exists()
+
+
+# ------------------------------------------------------------------------------------------------------
+# docs/scale.md
+
+
+@pytest.fixture
+def scale(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["scale"])
+    return importlib.import_module("experiments.scale")
+
+
+PAGE = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_all_figures_of_the_page_on_scale_are_what_the_command_prints(scale):
+    assert f"\n\n{scale.speeds()}\n\n" in PAGE and f"\n\n{scale.limits()}\n\n" in PAGE
+    assert f"fits on\n   80 GB up to depth {scale.deepest()}. " in PAGE
+
+
+def test_the_page_on_scale_quotes_the_prediction_of_the_known_run():
+    minutes = 60 * simulate(RUN_6).hours
+    assert f"It says {minutes:.0f} minutes, {100 * (minutes / 99 - 1):.0f} % more." in PAGE

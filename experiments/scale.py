@@ -1,0 +1,93 @@
+"""The tables of docs/scale.md: `python -m experiments.scale`. They are worked out, nothing is trained.
+
+The numbers come from nanochat/simulation.py, as `--plan --world_size=N --device=GPU` prints them, for
+base_train's defaults on public text.
+"""
+
+import bisect
+from pathlib import Path
+
+import configurator
+from nanochat import UserError, planning, simulation
+
+device = "H100"  # the GPU: B200, H200, H100, A100, L40S, RTX 4090, L4, V100 or T4
+
+settings = configurator.configure(globals())
+
+DEPTHS = (12, 16, 20, 24, 26, 32, 40)
+GPUS = (1, 8, 64, 512)
+DEFAULTS = configurator.defaults(Path(configurator.__file__).parent / "scripts" / "base_train.py")
+
+
+def simulate(depth: int, gpus: int, **more) -> simulation.Simulation:
+    return simulation.simulate(DEFAULTS | {"depth": depth, "device": device, "world_size": gpus} | more)
+
+
+def row(depth: int, gpus: int) -> str:
+    """A line of the first table."""
+    first = f"| {depth} | {gpus} | "
+    try:
+        found = simulate(depth, gpus)
+    except UserError:  # the rows of the batch do not divide by the GPUs
+        rows = simulate(depth, 1).plan.total_batch_size // DEFAULTS["max_seq_len"]
+        return f"{first}{rows} rows are too few | | | | | | |"
+    plan, memory = found.plan, sum(found.memory.values())
+    fits = "" if memory <= plan.hardware.memory else ", too much"
+    cells = [
+        f"{plan.device_batch_size} x {plan.grad_accum_steps}",
+        f"{planning.gib(memory)}{fits}",
+        f"{sum(found.exchange.values()) / 1e9:.1f} GB",
+        f"{found.step_seconds:.3g} s",
+        f"{100 * found.seconds['exchange'] / found.step_seconds:.0f} %",
+        f"{plan.total_batch_size / found.step_seconds / 1e6:.3g} M",
+        planning.duration(3600 * found.hours),
+    ]
+    return first + " | ".join(cells) + " |"
+
+
+def speeds() -> str:
+    """The first table: each depth on each number of GPUs."""
+    lines = [
+        "| depth | GPUs | rows x micro-steps of a GPU | memory of a GPU | sent by a GPU, a step | step | "
+        "exchange | tokens/s | time |",
+        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    return "\n".join(lines + [row(depth, gpus) for depth in DEPTHS for gpus in GPUS])
+
+
+def limits() -> str:
+    """The second table: for each depth the batch, the memory of one row, and the GPUs that make sense."""
+    lines = [
+        "| depth | parameters | tokens | batch | rows of it: most GPUs | memory with one row, 512 GPUs | "
+        "exchange takes as long as computing at |",
+        "|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for depth in DEPTHS:
+        plan = simulate(depth, 1).plan
+        rows = plan.total_batch_size // plan.config.max_seq_len
+        computing = simulate(depth, 1).seconds["forward and backward"]
+        gpu, sent = simulation.known_device(device), simulation.exchanged_bytes(plan.config, 512)
+        exchange = simulation.exchange_seconds(sum(sent.values()), gpu, 512)
+        lines.append(
+            f"| {depth} | {plan.parameters['total'] / 1e6:,.0f} M | {plan.tokens / 1e9:.1f} B | "
+            f"{plan.total_batch_size:,} | {rows} | {planning.gib(memory_of_one_row(depth))} | "
+            f"{computing / exchange:.0f} GPUs |"
+        )
+    return "\n".join(lines)
+
+
+def memory_of_one_row(depth: int) -> int:
+    """Bytes of a process of 512 with one row of tokens."""
+    batch = 512 * DEFAULTS["max_seq_len"]
+    found = simulate(depth, 512, device_batch_size=1, total_batch_size=batch)
+    return sum(found.memory.values())
+
+
+def deepest() -> int:
+    """The largest depth whose weights, gradients and one row fit on the GPU, with 512 of them."""
+    memory = simulate(1, 1).plan.hardware.memory
+    return bisect.bisect_right(range(1, 128), memory, key=memory_of_one_row)
+
+
+if __name__ == "__main__":
+    print(speeds(), limits(), f"One row fits up to depth {deepest()}.", sep="\n\n")
