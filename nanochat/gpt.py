@@ -101,7 +101,8 @@ class MLP(nn.Module):
         self.down = nn.Linear(4 * config.width, config.width, bias=False)
 
     def forward(self, x):
-        return self.down(F.relu(self.up(x)).square())
+        h = F.relu(self.up(x))
+        return self.down(h * h)  # not h.square(): CUDA's autocast computes pow in float32 and keeps a copy
 
 
 class Block(nn.Module):

@@ -1,0 +1,176 @@
+"""What a training step keeps in memory, counted on tensors without memory, against the plan's estimate.
+
+    python -m experiments.memory_count                      # d12, d20 and d26: a table for docs/benchmarks.md
+    python -m experiments.memory_count --depths=4 --rows=2
+
+"fake" tensors have a shape and a dtype but no memory. Eager: each storage is counted from its first to its
+last use, in the second of two micro-steps. Compiled: the graphs are those that AOTAutograd and the partitioner
+of inductor make. A result of a graph counts as memory if a matrix product, attention or the end of the graph
+reads it; all others are fused into what reads them. Both run with the lists of CUDA's autocast.
+"""
+
+import contextlib
+import sys
+from pathlib import Path
+
+import torch
+from torch._functorch.aot_autograd import aot_function
+from torch._inductor.compile_fx import partition_fn
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.overrides import TorchFunctionMode
+
+import configurator
+from nanochat import precision, scaling
+from nanochat.gpt import GPT, GPTConfig
+
+aten = torch.ops.aten
+VIEWS = {
+    aten.view.default, aten.permute.default, aten.transpose.int, aten.t.default, aten.expand.default,
+    aten.slice.Tensor, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.select.int,
+    aten.reshape.default, aten.alias.default, aten.as_strided.default, aten._unsafe_view.default,
+}  # fmt: skip
+# Calls of a library, which read their inputs from memory and write their outputs to it; all else is fused
+CALLS = ("mm", "bmm", "addmm", "baddbmm", "scaled_dot_product", "embedding_dense_backward", "index_put")
+
+
+class CudaLists(TorchFunctionMode):
+    """Autocast of the CPU with CUDA's list: of what our model calls, it differs in rms_norm and pow, which
+    CUDA computes in float32."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        in_float32 = function in (torch.rms_norm, torch.Tensor.square, torch.Tensor.pow)
+        if in_float32 and torch.is_autocast_enabled("cpu"):
+            args = args[0].float(), *args[1:]
+        return function(*args, **(kwargs or {}))
+
+
+def fake_model(config: GPTConfig) -> GPT:
+    """The model with fake tensors on the CPU. To be called in a FakeTensorMode."""
+    with torch.device("meta"):
+        model = GPT(config)
+    for module in model.modules():
+        for name, p in [(name, p) for name, p in module._parameters.items() if p is not None]:
+            module._parameters[name] = torch.nn.Parameter(torch.empty(p.shape))
+    model.cos, model.sin = (torch.empty(config.max_seq_len, config.head_dim // 2) for _ in range(2))
+    return model
+
+
+def eager(config: GPTConfig, rows: int, dtype: torch.dtype) -> dict[str, int]:
+    """Bytes of an eager step beyond weights and gradients: `kept` from the forward to the backward pass, and
+    the `peak`."""
+    with FakeTensorMode(), contextlib.ExitStack() as stack:
+        model = fake_model(config)
+        idx = torch.zeros(rows, config.max_seq_len, dtype=torch.int64)
+        for p in model.parameters():
+            p.grad = torch.empty_like(p)  # of the first micro-step
+        lasting = 2 * sum(p.nbytes for p in model.parameters()) + model.cos.nbytes + model.sin.nbytes
+        tracker = MemTracker()
+        tracker.track_external(model)
+        stack.enter_context(tracker)
+        with CudaLists(), precision.autocast(idx.device, dtype):
+            loss = model(idx, idx)
+        torch.clear_autocast_cache()
+        kept = _total(tracker, "current") - lasting
+        loss.backward()
+        return {"kept": kept, "peak": _total(tracker, "peak") - lasting}
+
+
+def _total(tracker: MemTracker, what: str) -> int:
+    return sum(by_kind["Total"] for by_kind in tracker.get_tracker_snapshot(what).values())
+
+
+def compiled(config: GPTConfig, rows: int, dtype: torch.dtype) -> dict[str, int]:
+    """The same for a compiled step."""
+    graphs = []
+
+    def partition(joint, inputs, **options):
+        graphs.extend(partition_fn(joint, inputs, **options))
+        return graphs
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = fake_model(config)
+        idx = torch.zeros(rows, config.max_seq_len, dtype=torch.int64)
+        tensors = {**dict(model.named_parameters()), "cos": model.cos, "sin": model.sin}
+
+        def loss_of(idx, *values):
+            return torch.func.functional_call(model, dict(zip(tensors, values, strict=True)), (idx, idx))
+
+        function = aot_function(
+            loss_of,
+            fw_compiler=lambda graph, inputs: graph,
+            partition_fn=partition,
+            decompositions=select_decomp_table(),
+        )
+        with CudaLists(), precision.autocast(idx.device, dtype):
+            function(idx, *tensors.values())
+    results, forward = _walk(graphs[0], set())
+    _, backward = _walk(graphs[1], set(results))
+    return {"kept": sum(results.values()), "peak": max(forward, backward)}
+
+
+def _walk(graph: torch.fx.GraphModule, given: set[str]) -> tuple[dict[str, int], int]:
+    """({name: bytes} of what the graph leaves in memory, the most bytes at any time), without its inputs.
+
+    given: names of the inputs that count all the same, since the forward graph has kept them for the backward
+    graph. They are freed after their last use. Views of one result count once.
+    """
+    nodes = list(graph.graph.nodes)
+    base = {}  # node -> the node whose memory it shows
+    for node in nodes:
+        base[node] = base[node.args[0]] if node.target in VIEWS else node
+    in_memory = {node for node in nodes if node.op == "placeholder"}
+    for node in nodes:
+        if _is_call(node):
+            in_memory |= {node, *(base[source] for source in node.all_input_nodes)}
+    reads = {}  # of what is fused: the memory that it reads
+    for node in nodes:
+        sources = [base[source] for source in node.all_input_nodes]
+        reads[node] = set().union(*({s} if s in in_memory else reads[s] for s in sources))
+        if _is_sum(node) or (len(node.users) > 1 and len(reads[node]) > 4):  # inductor writes it to memory
+            in_memory.add(base[node])
+    in_memory = {node for node in in_memory if node.op != "placeholder" or node.name in given}
+    last_read = {}  # of what is in memory: the last node that reads it, itself or through what is fused
+    for i in reversed(range(len(nodes))):
+        reader = base[nodes[i]]
+        when = i if reader in in_memory or reader.op == "output" else last_read.get(reader, i)
+        for source in nodes[i].all_input_nodes:
+            last_read[base[source]] = max(last_read.get(base[source], 0), when)
+    live = sum(map(_size, (node for node in nodes if node.op == "placeholder" and node in in_memory)))
+    most, freed = live, {}
+    for node in in_memory:
+        freed.setdefault(last_read.get(node), []).append(node)
+    for i, node in enumerate(nodes):
+        if node in in_memory and node.op != "placeholder":
+            live += _size(node)
+            most = max(most, live)
+        live -= sum(map(_size, freed.get(i, ())))
+    results = {base[node]: node.name for node in nodes[-1].all_input_nodes}
+    return {name: _size(node) for node, name in results.items() if node in in_memory}, most
+
+
+def _is_call(node: torch.fx.Node) -> bool:
+    """Whether a node reads its inputs from memory and writes its results there."""
+    if node.op == "output":
+        return True
+    return node.op == "call_function" and any(name in str(node.target) for name in CALLS)
+
+
+def _is_sum(node: torch.fx.Node) -> bool:
+    return any(name in str(node.target) for name in ("aten.sum", "aten.mean", "aten.amax"))
+
+
+def _size(node: torch.fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
+if __name__ == "__main__":
+    for arg in sys.argv[1:]:
+        kind, d, r, dt = arg.split(",")
+        config = scaling.model_config(int(d), 64, 128, 2048, 32768, "L")
+        import time; t=time.time()
+        got = globals()[kind](config, int(r), getattr(torch, dt))
+        n = int(r) * 2048
+        print(arg, {k: (round(v / 2**30,3), round(v / n)) for k, v in got.items()}, time.time()-t)

@@ -1,0 +1,89 @@
+"""How much device memory training needs, by kind, before any of it is taken.
+
+The factors are counts: of autograd for eager code, and for compiled code of the partitioner that decides what
+the backward pass keeps. `python -m experiments.memory_count` counts again; docs/benchmarks.md has its table.
+Not in them: the device's own context and libraries, and what the allocator cannot use between two tensors.
+"""
+
+import torch
+
+from nanochat import scaling
+from nanochat.gpt import GPTConfig
+
+# Bytes that a token takes: for each channel of the width in each layer, for each channel once, and for each
+# entry of the vocabulary. The logits are there several times when the backward pass begins: in the compute
+# dtype, and eager also in float32, softcapped, as probabilities, and as two gradients.
+# (compiled, bytes of the compute dtype): layer, once, logit
+KEPT = {
+    (True, 2): (41.1, 5.5, 4),
+    (True, 4): (82.2, 5.5, 8),
+    (False, 2): (49.1, 11.5, 16),
+    (False, 4): (82.2, 13.0, 16),
+}
+MUON_COPIES = 5  # float32 tensors of the size of its largest group, a third of all matrices, in Muon's update
+BUCKET_BYTES = 25 * 2**20  # DDP sends gradients in such pieces
+
+
+def training_bytes(
+    config: GPTConfig,
+    micro_batch_tokens: int,
+    dtype: torch.dtype,
+    compiled: bool,
+    world_size: int = 1,
+    saves_here: bool = False,
+) -> dict[str, int]:
+    """Bytes of device memory that one of `world_size` training processes needs, by kind; their sum is the most
+    at any moment of a step of several micro-steps.
+
+    dtype: of the forward pass. compiled: the model is, not only the optimizer. saves_here: a save copies
+    weights and optimizer state to the same memory, as on a CPU.
+    """
+    counts, size = scaling.on_meta(config).parameter_counts(), torch.finfo(dtype).bits // 8
+    total, matrices = counts["total"], counts["matrices"]
+    layer, once, logit = KEPT[compiled, size]
+    state = (8 * total - 4 * matrices) // world_size  # one moment for Muon's matrices, two for the rest
+    casts = size * (matrices + counts["head"]) if size < 4 else 0  # autocast's copies of the weights
+    needed = {
+        "weights": 4 * total,
+        "gradients": 4 * total,
+        "optimizer state": state,
+        "activations": round(micro_batch_tokens * config.width * (layer * config.depth + once)) + casts,
+        "logits": micro_batch_tokens * config.vocab_size * logit,
+        "save copies": saves_here * (4 * total + state),
+        "gradient exchange": 2 * min(BUCKET_BYTES, 4 * total) if world_size > 1 else 0,
+    }
+    # At the end of a compiled backward pass its gradients are there besides those of earlier micro-steps
+    late = max(4 * total * compiled, MUON_COPIES * 4 * matrices // 3 // world_size)
+    needed["update"] = max(0, late - needed["activations"] - needed["logits"])  # beyond what it takes over
+    return needed
+
+
+def in_words(needed: dict[str, int]) -> str:
+    """`needed` by kind, the largest first, without what is less than a hundredth: "logits 3.2, ... GiB"."""
+    total = sum(needed.values())
+    large = sorted((item for item in needed.items() if item[1] >= total / 100), key=lambda item: -item[1])
+    return ", ".join(f"{kind} {size / 2**30:.1f}" for kind, size in large)
+
+
+def memory_refusal(needed: int, memory: int) -> str:
+    """One sentence if a process needs more bytes than it may take, else an empty text."""
+    if needed <= memory:
+        return ""
+    return (
+        f"this run needs about {needed / 2**30:.1f} GiB a process and {memory / 2**30:.1f} are free; "
+        "lower --device_batch_size, --max_seq_len or --depth"
+    )
+
+
+def pick_device_batch_size(
+    rows: int, config: GPTConfig, dtype: torch.dtype, compiled: bool, memory: int, most_tokens: int, **where
+) -> int:
+    """Rows of a micro-batch: the largest divisor of `rows` with at most `most_tokens` tokens that needs no
+    more than 80 % of `memory` bytes."""
+    for size in range(min(rows, most_tokens // config.max_seq_len), 0, -1):
+        tokens = size * config.max_seq_len
+        if rows % size == 0:
+            needed = training_bytes(config, tokens, dtype, compiled, **where)
+            if sum(needed.values()) <= 0.8 * memory:
+                return size
+    return 1
