@@ -32,8 +32,9 @@ def training_bytes(
     world_size: int = 1,
     saves_here: bool = False,
 ) -> dict[str, int]:
-    """Bytes of device memory that one of `world_size` training processes needs, by kind; their sum is the most
-    at any moment of a step of several micro-steps.
+    """Bytes of device memory that one of `world_size` training processes needs, by kind.
+
+    Their sum is the most at any moment of a step of several micro-steps.
 
     dtype: of the forward pass. compiled: the model is, not only the optimizer. saves_here: a save copies
     weights and optimizer state to the same memory, as on a CPU.
@@ -65,8 +66,8 @@ def in_words(needed: dict[str, int]) -> str:
     return ", ".join(f"{kind} {size / 2**30:.1f}" for kind, size in large)
 
 
-def memory_refusal(needed: int, memory: int) -> str:
-    """One sentence if a process needs more bytes than it may take, else an empty text."""
+def sentence(needed: int, memory: int) -> str:
+    """What to do if a process needs more bytes than it may take; empty if it does not."""
     if needed <= memory:
         return ""
     return (
@@ -79,11 +80,11 @@ def pick_device_batch_size(
     rows: int, config: GPTConfig, dtype: torch.dtype, compiled: bool, memory: int, most_tokens: int, **where
 ) -> int:
     """Rows of a micro-batch: the largest divisor of `rows` with at most `most_tokens` tokens that needs no
-    more than 80 % of `memory` bytes."""
-    for size in range(min(rows, most_tokens // config.max_seq_len), 0, -1):
+    more than `memory` bytes; 1 if none does."""
+    for size in range(min(rows, most_tokens // config.max_seq_len), 1, -1):
         tokens = size * config.max_seq_len
-        if rows % size == 0:
-            needed = training_bytes(config, tokens, dtype, compiled, **where)
-            if sum(needed.values()) <= 0.8 * memory:
-                return size
+        if rows % size == 0 and memory >= sum(
+            training_bytes(config, tokens, dtype, compiled, **where).values()
+        ):
+            return size
     return 1

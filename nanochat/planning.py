@@ -3,49 +3,16 @@ reason."""
 
 from dataclasses import asdict, dataclass, replace
 
-import torch
-
-from nanochat import UserError, runtime, scaling
+from nanochat import UserError, memory_estimate, scaling
 from nanochat.bars import duration
 from nanochat.data.dataset import PUBLIC
 from nanochat.gpt import GPTConfig
+from nanochat.hardware import Hardware, survey  # noqa: F401  (the scripts call planning.survey)
 from nanochat.precision import name_of
 
 # Up to 4 times a text is about as good as new text; after some 16 it teaches little more (arXiv 2305.16264)
 FEW_EPOCHS, MANY_EPOCHS = 4, 20
 HOPELESS_S = 30 * 86_400  # seconds of training from which on the plan warns
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """What the plan needs to know about the machine; the same on every process. `survey` finds it out."""
-
-    device_type: str
-    world_size: int
-    dtype: torch.dtype  # to compute in
-    dtype_reason: str
-    memory: int  # bytes that a process may still take: the least of all processes
-    peak_flops: float  # FLOP/s of all processes together, in `dtype`
-    peak_source: str
-
-    @property
-    def sharing(self) -> dict:
-        """Keywords for `scaling.training_bytes`: with whom the memory is shared, and for what."""
-        return {"world_size": self.world_size, "saves_here": self.device_type == "cpu"}
-
-
-def survey(machine, dtype: torch.dtype, dtype_reason: str = "") -> Hardware:
-    """Measure the machine, on all its processes: free memory and the peak of matrix products."""
-    peak_flops, peak_source = runtime.peak_flops(machine.device, dtype)
-    return Hardware(
-        machine.device.type,
-        machine.world_size,
-        dtype,
-        dtype_reason,
-        memory=min(machine.all_gather(machine.free_memory())),
-        peak_flops=sum(machine.all_gather(peak_flops)),
-        peak_source=peak_source,
-    )
 
 
 @dataclass(frozen=True)
@@ -66,6 +33,8 @@ class Plan:
     warmup_steps: int
     data_tokens: int  # about how many tokens the training text has
     horizon_is_given: bool  # in steps: then any number of epochs is what the person asked for
+    rows_are_given: bool = False  # of a micro-batch: by the user, or by the checkpoint of this run
+    compiled: bool = False  # what the model is, which decides how much memory it needs (see `fitted`)
     fp8: bool = False  # the large products of the blocks train in 8 bits
 
     @property
@@ -88,12 +57,22 @@ class Plan:
         return self.tokens / self.data_tokens
 
     @property
+    def expected_memory(self) -> dict[str, int]:
+        """Bytes of a process, by kind."""
+        tokens = self.device_batch_size * self.config.max_seq_len
+        return memory_estimate.training_bytes(
+            self.config, tokens, self.hardware.dtype, self.compiled, **self.hardware.sharing
+        )
+
+    @property
     def expected_bytes(self) -> int:
         """Memory of a process."""
-        micro_batch_tokens = self.device_batch_size * self.config.max_seq_len
-        return scaling.training_bytes(
-            self.config, micro_batch_tokens, self.hardware.dtype, **self.hardware.sharing
-        )
+        return sum(self.expected_memory.values())
+
+    @property
+    def memory_sentence(self) -> str:
+        """What to do if this needs more memory than there is; empty if it does not."""
+        return memory_estimate.sentence(self.expected_bytes, self.hardware.memory)
 
     @property
     def expected_seconds(self) -> float:
@@ -114,6 +93,30 @@ class Plan:
         """What the checkpoints keep: a resumed run, or one that continues this one, goes on with it."""
         return {"device_batch_size": self.device_batch_size, "rates": self.rates, "fp8": self.fp8}
 
+    def with_rows(self, rows: int) -> "Plan":
+        """The same steps in micro-batches of `rows` rows, which divide those of a process."""
+        micro_steps = self.device_batch_size * self.grad_accum_steps // rows
+        return replace(self, device_batch_size=rows, grad_accum_steps=micro_steps)
+
+    def fitted(self, compiled: bool) -> "Plan":
+        """The plan for a model that is compiled or not, with as many rows a micro-batch as fit, where neither
+        the user nor the checkpoint gives their number."""
+        plan, hardware = replace(self, compiled=compiled), self.hardware
+        if self.rows_are_given:
+            return plan
+        on_cuda = hardware.device_type == "cuda"
+        rows = memory_estimate.pick_device_batch_size(
+            self.device_batch_size * self.grad_accum_steps,
+            self.config,
+            hardware.dtype,
+            compiled,
+            # On a GPU a trial before the first step corrects a choice that does not fit (memory_trial.py)
+            int((0.9 if on_cuda else 0.8) * hardware.memory),
+            2**16 if on_cuda else 2**12,  # larger micro-batches are not faster (docs/benchmarks.md)
+            **hardware.sharing,
+        )
+        return plan.with_rows(rows)
+
     def check(self, accept: str):
         """Raise UserError if this run must not begin. `accept` is the setting of that name."""
         if refusal := self.refusal(accept):
@@ -121,8 +124,11 @@ class Plan:
 
     def refusal(self, accept: str) -> str:
         """One sentence that says why this run must not begin; empty if it may."""
-        if refusal := scaling.memory_refusal(self.expected_bytes, self.hardware.memory):
-            return refusal
+        # A GPU says when it has no more memory, and the estimate may be wrong: what is given may be tried. On
+        # a CPU the system would end the process without a word
+        tried = (self.rows_are_given and self.hardware.device_type != "cpu") or "memory" in accept.split(",")
+        if not tried and (sentence := self.memory_sentence):
+            return f"{sentence}; or go on all the same with --accept=memory"
         if self.epochs > MANY_EPOCHS and not self.horizon_is_given and "epochs" not in accept.split(","):
             return (
                 f"this run would read its text {self.epochs:,.0f} times ({self.tokens:,} tokens from about "
@@ -142,6 +148,8 @@ class Plan:
     def warnings(self, accept: str) -> list[str]:
         """What a person should know before the run begins, a line each."""
         said = [f"this run is refused: {refusal}"] if (refusal := self.refusal(accept)) else []
+        if self.memory_sentence and not said:
+            said.append(self.memory_sentence)
         if self.epochs > FEW_EPOCHS:
             said.append(f"the text is read {self.epochs:.1f} times; above {FEW_EPOCHS} more text is better")
         if self.expected_seconds > HOPELESS_S:
@@ -201,7 +209,8 @@ class Plan:
                 "warm-up": counted(self.warmup_steps, "step", "steps"),
             },
             "cost": {
-                "memory": f"{gib(self.expected_bytes)} a process, {gib(hardware.memory)} are free",
+                "memory": f"{gib(self.expected_bytes)} a process, {gib(hardware.memory)} are free; "
+                + memory_estimate.in_words(self.expected_memory),
                 "time": f"{duration(self.expected_seconds)} at 30 % of the peak",
             },
         }
@@ -291,13 +300,9 @@ def _plan(settings, config, hardware, horizon, scaled, resolved, *, data_tokens,
     rows = scaling.rows_per_process(batch, config.max_seq_len, device_batch_size, hardware.world_size)
     if device_batch_size == -1:
         device_batch_size = (resolved or {}).get("device_batch_size", -1)
-    if device_batch_size == -1 or rows % device_batch_size:
-        # Larger micro-batches than this are not faster (docs/benchmarks.md)
-        most_tokens = 2**16 if hardware.device_type == "cuda" else 2**12
-        device_batch_size = scaling.pick_device_batch_size(
-            rows, config, hardware.dtype, hardware.memory, most_tokens, **hardware.sharing
-        )
-    return Plan(
+    given = device_batch_size != -1 and rows % device_batch_size == 0
+    device_batch_size = device_batch_size if given else 1
+    plan = Plan(
         config=config,
         hardware=hardware,
         parameters=model.parameter_counts(),
@@ -312,8 +317,10 @@ def _plan(settings, config, hardware, horizon, scaled, resolved, *, data_tokens,
         warmup_steps=min(settings["warmup_steps"], horizon.num_iterations // 10),
         data_tokens=data_tokens,
         horizon_is_given=horizon_is_given,
+        rows_are_given=given,
         fp8=settings.get("fp8", False),
     )
+    return plan.fitted(compiled=False)
 
 
 def text(sections: dict[str, dict[str, str]], warnings: list[str]) -> str:

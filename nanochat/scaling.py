@@ -1,4 +1,4 @@
-"""The rules of the dial: from depth to width, horizon, batch, learning rates and memory. Pure functions.
+"""The rules of the dial: from depth to width, horizon, batch and learning rates. Pure functions.
 
 The reference is a d12 model trained for its compute-optimal horizon with batches of 2**19 tokens. There the
 learning rates of the scripts hold as they are; the rules carry them to other sizes. planning.py puts the
@@ -196,52 +196,6 @@ def scaled_rates(settings: dict, width: int, horizon: Horizon) -> ScaledRates:
     reason += f"also x {adam_scale / scale:.3f} (width^-1/2)"
     decay = scaled_weight_decay(settings["weight_decay"], scale, *run)
     return ScaledRates(rates, decay, reason, "rate x decay x steps as at d12; linear to 0")
-
-
-def training_bytes(
-    config: GPTConfig,
-    micro_batch_tokens: int,
-    dtype: torch.dtype,
-    world_size: int = 1,
-    saves_here: bool = False,
-) -> int:
-    """About how many bytes of device memory one of `world_size` training processes needs.
-
-    In float32: the weight and the gradient of each parameter, the process's share of the optimizer's
-    state (one value for Muon's matrices, two for the rest), and weights and state once more where a save
-    copies them to the same memory (`saves_here`, on a CPU). The backward pass keeps 18 C values for each
-    token and layer in float32 and 30 C in 16 bit, where some are kept twice (counted in
-    tests/test_scaling.py). The logits are there three times: in the compute dtype, softcapped, and as
-    probabilities.
-    """
-    size, counts = torch.finfo(dtype).bits // 8, on_meta(config).parameter_counts()
-    weights = 4 * counts["total"]
-    state = (8 * counts["total"] - 4 * counts["matrices"]) // world_size
-    lasting = 2 * weights + state + (weights + state) * saves_here
-    activations = micro_batch_tokens * config.depth * config.width * (18 if size == 4 else 30) * size
-    return lasting + activations + micro_batch_tokens * config.vocab_size * (8 + size)
-
-
-def memory_refusal(needed: int, memory: int) -> str:
-    """One sentence if a process needs more bytes than it may take, else an empty text."""
-    if needed <= memory:
-        return ""
-    return (
-        f"this run needs about {needed / 2**30:.1f} GiB a process and {memory / 2**30:.1f} are free; "
-        "lower --device_batch_size, --max_seq_len or --depth"
-    )
-
-
-def pick_device_batch_size(
-    rows: int, config: GPTConfig, dtype: torch.dtype, memory: int, most_tokens: int, **where
-) -> int:
-    """Rows of a micro-batch: the largest divisor of `rows` with at most `most_tokens` tokens that needs no
-    more than 80 % of `memory` bytes."""
-    for size in range(min(rows, most_tokens // config.max_seq_len), 0, -1):
-        tokens = size * config.max_seq_len
-        if rows % size == 0 and training_bytes(config, tokens, dtype, **where) <= 0.8 * memory:
-            return size
-    return 1
 
 
 def valid_batch_sizes(total_batch_size: int, unit: int) -> str:

@@ -197,7 +197,7 @@ def simulate(settings: dict) -> Simulation:
     vocab_size = settings["vocab_size"] if settings["vocab_size"] != -1 else PUBLIC_VOCABULARY
     tokenizer = types.SimpleNamespace(vocab_size=vocab_size)
     text = types.SimpleNamespace(estimated_tokens=lambda tokenizer: ENOUGH_TEXT)
-    plan = planning.derive(settings, tokenizer, text, hardware)
+    plan = planning.derive(settings, tokenizer, text, hardware).fitted(compiled=True)
     gradient_bytes = 2 if settings["gradient_dtype"] == "bfloat16" else 4
     exchange = exchanged_bytes(plan.config, world_size, gradient_bytes)
     gain = at(FP8_GAIN, plan.config.depth) if plan.fp8 else 1.0
@@ -207,7 +207,7 @@ def simulate(settings: dict) -> Simulation:
         "optimizer": optimizer_flops(plan.config, world_size) / rate,
         "exchange": exchange_seconds(sum(exchange.values()), device, world_size),
     }
-    return Simulation(device, plan, memory_by_kind(plan), exchange, seconds)
+    return Simulation(device, plan, plan.expected_memory, exchange, seconds)
 
 
 def check(settings: dict, device: Device):
@@ -221,20 +221,6 @@ def check(settings: dict, device: Device):
         raise UserError(
             f"{device.name} cannot multiply in fp8; leave out --fp8, or give --device one of {able}"
         )
-
-
-def memory_by_kind(plan: planning.Plan) -> dict[str, int]:
-    """Bytes of a process, {kind: bytes}."""
-    counts, tokens = plan.parameters, plan.device_batch_size * plan.config.max_seq_len
-    state = (8 * counts["total"] - 4 * counts["matrices"]) // plan.hardware.world_size
-    logits = tokens * plan.config.vocab_size * 10
-    kinds = {
-        "weights": 4 * counts["total"],
-        "gradients": 4 * counts["total"],
-        "optimizer state": state,
-        "logits": logits,
-    }
-    return kinds | {"activations": plan.expected_bytes - sum(kinds.values())}
 
 
 # ------------------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ save_minutes = 5.0  # minutes between further checkpoints (-1 = off) [-1, 1e-4..
 keep_checkpoints = 2  # how many of the newest are kept (-1 = all) [-1, 1..1e6]
 permanent_every = -1  # steps between checkpoints that are never deleted (-1 = off) [-1, 1..1e9]
 resume = "auto"  # auto (newest good checkpoint), never (set the old run aside), a step, or a folder
-accept = ""  # go on with these changed: data,tokenizer,seed,total_batch_size; with many: epochs
+accept = ""  # go on with these changed: data,tokenizer,seed,total_batch_size; go on anyway: epochs,memory
 init_from: str | None = None  # a checkpoint folder whose weights a new run starts from
 base_dir = "~/.cache/nanochat"  # where data, tokenizers and runs live (environment: NANOCHAT_BASE_DIR)
 out_dir: str | None = None  # the run's folder (none = <base_dir>/base_checkpoints/<model_tag>)
@@ -138,6 +138,7 @@ hardware = planning.survey(machine, compute_dtype, dtype_reason)
 plan = planning.derive(settings.values, tokenizer, dataset, hardware, resolved)
 decision = runtime.decide_compile(compile, device, plan.expected_seconds, before=resolved.get("compiled"))
 compiled, compile_reason = min(machine.all_gather(decision))  # False sorts first: one "no" decides for all
+plan = plan.fitted(compiled)
 attend = attention.choose(plan.config, machine, compute_dtype, compiled, document_mask, resolved)
 sections = plan.sections(dataset, tokenizer, compiled, compile_reason, run_path)
 sections["machine"]["attention"] = attend.reason

@@ -70,7 +70,7 @@ save_every = 1000  # steps between checkpoints (-1 = only at the end) [-1, 1..1e
 save_minutes = 5.0  # minutes between further checkpoints (-1 = off) [-1, 1e-4..1e6]
 keep_checkpoints = 2  # how many of the newest are kept (-1 = all) [-1, 1..1e6]
 resume = "auto"  # auto (newest good checkpoint), never (set the old run aside), a step, or a folder
-accept = ""  # go on with these changed: data,loss_on,source,seed,total_batch_size
+accept = ""  # go on with these changed: data,loss_on,source,seed,total_batch_size; go on anyway: memory
 base_dir = "~/.cache/nanochat"  # where runs live (environment: NANOCHAT_BASE_DIR)
 out_dir: str | None = None  # the run's folder (none = <base_dir>/mid_checkpoints/<model_tag>)
 model_tag: str | None = None  # the run's name (none = the base run's)
@@ -124,6 +124,7 @@ epoch_tokens = len(train_tokens.epoch_rows(0, seed, config.max_seq_len)) * confi
 plan = planning.derive_continued(settings.values, config, base.state, epoch_tokens, hardware, resolved)
 decision = runtime.decide_compile(compile, device, plan.expected_seconds, before=resolved.get("compiled"))
 compiled, compile_reason = min(machine.all_gather(decision))
+plan = plan.fitted(compiled)
 attend = attention.choose(config, machine, compute_dtype, compiled, True, resolved)
 sections = plan.sections(conversations, tokenizer, compiled, compile_reason, run_path)
 sections["model"] = {"base": str(base.path), **sections["model"]}

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 import configurator
-from nanochat import UserError, optim, precision, runtime, scaling
+from nanochat import UserError, memory_estimate, optim, precision, runtime, scaling
 from nanochat.data.dataset import open_dataset
 from nanochat.data.loader import TrainLoader
 from nanochat.data.tokenizer import open_tokenizer
@@ -92,9 +92,10 @@ def to_measure() -> list[str]:
 wanted = to_measure() if measure else []
 processes = len(wanted) + 2  # at the same time: one each, one more for the first, and this one
 memory = machine.free_memory() // processes
-needed = scaling.training_bytes(config, device_batch_size * max_seq_len, torch.float32)
-if refusal := scaling.memory_refusal(needed, memory):
-    raise UserError(refusal)
+tokens = device_batch_size * max_seq_len
+needed = sum(memory_estimate.training_bytes(config, tokens, torch.float32, compiled=False).values())
+if sentence := memory_estimate.sentence(needed, memory):
+    raise UserError(sentence)
 
 
 def recorded_step():

@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from nanochat.gpt import GPT, GPTConfig
+from experiments.autocast_rules import autocast_on
+from nanochat.gpt import GPT, MLP, GPTConfig
 
 PATTERNS = ["L", "SL", "SSSL", "S"]
 
@@ -240,3 +242,37 @@ def test_under_autocast_the_stream_is_in_its_dtype_and_logits_and_loss_in_float3
     assert streams[-1] == dtype
     assert logits.dtype == loss.dtype == torch.float32
     assert (logits - exact).abs().max() < 0.1 * exact.abs().max()
+
+
+# ------------------------------------------------------------------------------------------------------
+# What CUDA's autocast makes of it
+
+
+def test_the_mlp_stays_in_16_bit_under_the_autocast_of_cuda():
+    """pow, and so .square(), is on CUDA's list of what runs in float32: eager code would keep a float32 copy
+    of (B, T, 4 C) in each layer for the backward pass."""
+    dtypes = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.shape == (2, 8, 64):  # (B, T, 4 C)
+                dtypes.add(result.dtype)
+            return result
+
+    with torch.device("meta"):
+        mlp = MLP(GPTConfig(1, 16, 1, 10, 8))
+    with autocast_on("cuda", torch.float16), torch.no_grad():
+        up, down = (torch.empty(p.shape, device="cuda") for p in (mlp.up.weight, mlp.down.weight))
+        weights = {"up.weight": up, "down.weight": down}
+        x = torch.empty(2, 8, 16, device="cuda", dtype=torch.float16)
+        with Watch():
+            y = torch.func.functional_call(mlp, weights, (x,))
+    assert y.dtype == torch.float16 and dtypes == {torch.float16}
+
+
+def test_the_mlp_is_the_square_of_the_relu():
+    mlp = MLP(GPTConfig(1, 16, 1, 10, 8))
+    x = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(0))
+    expected = mlp.down(torch.clamp(mlp.up(x), min=0) ** 2)
+    assert torch.equal(mlp(x), expected)

@@ -13,10 +13,20 @@ DEFAULTS = configurator.defaults(Path(configurator.__file__).parent / "scripts" 
 LAPTOP = {"depth": 4, "aspect_ratio": 48, "head_dim": 64, "max_seq_len": 512}
 
 
-def make_plan(data_tokens=10**9, memory=2**40, world_size=1, peak_flops=1e15, resolved=None, **settings):
+def make_plan(
+    data_tokens=10**9,
+    memory=2**40,
+    world_size=1,
+    peak_flops=1e15,
+    resolved=None,
+    device_type="cpu",
+    **settings,
+):
     tokenizer = types.SimpleNamespace(vocab_size=4096, name="t", fingerprint="f" * 64)
     dataset = types.SimpleNamespace(estimated_tokens=lambda tokenizer: data_tokens, **DATASET)
-    hardware = planning.Hardware("cpu", world_size, torch.float32, "asked for", memory, peak_flops, "told")
+    hardware = planning.Hardware(
+        device_type, world_size, torch.float32, "asked for", memory, peak_flops, "told"
+    )
     plan = planning.derive(DEFAULTS | LAPTOP | settings, tokenizer, dataset, hardware, resolved)
     sections = plan.sections(dataset, tokenizer, True, "it pays", "runs/d4")
     return plan, planning.text(sections, plan.warnings(""))
@@ -51,12 +61,40 @@ def test_public_shards_are_counted_for_the_vocabulary_of_public_text():
     assert many.public_shards == -(-10 * tokens // 46_700_000)
 
 
-def test_too_little_memory_is_refused_with_what_to_lower():
-    plan, text = make_plan(memory=10**7, num_iterations=10)
+def test_a_run_that_does_not_fit_in_a_cpus_memory_is_refused_with_what_to_lower():
     needs = r"this run needs about .* GiB a process .* lower --device_batch_size"
-    with pytest.raises(UserError, match=needs):
-        plan.check(accept="epochs")
-    assert "this run is refused" in text
+    for given in ({}, {"device_batch_size": 8, "total_batch_size": 8 * 512}):
+        plan, text = make_plan(memory=10**7, num_iterations=10, **given)
+        with pytest.raises(UserError, match=needs):
+            plan.check(accept="epochs")
+        assert "this run is refused" in text
+        plan.check(accept="epochs,memory")
+
+
+def test_on_a_gpu_a_size_that_the_user_gives_is_tried_with_a_warning():
+    given = {"device_batch_size": 8, "total_batch_size": 8 * 512, "num_iterations": 10}
+    plan, text = make_plan(memory=10**7, device_type="cuda", **given)
+    plan.check(accept="")
+    assert "warning: this run needs about" in text and "refused" not in text
+    plan, text = make_plan(memory=10**7, device_type="cuda", num_iterations=10)
+    with pytest.raises(UserError, match="this run needs about"):  # one row does not fit
+        plan.check(accept="")
+    kept = make_plan(memory=10**7, device_type="cuda", resolved={"device_batch_size": 1}, **given)[0]
+    kept.check(accept="")
+
+
+def test_compiled_code_gets_more_rows_where_their_number_is_not_given():
+    settings = {"num_iterations": 10, "total_batch_size": 2**17, "device_type": "cuda"}
+    plan, text = make_plan(memory=2**31, **settings)
+    eager, compiled = plan.fitted(compiled=False), plan.fitted(compiled=True)
+    assert plan == eager and eager.device_batch_size < compiled.device_batch_size
+    for fitted in (eager, compiled):
+        assert fitted.device_batch_size * fitted.grad_accum_steps == 2**17 // 512
+        assert fitted.expected_bytes == sum(fitted.expected_memory.values()) <= 0.9 * 2**31
+    assert "; logits" in text or "; activations" in text
+    given = make_plan(device_batch_size=8, **settings)[0]
+    assert given.fitted(compiled=True).device_batch_size == 8
+    assert given.with_rows(2).grad_accum_steps == 4 * given.grad_accum_steps
 
 
 def test_a_resumed_run_keeps_its_micro_batch_while_it_divides_the_rows():

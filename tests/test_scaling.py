@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from nanochat import UserError, scaling
 from nanochat.gpt import GPT
-from nanochat.precision import autocast
 
 SIZES = {"aspect_ratio": 64, "head_dim": 128, "max_seq_len": 2048, "vocab_size": 32768, "window_pattern": "L"}
 FEW = settings(max_examples=60, deadline=None)
@@ -204,63 +203,3 @@ def test_weight_decay_forgets_over_the_same_share_of_any_run_that_is_not_very_sh
         assert share == pytest.approx(reference)
     else:
         assert decay == pytest.approx(most) and share >= 0.999 * reference
-
-
-# ------------------------------------------------------------------------------------------------------
-# Memory
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_expected_memory_is_within_a_factor_of_two_of_what_autograd_keeps(dtype):
-    model_config = config(4, max_seq_len=256, vocab_size=2048)
-    model = GPT(model_config)
-    model.init_weights()
-    parameters = {p.data_ptr() for p in model.parameters()}
-    kept = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage
-        return tensor
-
-    idx = torch.zeros(2, 256, dtype=torch.int64)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast(idx.device, dtype):
-        loss = model(idx, idx)
-    measured = sum(storage.nbytes() for storage in kept.values())
-    del loss
-    weights = scaling.training_bytes(model_config, 0, dtype)
-    counts = model.parameter_counts()
-    others = counts["total"] - counts["matrices"]  # AdamW's, with two moments; Muon has one
-    assert weights == 12 * counts["matrices"] + 16 * others
-    saving = scaling.training_bytes(model_config, 0, dtype, saves_here=True)
-    assert saving == weights + 8 * counts["matrices"] + 12 * others
-    share = scaling.training_bytes(model_config, 0, dtype, world_size=4)
-    assert share == 9 * counts["matrices"] + 10 * others
-    expected = scaling.training_bytes(model_config, idx.numel(), dtype) - weights
-    assert measured / 2 < expected < 2 * measured
-
-
-def test_more_tokens_depth_or_bits_need_more_memory():
-    def need(depth=4, tokens=4096, dtype=torch.bfloat16):
-        return scaling.training_bytes(config(depth), tokens, dtype)
-
-    assert need() < need(tokens=8192) < need(tokens=8192, dtype=torch.float32)
-    assert need() < need(depth=5)
-
-
-@FEW
-@given(st.integers(1, 96), st.integers(0, 2**18), st.floats(0, 12))
-def test_the_automatic_device_batch_divides_the_rows_and_fits(rows, most_tokens, log_gigabytes):
-    model, memory = config(2, max_seq_len=512, vocab_size=512), int(2**log_gigabytes * 1e7)
-    picked = scaling.pick_device_batch_size(rows, model, torch.float32, memory, most_tokens)
-    assert rows % picked == 0
-
-    def fits(n):
-        return (
-            n * 512 <= most_tokens and scaling.training_bytes(model, n * 512, torch.float32) <= 0.8 * memory
-        )
-
-    larger = [n for n in range(picked + 1, rows + 1) if rows % n == 0]
-    assert not any(fits(n) for n in larger)
-    assert fits(picked) or picked == 1

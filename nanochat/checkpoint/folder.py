@@ -49,7 +49,7 @@ def changes(found, identity, accept=""):
     accepted, then = {name.strip() for name in accept.split(",")} - {""}, found.state["identity"]
     then = {"document_mask": False} | then  # older runs had no such setting
     possible = identity.keys() - {"model"}
-    if unknown := sorted(accepted - possible):
+    if unknown := sorted(accepted - possible - {"epochs", "memory"}):  # these are for planning.py
         raise UserError(f"accept cannot name {', '.join(unknown)}; it takes {', '.join(sorted(possible))}")
     changed = [name for name in identity if then.get(name) != identity[name]]
     if refused := [name for name in changed if name not in accepted]:

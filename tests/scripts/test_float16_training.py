@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nanochat import checkpoint, gradients, precision, runtime, scaling
 from nanochat.checkpoint.files import read_tensors
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.memory_estimate import training_bytes
 from nanochat.optim import MuonAdamW, parameter_groups
 
 STEPS = 10
@@ -224,5 +225,5 @@ def test_the_recipe_for_old_gpus_fits_their_memory_in_float16():
     assert given["dtype"] == "float16"
     rows, length = given["device_batch_size"], given["max_seq_len"]
     config = scaling.model_config(given["depth"], 64, 128, length, 32768, "L")
-    needed = scaling.training_bytes(config, rows * length, torch.float16)
-    assert 8 * 2**30 < needed < 0.8 * 15 * 2**30  # a T4 has 15 GiB; the context, buffers and gaps need some
+    needed = sum(training_bytes(config, rows * length, torch.float16, compiled=False).values())
+    assert 6 * 2**30 < needed < 0.8 * 15 * 2**30  # a T4 has 15 GiB; the context, buffers and gaps need some
