@@ -60,10 +60,10 @@ def training_bytes(
 
 
 def in_words(needed: dict[str, int]) -> str:
-    """`needed` by kind, the largest first, without what is less than a hundredth: "logits 3.2, ... GiB"."""
+    """`needed` by kind, the largest first, without what is less than a hundredth: "logits 3.20, weights 1.05"."""
     total = sum(needed.values())
     large = sorted((item for item in needed.items() if item[1] >= total / 100), key=lambda item: -item[1])
-    return ", ".join(f"{kind} {size / 2**30:.1f}" for kind, size in large)
+    return ", ".join(f"{kind} {size / 2**30:.2f}" for kind, size in large)
 
 
 def sentence(needed: int, memory: int) -> str:

@@ -92,4 +92,4 @@ def test_the_automatic_device_batch_divides_the_rows_and_fits(rows, most_tokens,
 
 def test_kinds_are_named_from_the_largest_on_and_small_ones_left_out():
     gib = 2**30
-    assert in_words({"weights": gib, "logits": 3 * gib, "update": 1000}) == "logits 3.0, weights 1.0"
+    assert in_words({"weights": gib, "logits": 3 * gib, "update": 1000}) == "logits 3.00, weights 1.00"
