@@ -60,7 +60,7 @@ def training_bytes(
 
 
 def in_words(needed: dict[str, int]) -> str:
-    """`needed` by kind, the largest first, without what is less than a hundredth: "logits 3.20, weights 1.05"."""
+    """The kinds from the largest on, without those below a hundredth: "logits 3.20, weights 1.05"."""
     total = sum(needed.values())
     large = sorted((item for item in needed.items() if item[1] >= total / 100), key=lambda item: -item[1])
     return ", ".join(f"{kind} {size / 2**30:.2f}" for kind, size in large)
