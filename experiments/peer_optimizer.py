@@ -1,8 +1,8 @@
 """Times the optimizer of karpathy/nanochat for `python -m scripts.bench --what=optimizer --peer=FOLDER`.
 
 The bench starts this file in that folder, so `nanochat` is the peer's package here. The first line of stdin
-has the shapes of matrices, embeddings and head as JSON. Every further line asks for one step, and the answer
-is its time in seconds.
+has the device and the shapes of matrices, embeddings and head as JSON. Every further line asks for one step,
+and the answer is its time in seconds, until the device has finished it.
 """
 
 import json
@@ -14,13 +14,20 @@ from nanochat.common import COMPUTE_DTYPE
 
 from nanochat.optim import MuonAdamW
 
-matrices, tables, head = json.loads(sys.stdin.readline())
+device, matrices, tables, head = json.loads(sys.stdin.readline())
 
 
 def parameter(shape, dtype=torch.float32):
-    p = torch.nn.Parameter(torch.randn(*shape, dtype=dtype) * 0.02)
+    p = torch.nn.Parameter(torch.randn(*shape, dtype=dtype, device=device) * 0.02)
     p.grad = torch.randn_like(p) * 1e-3
     return p
+
+
+def synchronize():
+    """Wait until the device has finished all its work."""
+    accelerators = {"cuda": torch.cuda, "mps": torch.mps}
+    if kind := accelerators.get(torch.device(device).type):
+        kind.synchronize()
 
 
 # Any rates do: a step takes equally long with all of them
@@ -35,4 +42,5 @@ print("ready", flush=True)
 for _ in sys.stdin:
     began = time.perf_counter()
     optimizer.step()
+    synchronize()
     print(time.perf_counter() - began, flush=True)

@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 import configurator
 from nanochat import UserError, checkpoint, optim, precision, runtime, scaling
@@ -60,6 +59,7 @@ device_batch_size = 8  # rows of a micro-batch, one micro-batch a step [1..2**20
 
 # What takes turns
 variants = "bfloat16+compile,bfloat16,float32+compile"  # train: dtypes, with +compile or without
+gradient_dtype: Literal["float32", "bfloat16"] = "float32"  # communication: as in base_train
 dtypes = "bfloat16,float32"  # optimizer, generate, evaluate: compute dtypes
 peer: str | None = None  # optimizer, generate, gpu: folder of karpathy/nanochat, which takes turns with ours
 parts = ""  # gpu: only these parts, separated by commas (empty = all)
@@ -189,7 +189,7 @@ def make_optimizer(dtype: str, machine, compile: bool = True):
     return model, optim.MuonAdamW(groups, compute_dtype, compile, machine.rank, machine.world_size)
 
 
-def start_peer(model, dtype: str) -> subprocess.Popen:
+def start_peer(model, dtype: str, device: torch.device) -> subprocess.Popen:
     """The optimizer of karpathy/nanochat in a process of its own, on the same shapes."""
     shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.ndim == 2}
     tables = [shape for name, shape in shapes.items() if "embedding" in name]
@@ -198,7 +198,8 @@ def start_peer(model, dtype: str) -> subprocess.Popen:
     environment = os.environ | {"PYTHONPATH": str(Path(peer).resolve()), "NANOCHAT_DTYPE": dtype}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, cwd=peer, env=environment, **pipes)
-    print(json_module.dumps([matrices, tables, shapes["head.weight"]]), file=process.stdin, flush=True)
+    job = [str(device), matrices, tables, shapes["head.weight"]]
+    print(json_module.dumps(job), file=process.stdin, flush=True)
     if process.stdout.readline().strip() != "ready":
         raise UserError(f"the optimizer in {peer} did not start; --peer is a folder of karpathy/nanochat")
     return process
@@ -207,7 +208,7 @@ def start_peer(model, dtype: str) -> subprocess.Popen:
 def optimizer_times(dtype: str, machine) -> dict:
     """One step of ours, and with --peer one of the peer's in turn; compiled, the gradients stay the same."""
     model, optimizer = make_optimizer(dtype, machine)
-    theirs = start_peer(model, dtype) if peer else None
+    theirs = start_peer(model, dtype, machine.device) if peer else None
     times = {"ours": [], "peer": []}  # seconds
 
     def step():
@@ -237,7 +238,7 @@ def bench_optimizer() -> dict:
 
 
 # ------------------------------------------------------------------------------------------------------
-# Checkpoints and processes
+# Checkpoints
 
 
 def bench_checkpoint() -> dict:
@@ -276,54 +277,12 @@ def bare_write(tensors: dict, path: Path):
         os.fsync(file.fileno())
 
 
-def bench_communication() -> dict:
-    """Bytes a step that processes on this machine send each other, read off the loopback interface."""
-    machine = runtime.start("cpu", seed=0)
-    if machine.world_size == 1:
-        raise UserError("one process sends nothing; start this with torchrun --nproc_per_node=2 or more")
-    model, optimizer = make_optimizer("float32", machine, compile=False)
-    train_model = DistributedDataParallel(model, **runtime.DDP_OPTIONS)
-    tokens = torch.randint(vocab_size, (1, max_seq_len + 1))
-
-    def backward():
-        optimizer.zero_grad(set_to_none=True)
-        train_model(tokens[:, :-1], tokens[:, 1:]).backward()
-
-    def sent(action) -> float:
-        machine.all_gather(None)
-        before = loopback_bytes()
-        for _ in range(steps):
-            action()
-        machine.all_gather(None)
-        return (loopback_bytes() - before) / steps / machine.world_size
-
-    for action in (backward, optimizer.step):
-        action()
-    size = sum(4 * p.numel() for p in model.parameters())
-    gradients, weights, w = sent(backward), sent(optimizer.step), machine.world_size
-    machine.close()
-    row = {
-        "weights_mb": size / 1e6,
-        "gradients_mb": gradients / 1e6,
-        "new_weights_mb": weights / 1e6,
-        "expected_gradients_mb": 2 * (w - 1) / w * size / 1e6,
-        "expected_new_weights_mb": (w - 1) / w * size / 1e6,
-        "relative_to_plain_ddp": (gradients + weights) / gradients,
-    }
-    return {f"a process of {w}": row} if machine.is_main else {}
-
-
 def bench_elsewhere() -> dict:
-    """What a module of experiments/ measures by itself: `generate`, `core`, `start`, `gpu`."""
+    """What a module of experiments/ measures by itself: `generate`, `core`, `start`, `gpu` and others."""
     return import_module(f"experiments.{what}_speed").bench(settings.values)
 
 
-bench_generate = bench_core = bench_start = bench_gpu = bench_elsewhere
-
-
-def loopback_bytes() -> int:
-    """Bytes sent over the loopback interface since the machine started (Linux)."""
-    return int(re.search(r"^ *lo:(.*)", Path("/proc/net/dev").read_text(), re.MULTILINE)[1].split()[8])
+bench_generate = bench_core = bench_start = bench_gpu = bench_communication = bench_elsewhere
 
 
 results = globals()[f"bench_{what}"]()
@@ -334,6 +293,8 @@ for name, row in results.items() if what != "gpu" else ():  # gpu has printed it
 if json and results:
     key = "parts" if what == "gpu" else "results"
     here = {"device": runtime.device_name(torch.device("cpu")), "torch": torch.__version__}
-    print(json_module.dumps({"what": what, "machine": here, "settings": settings.values, key: results}))
+    single = {name: value for name, value in results.items() if not isinstance(value, dict)}
+    record = {"what": what, "machine": here, "settings": settings.values, key: results}
+    print(json_module.dumps(record | single))
 if what == "gpu" and not all(part["ok"] for part in results.values()):
     sys.exit(1)

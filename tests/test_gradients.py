@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, command, losses
 
 # Each process makes its own gradients twice: through DDP with the exchange, and through a copy of the model
 # that knows of no other process. The average of the copies' gradients, in float64, is what has to come.
@@ -135,3 +135,44 @@ def test_each_process_gets_the_average_of_its_share_and_the_norm_of_all(world_si
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# base_train, with a compiler that counts the graphs it is given and runs them as they are
+COUNT_GRAPHS = """
+import os, runpy
+import torch
+from torch._dynamo.backends.debugging import aot_eager
+
+count, compile = 0, torch.compile
+
+def counting(graph, inputs, **options):
+    global count
+    count += 1
+    return aot_eager(graph, inputs, **options)
+
+def compile_the_model(module, **options):
+    return compile(module, backend=counting, **options) if isinstance(module, torch.nn.Module) else module
+
+torch.compile = compile_the_model
+runpy.run_module("scripts.base_train", run_name="__main__", alter_sys=True)
+print("graphs:", count, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_compiled_model_in_two_processes_is_one_graph_and_loses_what_one_process_loses(corpus, tmp_path):
+    code = tmp_path / "count_graphs.py"
+    code.write_text(COUNT_GRAPHS)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    for name, launcher, processes in (("one", [], 1), ("two", torchrun, 2)):
+        # Large enough for Dynamo to cut it at Muon's matrices, if it were let
+        size = "--depth=4", "--aspect_ratio=32", "--num_iterations=3"
+        arguments = command(corpus, tmp_path / name, *size, "--compile=on", "--eval_every=-1")
+        done = subprocess.run(
+            [sys.executable, *launcher, str(code), *arguments[1:]],
+            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.count("graphs: 1\n") == processes, done.stdout
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-4)

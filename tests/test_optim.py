@@ -8,11 +8,13 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanochat import UserError
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.gradients import clip_grad_norm_
 from nanochat.muon import POLAR_EXPRESS, orthogonalize
-from nanochat.optim import PARAMETER_TABLE, MuonAdamW, parameter_groups, table_row
+from nanochat.optim import PARAMETER_TABLE, MuonAdamW, parameter_groups, skip_if_not_finite, table_row
 
 RATES = {"embedding_lr": 0.1, "unembedding_lr": 0.01, "matrix_lr": 0.02, "scalar_lr": 0.3}
 
@@ -437,3 +439,36 @@ def test_a_step_with_found_inf_changes_neither_weights_nor_state(bad):
         p.grad = torch.randn_like(p)
     optimizer.step()
     assert not torch.equal(before[0]["head.weight"], model.state_dict()["head.weight"])
+
+
+class Transfers(TorchDispatchMode):
+    """Records the operations that, on a GPU, bring numbers from Python to the device or back, and wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, operation, types, arguments=(), keywords=None):
+        # torch.tensor(numbers), .item(), and a copy with another dtype or device
+        if operation.overloadpacket in (
+            torch.ops.aten.lift_fresh,
+            torch.ops.aten._local_scalar_dense,
+            torch.ops.aten._to_copy,
+        ):
+            self.seen.append(str(operation))
+        return operation(*arguments, **(keywords or {}))
+
+
+def test_a_step_neither_makes_a_tensor_of_python_s_numbers_nor_reads_one():
+    model = tiny_model()
+    optimizer = make_optimizer(model)
+    random_gradients(model, seed=0)
+    with Transfers() as control:
+        torch.tensor([1.0]).item()
+    assert control.seen == ["aten.lift_fresh.default", "aten._local_scalar_dense.default"]
+    with Transfers() as transfers:
+        grad_norm = clip_grad_norm_(model, optimizer, 1.0)
+        skip_if_not_finite(optimizer, grad_norm)
+        optimizer.step()
+    allowed = ["aten._to_copy.default"]  # the bool of isfinite to float32, on the device
+    assert transfers.seen == allowed
