@@ -227,7 +227,7 @@ PAGE = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
 @pytest.mark.slow
 def test_all_figures_of_the_page_on_scale_are_what_the_command_prints(scale):
     assert f"\n\n{scale.speeds()}\n\n" in PAGE and f"\n\n{scale.limits()}\n\n" in PAGE
-    assert f"fits on\n   80 GB up to depth {scale.deepest()}. " in PAGE
+    assert f"fits on\n   80 GB up to depth {scale.deepest()}, with 512 of them." in PAGE
 
 
 def test_the_page_on_scale_quotes_the_prediction_of_the_known_run():
