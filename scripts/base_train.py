@@ -30,6 +30,7 @@ from nanochat.evaluate import bits_per_byte
 from nanochat.fp8 import check_fp8, convert_to_fp8
 from nanochat.gpt import GPT, materialize
 from nanochat.gradients import clip_grad_norm_, exchange_gradients
+from nanochat.memory_trial import fit_micro_batch
 from nanochat.paths import user_path
 from nanochat.run_output import RunOutput
 from nanochat.task_scores import in_words, open_tasks, score_tasks
@@ -174,6 +175,7 @@ attention.use(model, attend)
 groups = optim.parameter_groups(model, plan.rates, plan.weight_decay)
 optimizer = optim.MuonAdamW(groups, compute_dtype, compiled, machine.rank, world_size)
 scaler = precision.make_scaler(device, compute_dtype)
+plan = fit_micro_batch(plan, machine, model, compute_dtype, resolved)  # fewer rows if memory runs out
 # For batches of your own replace the loader; it yields (inputs, targets), has documents (None: rows are not
 # divided), wait_s, epoch, state(), close()
 rows, share = plan.total_batch_size // max_seq_len, (machine.rank, world_size)

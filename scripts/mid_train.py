@@ -31,6 +31,7 @@ from nanochat.engine import find_source, model_config
 from nanochat.evaluate import bits_per_byte
 from nanochat.gpt import GPT, materialize
 from nanochat.gradients import clip_grad_norm_, exchange_gradients
+from nanochat.memory_trial import fit_micro_batch
 from nanochat.paths import user_path
 from nanochat.run_output import RunOutput
 
@@ -160,6 +161,7 @@ attention.use(model, attend)
 groups = optim.parameter_groups(model, plan.rates, plan.weight_decay)
 optimizer = optim.MuonAdamW(groups, compute_dtype, compiled, machine.rank, world_size)
 scaler = precision.make_scaler(device, compute_dtype)
+plan = fit_micro_batch(plan, machine, model, compute_dtype, resolved)  # fewer rows if memory runs out
 rows, share = plan.total_batch_size // config.max_seq_len, (machine.rank, world_size)
 position = resumed.state["loader"] if resumed and not changed else None
 loader = ConversationLoader(
