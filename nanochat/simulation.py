@@ -251,9 +251,9 @@ def page(settings: dict) -> str:
     }
     del sections["cost"]
     total = sum(found.memory.values())
-    sections["memory of a process"] = {kind: planning.gib(size) for kind, size in found.memory.items()} | {
-        "together": f"{planning.gib(total)} of {planning.gib(hardware.memory)} that are free"
-    }
+    sections["memory of a process"] = {
+        kind: planning.gib(size) for kind, size in found.memory.items() if size
+    } | {"together": f"{planning.gib(total)} of {planning.gib(hardware.memory)} that are free"}
     sections["a step"] = {
         "exchange": f"{sum(found.exchange.values()) / 1e9:.2f} GB that each process sends: "
         + ", ".join(f"{size / 1e9:.2f} GB of {kind}" for kind, size in found.exchange.items()),
