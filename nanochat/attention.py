@@ -17,6 +17,7 @@ BACKENDS = {  # name: (the function, the kinds of attention it computes)
     "sdpa": (backends.sdpa, ("full",)),  # PyTorch's own choice
     "banded": (backends.masked, ("full", "window")),  # SDPA over blocks of the window's size
     "mask": (backends.masked, KINDS),  # SDPA under a mask of T x T
+    "blocks": (backends.in_blocks, ("full", "window")),  # for CPUs; no run takes it yet
     "cudnn": (backends.cudnn, ("full",)),
     "flash": (backends.flash, ("full",)),
     "efficient": (backends.efficient, ("full",)),
@@ -182,7 +183,7 @@ def _cannot_run(name: str, kind: str, device, dtype, compiled: bool) -> str:
     """Why a way cannot be tried here, by what the device is; "" if it can."""
     if kind not in BACKENDS.get(name, ((), ()))[1]:
         return f"it is no way to compute {kind}"
-    if name in EVERYWHERE.values():
+    if name == "blocks" or name in EVERYWHERE.values():
         return ""
     if device.type != "cuda":
         return "needs CUDA"

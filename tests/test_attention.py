@@ -180,7 +180,7 @@ def test_the_attention_that_backends_are_held_to_is_the_slow_one(window):
 def test_every_backend_that_runs_here_is_equal_to_float64(dtype):
     results = choices.check_backends("cpu", dtype, shape=(2, 2, 32, 8))
     ran = {name for name, result in results.items() if isinstance(result, dict)}
-    assert ran >= {"sdpa", "banded", "mask"} and all(results[name]["ok"] for name in ran), results
+    assert ran >= {"sdpa", "banded", "mask", "blocks"} and all(results[name]["ok"] for name in ran), results
     assert {results[name] for name in results.keys() - ran} == {"needs CUDA"}
 
 
@@ -199,6 +199,15 @@ def test_every_backend_that_runs_on_a_gpu_is_equal_to_float64(dtype):
 def test_varlen_gives_the_kernel_the_right_sequences_and_windows(slow_flash, kind, window):
     found = choices.errors("varlen", kind, (3, 2, 12, 4), window, torch.device("cpu"), torch.float32)
     assert max(found) < 1e-6
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 6, 12, 50])
+def test_attention_in_blocks_of_queries_is_the_slow_one(monkeypatch, window):
+    monkeypatch.setattr(backends, "QUERIES", 5)  # the last block is a shorter one
+    q, k, v = random_qkv(12, 12, torch.float64)
+    y = backends.in_blocks(q, k, v, window)
+    close = 1e-6  # its softmax is in float32
+    torch.testing.assert_close(y, slow_attention(q, k, v, window), rtol=0, atol=close)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
