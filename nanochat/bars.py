@@ -74,8 +74,8 @@ class LogLines:
 class DownloadBar:
     """One bar over the bytes of all files. A file of unknown size counts as the mean of the known ones."""
 
-    def __init__(self, files: int):
-        self._bar = bar(f"0/{files} files", "B")
+    def __init__(self, files: int, hidden: bool = False):
+        self._bar = bar(f"0/{files} files", "B", hidden=hidden)
         self._files, self._done = files, 0
         self._sizes: dict[str, int] = {}  # bytes of each file, once known
         self._arrived: dict[str, int] = {}  # bytes of each file that are here

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 
 from nanochat import UserError, memory_estimate, scaling
 from nanochat.bars import duration
-from nanochat.data.dataset import PUBLIC
+from nanochat.data.public import PUBLIC, command
 from nanochat.gpt import GPTConfig
 from nanochat.hardware import Hardware, survey  # noqa: F401  (the scripts call planning.survey)
 from nanochat.precision import name_of
@@ -36,6 +36,7 @@ class Plan:
     rows_are_given: bool = False  # of a micro-batch: by the user, or by the checkpoint of this run
     compiled: bool = False  # what the model is, which decides how much memory it needs (see `fitted`)
     fp8: bool = False  # the large products of the blocks train in 8 bits
+    more_text: str = ""  # how to get the public shards that the horizon needs and the run does not have
 
     @property
     def rates(self) -> dict[str, float]:
@@ -130,11 +131,13 @@ class Plan:
         if not tried and (sentence := self.memory_sentence):
             return f"{sentence}; or go on all the same with --accept=memory"
         if self.epochs > MANY_EPOCHS and not self.horizon_is_given and "epochs" not in accept.split(","):
+            more = self.more_text or (
+                f"get more text with {command('climbmix', self.public_shards)} and give --data=climbmix"
+            )
             return (
                 f"this run would read its text {self.epochs:,.0f} times ({self.tokens:,} tokens from about "
-                f"{self.data_tokens:,}) and learn little from most of them; get more text with "
-                f"python -m scripts.download --name=climbmix --num_shards={self.public_shards} and give "
-                "--data=climbmix, or go on all the same with --accept=epochs"
+                f"{self.data_tokens:,}) and learn little from most of them; {more}, or go on all the same "
+                "with --accept=epochs"
             )
         return ""
 
@@ -150,7 +153,9 @@ class Plan:
         said = [f"this run is refused: {refusal}"] if (refusal := self.refusal(accept)) else []
         if self.memory_sentence and not said:
             said.append(self.memory_sentence)
-        if self.epochs > FEW_EPOCHS:
+        if self.more_text:
+            said.append(f"the text is read {self.epochs:.2f} times; {self.more_text}")
+        elif self.epochs > FEW_EPOCHS:
             said.append(f"the text is read {self.epochs:.1f} times; above {FEW_EPOCHS} more text is better")
         if self.expected_seconds > HOPELESS_S:
             said.append(
@@ -222,23 +227,7 @@ def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dic
     resolved: what a resumed run has decided at its first start. Its device_batch_size stays if it still
     divides the rows. Raises UserError for settings that contradict each other.
     """
-    config = scaling.model_config(
-        settings["depth"],
-        settings["aspect_ratio"],
-        settings["head_dim"],
-        settings["max_seq_len"],
-        tokenizer.vocab_size,
-        settings["window_pattern"],
-    )
-    model = scaling.on_meta(config)
-    horizon = scaling.derive_horizon(
-        config,
-        settings["num_iterations"],
-        settings["target_flops"],
-        settings["target_param_data_ratio"],
-        settings["total_batch_size"],
-        model.flops_per_token(),
-    )
+    config, horizon = _horizon(settings, tokenizer.vocab_size)
     return _plan(
         settings,
         config,
@@ -248,7 +237,34 @@ def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dic
         resolved,
         data_tokens=dataset.estimated_tokens(tokenizer),
         horizon_is_given=settings["num_iterations"] > 0,
+        more_text=dataset.more_text,
     )
+
+
+def horizon_tokens(settings: dict, vocab_size: int) -> int:
+    """How many tokens a run with the settings of base_train reads, with a vocabulary of that size."""
+    _, horizon = _horizon(settings, vocab_size)
+    return horizon.num_iterations * horizon.total_batch_size
+
+
+def _horizon(settings: dict, vocab_size: int) -> tuple[GPTConfig, scaling.Horizon]:
+    config = scaling.model_config(
+        settings["depth"],
+        settings["aspect_ratio"],
+        settings["head_dim"],
+        settings["max_seq_len"],
+        vocab_size,
+        settings["window_pattern"],
+    )
+    horizon = scaling.derive_horizon(
+        config,
+        settings["num_iterations"],
+        settings["target_flops"],
+        settings["target_param_data_ratio"],
+        settings["total_batch_size"],
+        scaling.on_meta(config).flops_per_token(),
+    )
+    return config, horizon
 
 
 def derive_continued(
@@ -293,7 +309,9 @@ def derive_continued(
     )
 
 
-def _plan(settings, config, hardware, horizon, scaled, resolved, *, data_tokens, horizon_is_given) -> Plan:
+def _plan(
+    settings, config, hardware, horizon, scaled, resolved, *, data_tokens, horizon_is_given, more_text=""
+) -> Plan:
     """The plan for a horizon and rates: what is left is the size of a micro-batch."""
     model = scaling.on_meta(config)
     batch, device_batch_size = horizon.total_batch_size, settings["device_batch_size"]
@@ -319,6 +337,7 @@ def _plan(settings, config, hardware, horizon, scaled, resolved, *, data_tokens,
         horizon_is_given=horizon_is_given,
         rows_are_given=given,
         fp8=settings.get("fp8", False),
+        more_text=more_text,
     )
     return plan.fitted(compiled=False)
 

@@ -38,6 +38,10 @@ class StopSignal:
             self._name = "the death of torchrun"
         return self._name
 
+    def ask(self, reason: str):
+        """Let the loop save and stop after its step, as a signal would."""
+        self._name = self._name or reason
+
     def at_step_end(self) -> bool:
         """Whether the loop has to save and stop now. Its first call ends the set-up: from then on there is
         something to save."""

@@ -9,6 +9,7 @@ docs/walkthrough.md explains each section; `python -m scripts.download --name=cl
 """
 
 import contextlib
+import functools
 import math
 import time
 from collections import deque
@@ -48,6 +49,7 @@ data = "embedded"  # embedded (Python's standard library), a file or folder of t
 val_data: str | None = None  # a file or folder that is the validation split (none = the data set's own)
 document_mask = False  # a token attends to its own document only, not to all that its row holds
 text_field = "text"  # the field of JSON objects or column of parquet files that holds the text
+download: Literal["off", "on"] = "off"  # on = get the shards of public data while training goes on
 tokenizer = "auto"  # auto (trained on the data at the first use), a JSON file, or gpt2, cl100k_base
 
 # Horizon: exactly one decides, in this order
@@ -120,9 +122,11 @@ machine.check_same_settings(settings.values)
 
 base_path = user_path("base_dir", base_dir)
 run_path = user_path("out_dir", out_dir or base_path / "base_checkpoints" / (model_tag or f"d{depth}"))
+wanted = vocab_size if vocab_size != -1 else 4096 if data == "embedded" else 32768
+tokens = functools.partial(planning.horizon_tokens, settings.values)  # by size of the vocabulary
 with machine.main_first("data", stop):  # the first process builds what is missing; then the others find it
-    dataset = open_dataset(data, val_data, base_dir=base_path, text_field=text_field)
-    wanted = vocab_size if vocab_size != -1 else 4096 if data == "embedded" else 32768
+    place = {"base_dir": base_path, "text_field": text_field}
+    dataset = open_dataset(data, val_data, **place, tokens=lambda: tokens(wanted), download=download == "on")
     folder = dataset.tokenizer_folder(base_path)
     tokenizer = open_tokenizer(tokenizer, wanted, folder, dataset.train_texts, exact=vocab_size != -1)
 
@@ -131,6 +135,7 @@ with machine.main_first("data", stop):  # the first process builds what is missi
 resumed, run_id = (None, "") if plan_only else checkpoint.enter(run_path, resume, machine)
 resolved = resumed.state["resolved"] if resumed else {}
 check_fp8(fp8, device, compute_dtype, max_seq_len, resolved)
+dataset = dataset.for_run(lambda: tokens(tokenizer.vocab_size), resumed, machine)
 
 # ------------------------------------------------------------------------------------------------------
 # Plan: everything that follows from the settings, with its reason
@@ -176,6 +181,7 @@ groups = optim.parameter_groups(model, plan.rates, plan.weight_decay)
 optimizer = optim.MuonAdamW(groups, compute_dtype, compiled, machine.rank, world_size)
 scaler = precision.make_scaler(device, compute_dtype)
 plan = fit_micro_batch(plan, machine, model, compute_dtype, resolved)  # fewer rows if memory runs out
+dataset.begin(machine, stop, process_timeout)  # --download=on: begin to get what is missing
 # For batches of your own replace the loader; it yields (inputs, targets), has documents (None: rows are not
 # divided), wait_s, epoch, state(), close()
 rows, share = plan.total_batch_size // max_seq_len, (machine.rank, world_size)
@@ -373,4 +379,5 @@ while True:
 
 loader.close()
 output.finish(step, (stop.name or "a signal") if stopping else "", resume)
+dataset.close(machine)  # a UserError if the run ended because a shard did not come
 machine.close()

@@ -8,24 +8,27 @@ Then train with --data=climbmix or --data=my_texts/. If a download stops, the sa
 docs/data.md says how many shards a model needs, and which documents come out of your files.
 """
 
+import os
 import re
 import sys
 from urllib.parse import urlsplit
 
 import configurator
 from nanochat import UserError
-from nanochat.data.bundle_download import HOST, download_bundle
-from nanochat.data.dataset import PUBLIC, open_dataset
+from nanochat.data.bundle_download import HOST as CORE_HOST
+from nanochat.data.bundle_download import download_bundle
+from nanochat.data.dataset import open_dataset
 from nanochat.data.download import download
 from nanochat.data.imported import writing
 from nanochat.data.parquet import footer_digest
+from nanochat.data.public import HOST, PUBLIC
 from nanochat.paths import user_path
 
 # Public shards
 name: str | None = None  # public data set: climbmix or fineweb-edu; or core, the tasks of CORE
 num_shards = 8  # training shards; each has 47 million tokens and takes 100 MB (-1 = all) [-1, 1..1e6]
 workers = 4  # files downloaded at the same time [1..256]
-mirror: str | None = None  # another host with the same paths (none = huggingface.co; core has its own)
+mirror: str | None = None  # another host with the same paths (none = $HF_ENDPOINT or huggingface.co)
 timeout = 30.0  # seconds without a byte after which a connection counts as broken [0.1..1e5]
 retries = 8  # failures in a row, without a new byte, after which a file is given up [0..1e4]
 
@@ -49,7 +52,7 @@ if val_data is not None:
     raise UserError(f"--val_data goes with --data; {name} has its own validation shard, so leave it out")
 if name not in (*PUBLIC, "core"):
     raise UserError(f"there is no public data set {name}; choose one of {', '.join(PUBLIC)}, core")
-mirror = mirror or (HOST if name == "core" else "https://huggingface.co")
+mirror = mirror or (CORE_HOST if name == "core" else os.environ.get("HF_ENDPOINT") or HOST)
 try:
     address = urlsplit(mirror)
     good = address.scheme in ("http", "https") and address.hostname and (address.port or 1)
@@ -70,10 +73,10 @@ try:
             raise UserError(f"{name} has {most} training shards; give --num_shards=-1 for all of them")
         training_shards = public.shards - 1 if num_shards == -1 else num_shards
         files = [public.validation, *(public.file(number) for number in range(training_shards))]
-        root = f"{mirror.rstrip('/')}/datasets/{public.repo}/resolve/main"
-        with writing(base_path / "data" / name):
-            urls = {file: f"{root}/{file}" for file in files}
-            missing = download(urls, base_path / "data" / name, footer_digest, workers, timeout, retries)
+        folder = base_path / "data" / name
+        with writing(folder):
+            urls = public.urls(files, mirror)
+            missing = download(urls, folder, footer_digest, workers, timeout, retries)
 except KeyboardInterrupt:
     sys.exit("stopped; the same command continues the download")
 sys.exit(1 if missing else 0)

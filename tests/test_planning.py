@@ -32,7 +32,7 @@ def make_plan(
     return plan, planning.text(sections, plan.warnings(""))
 
 
-DATASET = {"name": "corpus", "note": "3 documents", "fingerprint": "e" * 64}
+DATASET = {"more_text": "", "name": "corpus", "note": "3 documents", "fingerprint": "e" * 64}
 
 
 def test_a_text_that_would_be_read_very_often_is_refused_with_the_command_for_more():

@@ -53,7 +53,9 @@ def _text_from(groups: RowGroups, group: int, size: int) -> str:
 
 def check_amount(groups: RowGroups, tokenizer: Tokenizer, rows_per_step: int, max_seq_len: int) -> None:
     """Raise UserError if the data set is smaller than one batch. Large data sets are not tokenized here."""
-    documents, batch = sum(groups.sizes), rows_per_step * max_seq_len
+    batch = rows_per_step * max_seq_len
+    groups.need(documents=rows_per_step, text_bytes=SCARCE * batch)
+    documents = sum(groups.sizes)
     if documents < rows_per_step:
         raise UserError(
             f"the training data has {documents} documents, fewer than the {rows_per_step} rows of a batch; "

@@ -17,55 +17,21 @@ import re
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from nanochat import UserError
 from nanochat.bars import bar
+from nanochat.data.arriving import PATIENCE_S, Arrival, ArrivingShards
+from nanochat.data.background_download import fetch
 from nanochat.data.download import CHECKSUMS, read_checksums
 from nanochat.data.imported import Dataset, build, open_built
 from nanochat.data.parquet import footer_digest
+from nanochat.data.public import PUBLIC, PublicDataset, command
 from nanochat.data.textfiles import find_files, read_documents
 from nanochat.paths import user_path
 
-# Tokens in one public shard. Its author takes 240 shards for 11.2 billion tokens of fineweb-edu, 11 % more
-# than computed from 250 million characters a shard and 4.8 characters a token (karpathy/nanochat:
-# speedrun.sh of 2025-10-13), and 150 shards for 7 billion tokens of climbmix (dev/LOG.md, 2026-03-04): the
-# same number twice.
-TOKENS_PER_SHARD = 46_700_000
-
 FORMAT = 1  # of the folders that we build; with a higher number all of them are built again
-
-
-@dataclass(frozen=True)
-class Public:
-    """A data set on Hugging Face: shard_00000.parquet and so on. The last shard is the validation split."""
-
-    repo: str
-    shards: int  # the validation shard included
-
-    def file(self, number: int) -> str:
-        """The name of a shard."""
-        return f"shard_{number:05d}.parquet"
-
-    @property
-    def validation(self) -> str:
-        """The name of the validation shard."""
-        return self.file(self.shards - 1)
-
-    def shards_for(self, tokens: int) -> int:
-        """About how many training shards hold `tokens` tokens: at least 1, at most all.
-
-        They are tokens of a vocabulary of 32,768 ids. A smaller one makes more tokens of a shard.
-        """
-        return min(max(1, -(-tokens // TOKENS_PER_SHARD)), self.shards - 1)
-
-
-PUBLIC = {
-    "climbmix": Public("karpathy/climbmix-400b-shuffle", 6543),
-    "fineweb-edu": Public("karpathy/fineweb-edu-100b-shuffle", 1823),
-}
 
 
 def open_dataset(
@@ -74,14 +40,23 @@ def open_dataset(
     *,
     base_dir: str | Path,
     text_field: str = "text",
+    tokens: Callable[[], int] | None = None,
+    download: bool = False,
 ) -> Dataset:
     """The data set of the settings `data`, `val_data` and `text_field`; it is built at the first use.
 
     `data` is "embedded", a name in PUBLIC, or paths with commas between them. `val_data` are the paths of
     the validation split. `text_field` is the field of JSON objects, or the column of parquet files, that
     holds the text. Raises UserError if files are missing, damaged or without text, or if a split is empty.
+
+    Of public data: `tokens()` is about how many tokens the run needs, for the message that shards are
+    missing. With `download`, the validation shard and the first training shard are downloaded here.
     """
     base_dir = user_path("base_dir", base_dir)
+    if download and str(data) not in PUBLIC:
+        raise UserError(
+            f"--download=on is for public data ({', '.join(PUBLIC)}); leave it out with other data"
+        )
     if str(data) == "embedded":
         if val_data is not None:
             raise UserError(
@@ -90,7 +65,7 @@ def open_dataset(
         return _open_embedded(base_dir)
     val_files = find_files("val_data", val_data)[0] if val_data is not None else []
     if str(data) in PUBLIC:
-        return _open_public(str(data), base_dir / "data" / str(data), val_files)
+        return _open_public(str(data), base_dir / "data" / str(data), val_files, tokens, download)
     files, others = find_files("data", data)
     in_place = text_field == "text" and all(path.suffix == ".parquet" for path in files + val_files)
     if in_place and not val_files:
@@ -237,21 +212,41 @@ def _pinned_validation(files: list[Path]) -> list[Path]:
     )
 
 
-def _open_public(name: str, folder: Path, val_files: list[Path]) -> Dataset:
-    """The shards of a folder that checksums.json lists. Each must have the size in that list."""
-    public, command = PUBLIC[name], f"python -m scripts.download --name={name} --num_shards=8"
-    checksums = read_checksums(folder)
-    shards = {file: folder / file for file in sorted(checksums) if (folder / file).exists()}
-    for file, path in shards.items():
-        if path.stat().st_size != checksums[file]["bytes"]:
-            raise UserError(f"{path} has changed since its download; get it again: {command}")
-    if public.validation not in shards and not val_files:
-        raise UserError(f"{folder} lacks {public.validation}, the validation split; get it: {command}")
-    pinned = shards.pop(public.validation, None)
-    if not shards:
-        raise UserError(f"{folder} has no training shards; get some: {command}")
+def _open_public(
+    name: str, folder: Path, val_files: list[Path], tokens: Callable[[], int] | None, download: bool
+) -> PublicDataset:
+    """The shards of a folder that checksums.json lists, up to the first one that is missing."""
+    public = PUBLIC[name]
     if any(path.suffix != ".parquet" for path in val_files):
         raise UserError(
             f"--val_data for {name} must be parquet files with a column `text`; convert or import it"
         )
-    return _open_shards(name, list(shards.values()), val_files or [pinned])
+    at_start = {} if val_files else {public.validation: "validation split"}
+    at_start |= {public.file(0): "first training shard"}
+    if download:
+        fetch(public.urls([*at_start]), folder)
+    needed = public.shards_for(tokens()) if tokens else None
+    how = command(name, needed or 8) + (", or give --download=on" if needed else "")
+    arrival = Arrival(folder, how, PATIENCE_S if download else 0)
+    checksums, here = read_checksums(folder), 0
+    while here < public.shards - 1 and arrival.is_here(folder / public.file(here), checksums):
+        here += 1
+    for file, what in at_start.items():
+        if not arrival.is_here(folder / file, checksums):
+            horizon = f" (the horizon needs {needed} training shards, {here} are there)" if needed else ""
+            raise UserError(f"{folder} lacks {file}, the {what}{horizon}; get it: {how}")
+    train = [folder / public.file(number) for number in range(here)]
+    opened = _open_shards(name, train[:1], val_files or [folder / public.validation])
+    note = f"{here:,} of {public.shards - 1:,} training shards"
+    return PublicDataset(
+        name,
+        ArrivingShards(train, arrival),
+        opened.val_shards,
+        opened.fingerprint,
+        note,
+        public,
+        arrival,
+        here,
+        needed or here,
+        download,
+    )

@@ -47,15 +47,15 @@ def download(
     """
     folder.mkdir(parents=True, exist_ok=True)
     failed: dict[str, str] = {}
-    with _locked(folder), DownloadBar(len(urls)) as progress:
-        fetcher = _Fetcher(folder, check, timeout, retries, progress)
+    with locked(folder), DownloadBar(len(urls)) as progress:
+        fetcher = Fetcher(folder, check, timeout, retries, progress, threading.Event())
         pool = ThreadPoolExecutor(min(workers, max(1, len(urls))))
         try:
             tasks = {pool.submit(fetcher.get, name, url): name for name, url in urls.items()}
             for task in as_completed(tasks):
                 try:
                     task.result()
-                except _GivenUp as error:
+                except GivenUp as error:
                     failed[tasks[task]] = str(error)
                 progress.file_done(len(failed))
         except BaseException:  # Ctrl-C, or a full disk: stop the other files too
@@ -89,7 +89,11 @@ def read_checksums(folder: Path) -> dict[str, dict]:
         raise UserError(f"{path} is damaged; remove it and run the download command again") from error
 
 
-class _GivenUp(Exception):
+class Busy(UserError):
+    """Another process downloads into the folder."""
+
+
+class GivenUp(Exception):
     """The download of a file has failed for good; the message says why."""
 
 
@@ -101,19 +105,27 @@ class _TryAgain(Exception):
         self.after = after
 
 
-class _Fetcher:
+class Fetcher:
     """Downloads single files; several threads call `get` at the same time. Setting `stop` ends them all."""
 
-    def __init__(self, folder: Path, check: Callable, timeout: float, retries: int, progress: DownloadBar):
+    def __init__(
+        self,
+        folder: Path,
+        check: Callable,
+        timeout: float,
+        retries: int,
+        progress: DownloadBar,
+        stop: threading.Event,
+    ):
+        self.stop = stop
         self._folder, self._check, self._progress = folder, check, progress
         self._timeout, self._retries = timeout, retries
         self._lock = threading.Lock()  # for the checksums
         self._checksums = read_checksums(folder)
         self._announced: dict[str, str | None] = {}  # SHA-256 of each file, if the server gave it
-        self.stop = threading.Event()
 
     def get(self, name: str, url: str) -> None:
-        """Download a file unless a good one is there. Raises _GivenUp after too many failures."""
+        """Download a file unless a good one is there. Raises GivenUp after too many failures."""
         path, part = self._folder / name, self._folder / f"{name}.part"
         if path.exists():
             self._progress.expect(name, path.stat().st_size)
@@ -131,12 +143,12 @@ class _Fetcher:
                 failures = 1 if _size(part) > most else failures + 1
                 most = max(most, _size(part))  # only bytes that never came before are progress
                 if failures > self._retries:
-                    raise _GivenUp(f"{error} (failures in a row: {failures})") from error
+                    raise GivenUp(f"{error} (failures in a row: {failures})") from error
                 pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 1)) * random.uniform(0.5, 1)
                 if error.after is not None:
                     pause = min(LONGEST_RETRY_AFTER_S, error.after)
                 if self.stop.wait(pause):
-                    raise _GivenUp("stopped") from error
+                    raise GivenUp("stopped") from error
 
     def _is_good(self, path: Path, name: str) -> bool:
         """Whether a complete file matches its recorded checksum. Without a recorded one the check decides."""
@@ -183,7 +195,7 @@ class _Fetcher:
         except requests.RequestException as error:
             raise _TryAgain(kind_of(error)) from error
         except ValueError as error:  # of urllib3, for an address in a redirect
-            raise _GivenUp(f"the server's answer makes no sense ({safe(first_line(error))})") from error
+            raise GivenUp(f"the server's answer makes no sense ({safe(first_line(error))})") from error
         if total is not None and _size(part) < total:
             raise _TryAgain(f"the connection broke at {_size(part):,} of {total:,} bytes")
 
@@ -208,15 +220,15 @@ class _Fetcher:
             pause = retry_after(answer.headers.get("Retry-After"))
             raise _TryAgain(f"HTTP {status} {safe(answer.reason)}", pause)
         if status != 200:
-            raise _GivenUp(f"HTTP {status} {safe(answer.reason)} from {safe(answer.url.split('?')[0])}")
+            raise GivenUp(f"HTTP {status} {safe(answer.reason)} from {safe(answer.url.split('?')[0])}")
         length = answer.headers.get("Content-Length", "")
         return 0, self._within_limit(int(length), part) if re.fullmatch(number, length) else None
 
     def _within_limit(self, size: int, part: Path) -> int:
-        """The size of a file, or _GivenUp if no shard is so large: a stream without an end fills the disk."""
+        """The size of a file, or GivenUp if no shard is so large: a stream without an end fills the disk."""
         if size > LARGEST_FILE:
             _discard(part)
-            raise _GivenUp(f"the server sends more than {LARGEST_FILE:,} bytes, which is no shard")
+            raise GivenUp(f"the server sends more than {LARGEST_FILE:,} bytes, which is no shard")
         return size
 
     def _write_body(self, name: str, answer, part: Path, start: int) -> None:
@@ -226,7 +238,7 @@ class _Fetcher:
             file.seek(start)
             for chunk in answer.iter_content(CHUNK):
                 if self.stop.is_set():
-                    raise _GivenUp("stopped")
+                    raise GivenUp("stopped")
                 size = self._within_limit(size + len(chunk), part)
                 file.write(chunk)
                 self._progress.arrived(name, size)
@@ -254,7 +266,7 @@ class _Fetcher:
             while chunk := file.read(CHUNK):
                 digest.update(chunk)
                 if self.stop.is_set():
-                    raise _GivenUp("stopped")
+                    raise GivenUp("stopped")
         return digest.hexdigest()
 
     def _accept(self, name: str, complete: Path, path: Path, digest: str) -> str | None:
@@ -276,8 +288,8 @@ class _Fetcher:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock. Raises UserError if another download holds it."""
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock. Raises Busy if another download holds it."""
     with open(folder / ".lock", "a") as file:  # "w" would empty a file behind a link
         try:
             import fcntl
@@ -286,7 +298,7 @@ def _locked(folder: Path) -> Iterator[None]:
         except ImportError:  # Windows
             pass
         except BlockingIOError as error:
-            raise UserError(f"another download into {folder} is running; wait for it or stop it") from error
+            raise Busy(f"another download into {folder} is running; wait for it or stop it") from error
         except OSError:  # a file system without locks
             pass
         yield

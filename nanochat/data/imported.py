@@ -12,7 +12,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +35,7 @@ class Dataset:
     note: str  # one line for the log: how many documents, from where
 
     def train_texts(self) -> Documents:
-        """The training documents in stored order."""
+        """The documents that a tokenizer is trained on: all training documents in stored order."""
         return Documents(self.train_shards)
 
     def estimated_tokens(self, tokenizer: Tokenizer) -> int:
@@ -49,6 +49,23 @@ class Dataset:
     def tokenizer_folder(self, base_dir: Path) -> Path:
         """The folder for the tokenizers that are trained on this data set."""
         return Path(base_dir) / "tokenizers" / f"{self.name}-{self.fingerprint[:12]}"
+
+    # What differs for public data (public.py), whose shards may arrive while the run trains
+
+    def for_run(self, tokens: Callable[[], int], resumed, machine) -> "Dataset":
+        """The data set as a run of `tokens()` tokens reads it."""
+        return self
+
+    @property
+    def more_text(self) -> str:
+        """How to get the shards that the horizon needs and the run does not have; "" if it has them."""
+        return ""
+
+    def begin(self, machine, stop, timeout_s: float) -> None:
+        """Start to download what is missing, in the background. `stop` is the run's StopSignal."""
+
+    def close(self, machine) -> None:
+        """End the download. Raises UserError, on every process, if the run has ended for lack of text."""
 
 
 def build(folder: Path, name: str, documents: Iterable[tuple[str, str]], note: str) -> Dataset:

@@ -26,8 +26,8 @@ import torch
 
 from nanochat import UserError
 from nanochat.data.amount import check_amount
+from nanochat.data.arriving import LOOK_S, row_groups
 from nanochat.data.packing import open_lanes
-from nanochat.data.parquet import RowGroups
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.transfers import for_new_thread, to_device
 
@@ -60,7 +60,7 @@ class TrainLoader:
         boundaries: Callable | None = None,
     ):
         check_division(rows_per_step, world_size, device_batch_size)
-        groups = RowGroups(shards)
+        groups = row_groups(shards)
         lanes = range(rank, rows_per_step, world_size)
         self._stream = {
             "rows_per_step": rows_per_step,
@@ -68,7 +68,7 @@ class TrainLoader:
             "seed": seed,
             "tokenizer": tokenizer.fingerprint,
             "packing": PACKING,
-            "documents": sum(groups.sizes),
+            **groups.stream,
         }
         if state is None:
             check_amount(groups, tokenizer, rows_per_step, max_seq_len)
@@ -79,6 +79,8 @@ class TrainLoader:
         self._next_row = self._rows  # in the current step; here: at its end, so next() fetches a step
         self._current = None
         self._boundaries, self._bos_id, self.documents = boundaries, tokenizer.bos_id, None
+        self._arrival = getattr(shards, "arrival", None)  # shards that may still be on their way
+        self._ahead = None  # the step after the current one, or an error, while shards arrive
         self._positions = dict(zip(lanes, positions, strict=True))  # after the last complete step
         self.epoch = min(p["epoch"] for p in positions)  # the earliest of this process's lanes, from 0
         self._process = os.getpid()
@@ -100,7 +102,7 @@ class TrainLoader:
             daemon=True,
         )
         # The thread holds no reference to self. So it stops when the loader is deleted and when Python ends.
-        self._stop = weakref.finalize(self, _stop, thread, self._free, self._process)
+        self._stop = weakref.finalize(self, _stop, thread, self._free, self._process, packer[0].cancel)
         thread.start()
 
     def __iter__(self) -> "TrainLoader":
@@ -134,13 +136,34 @@ class TrainLoader:
         if os.getpid() != self._process:  # after a fork the child has no thread that fills the queue
             raise RuntimeError("this loader belongs to the process that made it; make one in each process")
         start = time.perf_counter()
-        item = self._ready.get()
+        item = self._take() if self._ahead is None else self._ahead
+        self._ahead = None
+        if self._arrival and not isinstance(item, BaseException):
+            self._look_ahead()
         self.wait_s += time.perf_counter() - start
         if isinstance(item, BaseException):
             self.close()
             raise item
         self._current = item
         self._next_row = 0
+
+    def _take(self, until_stop: bool = False):
+        """The thread's next step, or an error. until_stop: None when a signal asks the run to stop."""
+        while self._arrival:
+            self._arrival.print_news()
+            try:
+                return self._ready.get(timeout=LOOK_S)
+            except queue.Empty:
+                if until_stop and self._arrival.stopping:
+                    return None
+        return self._ready.get()
+
+    def _look_ahead(self) -> None:
+        """Begin a step only when the step after it is ready. So if no shard comes for long, the loop learns
+        it one step early, and every process stops after the same step and saves."""
+        self._ahead = self._take(until_stop=True)
+        if isinstance(self._ahead, UserError):
+            self._arrival.give_up(str(self._ahead))
 
     def state(self) -> dict:
         """The positions of this process's lanes after the last complete step, ready for JSON."""
@@ -235,7 +258,7 @@ def _produce(packer: tuple, begin, free: queue.SimpleQueue, ready: queue.SimpleQ
         ready.put(error)
 
 
-def _stop(thread: threading.Thread, free: queue.SimpleQueue, process: int) -> None:
+def _stop(thread: threading.Thread, free: queue.SimpleQueue, process: int, cancel: Callable) -> None:
     """Stop the thread and wait for it: Python must not exit while it runs code of tiktoken or pyarrow."""
     if os.getpid() != process:  # a forked child has no thread, and its queue may stay locked for ever
         return
@@ -244,5 +267,6 @@ def _stop(thread: threading.Thread, free: queue.SimpleQueue, process: int) -> No
             free.get_nowait()
     except queue.Empty:
         free.put(None)
+        cancel()
     if thread is not threading.current_thread():
         thread.join()

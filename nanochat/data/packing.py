@@ -11,7 +11,7 @@ import functools
 import itertools
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -135,7 +135,7 @@ class Feed:
         self,
         groups: RowGroups,
         seed: int,
-        order: Callable[[int], list[int]],
+        order: Callable[[int], Iterable[int]],
         stride: int,
         shares: dict[int, int],
         start: dict[int, tuple[int, int]],
@@ -151,9 +151,11 @@ class Feed:
         self._begin_epoch()
         earliest = [lane for lane, (epoch, _) in start.items() if epoch == self._epoch]
         first = min(start[lane][1] * stride + shares[lane] for lane in earliest)  # document to deal next
-        while self._at < len(self._groups_now) and self._dealt + self._size_now() <= first:
-            self._dealt += self._size_now()
-            self._at += 1
+        while self._dealt < first and (group := next(self._coming, None)) is not None:
+            if self._dealt + groups.sizes[group] > first:
+                self._coming = itertools.chain([group], self._coming)
+                break
+            self._dealt += groups.sizes[group]
 
     def next(self, lane: int) -> tuple[int, str] | None:
         """The lane's next (document number in the data set, text); None once at the end of every epoch."""
@@ -163,26 +165,22 @@ class Feed:
         return mine.popleft()
 
     def _begin_epoch(self) -> None:
-        self._groups_now = self._order(self._epoch)
-        self._at = 0  # index of the next row group in the epoch's order
-        self._dealt = 0  # documents of the epoch before that row group
-
-    def _size_now(self) -> int:
-        return self._groups.sizes[self._groups_now[self._at]]
+        self._coming = iter(self._order(self._epoch))  # the row groups that are still to be dealt
+        self._dealt = 0  # documents of the epoch in the row groups before those
 
     def _deal(self) -> None:
         """Read one row group and give each lane the documents that it has not taken yet, or end the epoch."""
-        if self._at == len(self._groups_now):
+        group = next(self._coming, None)
+        if group is None:
             for lane, waiting in self._queues.items():
                 if self._epoch >= self._start[lane][0]:
                     waiting.append(None)
             self._epoch += 1
             self._begin_epoch()
             return
-        group = self._groups_now[self._at]
-        texts = self._groups.read(group)
-        shuffled = _permutation(len(texts), self._seed, self._epoch, group + 1).tolist()
-        first_document = self._groups.starts[group]
+        size, first_document = self._groups.sizes[group], self._groups.starts[group]
+        shuffled = permutation(size, self._seed, self._epoch, group + 1)
+        wanted = {}
         for lane, share in self._shares.items():
             epoch, taken = self._start[lane]
             if self._epoch < epoch:
@@ -190,9 +188,13 @@ class Feed:
             skip = (share - self._dealt) % self._stride
             if self._epoch == epoch:  # leave out the documents that were taken before the restart
                 skip += max(0, taken * self._stride + share - (self._dealt + skip))
-            self._queues[lane].extend((first_document + i, texts[i]) for i in shuffled[skip :: self._stride])
-        self._dealt += len(texts)
-        self._at += 1
+            wanted[lane] = shuffled[skip :: self._stride]
+        self._dealt += size
+        rows = np.sort(np.concatenate([*wanted.values()]))  # those of this process
+        read = self._groups.read(group, rows if len(rows) < size else None)
+        texts = dict(zip(rows.tolist(), read, strict=True))
+        for lane, mine in wanted.items():
+            self._queues[lane].extend((first_document + i, texts[i]) for i in mine.tolist())
 
 
 def open_lanes(
@@ -206,18 +208,26 @@ def open_lanes(
 ) -> list[Lane]:
     """The lanes with these numbers at these positions, for rows of `row_tokens` = max_seq_len + 1 tokens.
 
-    All lanes share one feed, or with many row groups each lane has its own and takes whole row groups.
+    All lanes share one feed. With many row groups each lane has its own and takes whole row groups, unless
+    shards are still on their way: then the first steps would need the first row group of every lane.
     """
 
     @functools.lru_cache(maxsize=2)
     def order(epoch: int) -> list[int]:
-        return _permutation(len(groups.sizes), seed, epoch, 0).tolist()
+        groups.need()
+        return permutation(len(groups.sizes), seed, epoch, 0).tolist()
+
+    def arrival_order(epoch: int) -> Iterable[int]:
+        return order(epoch) if epoch else in_arrival_order(groups, seed)
 
     def own_order(lane: int) -> Callable[[int], list[int]]:
         return lambda epoch: order(epoch)[lane::rows_per_step]
 
     start = {lane: (p["epoch"], p["taken"]) for lane, p in zip(lanes, positions, strict=True)}
-    if len(groups.sizes) >= GROUPS_PER_LANE * rows_per_step:
+    if groups.arriving:
+        feed = Feed(groups, seed, arrival_order, rows_per_step, {n: n for n in lanes}, start)
+        feeds = dict.fromkeys(lanes, feed)
+    elif len(groups.sizes) >= GROUPS_PER_LANE * rows_per_step:
         feeds = {n: Feed(groups, seed, own_order(n), 1, {n: 0}, {n: start[n]}) for n in lanes}
     else:
         feed = Feed(groups, seed, order, rows_per_step, {n: n for n in lanes}, start)
@@ -230,12 +240,21 @@ def open_lanes(
     return opened
 
 
+def in_arrival_order(groups: RowGroups, seed: int) -> Iterator[int]:
+    """The row groups of an epoch, those of a shard shuffled, one shard after the other: so the first steps
+    need the first shard alone."""
+    for part in groups.parts():
+        yield from (part.start + i for i in permutation(len(part), seed, 0, -1 - part.start).tolist())
+
+
 def _restore_pieces(
     lanes: list[Lane], groups: RowGroups, tokenizer: Tokenizer, positions: list[dict]
 ) -> None:
     """Tokenize the documents of the lanes' pieces again. Every row group is read once."""
     wanted = sorted({document for position in positions for document, _ in position["pieces"]})
     tokens, group, texts = {}, -1, []
+    if wanted:
+        groups.need(documents=wanted[-1] + 1)
     for document in wanted:
         at = bisect_right(groups.starts, document) - 1
         if at != group:
@@ -246,7 +265,7 @@ def _restore_pieces(
             lane.add(document, first, tokens[document])
 
 
-def _permutation(n: int, *seeds: int) -> np.ndarray:
+def permutation(n: int, *seeds: int) -> np.ndarray:
     """A permutation of range(n), the same for the same seeds, with every version of numpy.
 
     numpy promises the raw bits of a generator for ever, but not the result of its shuffle.

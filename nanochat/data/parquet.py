@@ -7,10 +7,13 @@ every batch made of them, depend on the documents alone: not on the names or the
 
 import functools
 import hashlib
+import math
 import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from nanochat import UserError
 
@@ -32,7 +35,7 @@ class RowGroups:
 
     sizes: documents in each row group. starts: documents before each row group; starts[-1] is the number of
     all. text_bytes: bytes of the column `text` without compression, about those of all texts. Raises
-    UserError if a shard cannot be opened.
+    UserError if a shard cannot be opened. `ArrivingRowGroups` opens its shards one after the other.
     """
 
     def __init__(self, shards: Sequence[Path]):
@@ -42,23 +45,42 @@ class RowGroups:
         self._shard_of: list[tuple[Path, int]] = []  # shard, and number of the row group within it
         self._open = functools.lru_cache(OPEN_SHARDS)(open_shard)
         for shard in map(Path, shards):
-            metadata = self._open(shard).metadata
-            paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
-            column = paths.index("text")
-            for i in range(metadata.num_row_groups):
-                group = metadata.row_group(i)
-                if group.num_rows:
-                    self._shard_of.append((shard, i))
-                    self.sizes.append(group.num_rows)
-                    self.starts.append(self.starts[-1] + group.num_rows)
-                    self.text_bytes += group.column(column).total_uncompressed_size
+            self._add(shard)
 
-    def read(self, group: int) -> list[str]:
-        """The texts of a row group; a null is an empty text. Raises UserError if the shard is damaged."""
+    def _add(self, shard: Path) -> None:
+        metadata = self._open(shard).metadata
+        paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
+        column = paths.index("text")
+        for i in range(metadata.num_row_groups):
+            group = metadata.row_group(i)
+            if group.num_rows:
+                self._shard_of.append((shard, i))
+                self.sizes.append(group.num_rows)
+                self.starts.append(self.starts[-1] + group.num_rows)
+                self.text_bytes += group.column(column).total_uncompressed_size
+
+    arriving = False  # whether shards may still be on their way
+
+    @property
+    def stream(self) -> dict[str, int]:
+        """What a saved position in the data must have in common with this text."""
+        return {"documents": self.starts[-1]}
+
+    def need(self, documents: float = math.inf, text_bytes: float = 0) -> None:
+        """Have shards open with so many documents and bytes, or all shards: here all are open already."""
+
+    def cancel(self) -> None:
+        """End a wait for a shard in another thread: here nothing waits."""
+
+    def read(self, group: int, rows: np.ndarray | None = None) -> list[str]:
+        """The texts of a row group, or of these rows of it; a null is an empty text.
+
+        Raises UserError if the shard is damaged.
+        """
         shard, i = self._shard_of[group]
         try:
             column = self._open(shard).read_row_group(i, columns=["text"], use_threads=False).column(0)
-            texts = column.to_pylist()
+            texts = (column if rows is None else column.take(rows)).to_pylist()
         except UserError:
             raise
         except PYARROW_ERRORS as error:

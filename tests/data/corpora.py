@@ -54,8 +54,8 @@ class Corpus:
         sizes = self.sizes
         starts = np.cumsum([0, *sizes])
         groups = [
-            [self.documents[starts[g] + i] for i in packing._permutation(sizes[g], seed, epoch, g + 1)]
-            for g in packing._permutation(len(sizes), seed, epoch, 0).tolist()
+            [self.documents[starts[g] + i] for i in packing.permutation(sizes[g], seed, epoch, g + 1)]
+            for g in packing.permutation(len(sizes), seed, epoch, 0).tolist()
         ]
         whole = len(sizes) >= 8 * n_lanes
         dealt = groups if whole else [[document] for group in groups for document in group]

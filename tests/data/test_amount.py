@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from shards import write_shard
 
-from nanochat.data.dataset import PUBLIC, TOKENS_PER_SHARD, open_dataset
+from nanochat.data.dataset import open_dataset
 from nanochat.data.imported import Dataset
+from nanochat.data.public import PUBLIC, TOKENS_PER_SHARD
 
 
 class Words:

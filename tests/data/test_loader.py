@@ -206,7 +206,9 @@ def read(monkeypatch) -> list[int]:
     """The numbers of the row groups that are read, in order. The check of the amount reads none."""
     numbers: list[int] = []
     original = RowGroups.read
-    monkeypatch.setattr(RowGroups, "read", lambda self, g: (numbers.append(g), original(self, g))[1])
+    monkeypatch.setattr(
+        RowGroups, "read", lambda self, g, *rows: (numbers.append(g), original(self, g, *rows))[1]
+    )
     monkeypatch.setattr(loader_module, "check_amount", lambda *_: None)
     return numbers
 

@@ -1,0 +1,137 @@
+"""Public data sets: shards on Hugging Face, of which a run reads the first ones.
+
+How many a run reads follows from its horizon at the first start, and the checkpoints keep it. In the first
+epoch they come in the order of their numbers, so training can begin when the first one is there.
+"""
+
+import os
+from dataclasses import dataclass, field, replace
+
+from nanochat import UserError
+from nanochat.data import background_download
+from nanochat.data.amount import estimate_tokens
+from nanochat.data.arriving import Arrival, ArrivingShards
+from nanochat.data.imported import Dataset
+from nanochat.data.parquet import Documents, RowGroups
+from nanochat.data.tokenizer import Tokenizer
+
+# Tokens in one public shard. Its author takes 240 shards for 11.2 billion tokens of fineweb-edu, 11 % more
+# than computed from 250 million characters a shard and 4.8 characters a token (karpathy/nanochat:
+# speedrun.sh of 2025-10-13), and 150 shards for 7 billion tokens of climbmix (dev/LOG.md, 2026-03-04): the
+# same number twice.
+TOKENS_PER_SHARD = 46_700_000
+HOST = "https://huggingface.co"
+
+
+@dataclass(frozen=True)
+class Public:
+    """A data set on Hugging Face: shard_00000.parquet and so on. The last shard is the validation split."""
+
+    repo: str
+    shards: int  # the validation shard included
+
+    def file(self, number: int) -> str:
+        """The name of a shard."""
+        return f"shard_{number:05d}.parquet"
+
+    @property
+    def validation(self) -> str:
+        """The name of the validation shard."""
+        return self.file(self.shards - 1)
+
+    def urls(self, files: list[str], mirror: str | None = None) -> dict[str, str]:
+        """{name: address}. mirror: a host with the same paths (None: the variable HF_ENDPOINT, else HOST)."""
+        root = (mirror or os.environ.get("HF_ENDPOINT") or HOST).rstrip("/")
+        return {file: f"{root}/datasets/{self.repo}/resolve/main/{file}" for file in files}
+
+    def shards_for(self, tokens: int) -> int:
+        """About how many training shards hold `tokens` tokens: at least 1, at most all.
+
+        They are tokens of a vocabulary of 32,768 ids. A smaller one makes more tokens of a shard.
+        """
+        return min(max(1, -(-tokens // TOKENS_PER_SHARD)), self.shards - 1)
+
+
+PUBLIC = {
+    "climbmix": Public("karpathy/climbmix-400b-shuffle", 6543),
+    "fineweb-edu": Public("karpathy/fineweb-edu-100b-shuffle", 1823),
+}
+
+
+@dataclass(frozen=True)
+class PublicDataset(Dataset):
+    """A public data set. `for_run` chooses how many of its training shards a run reads."""
+
+    public: Public
+    arrival: Arrival = field(compare=False)
+    here: int  # training shards that are complete, counted up to the first one that is missing
+    needed: int  # training shards that the horizon needs
+    download: bool  # whether missing shards are downloaded while training goes on
+    fixed: bool = False  # whether the number of shards is that of the run's first start
+
+    def train_texts(self) -> Documents:
+        """The documents of the first shard: the tokenizer is the same for any number of shards."""
+        return Documents(self.train_shards[:1])
+
+    def estimated_tokens(self, tokenizer: Tokenizer) -> int:
+        """About how many tokens the shards of this run have: those of the first shard, times their number."""
+        return estimate_tokens(RowGroups(self.train_shards[:1]), tokenizer) * len(self.train_shards)
+
+    def for_run(self, tokens, resumed, machine) -> "PublicDataset":
+        """The data set with the shards of one run: as many as hold `tokens()` tokens, or with download=off as
+        many of them as are here. A resumed run keeps the number of its first start. Every process calls this.
+
+        Raises UserError if download=off and shards of a resumed run are missing.
+        """
+        here, needed = min(machine.all_gather(self.here)), self.public.shards_for(tokens())
+        before = resumed.state["loader"].get("shards") if resumed else None
+        count = before or (needed if self.download else min(needed, here))
+        if count > here and not self.download:
+            raise UserError(
+                f"this run reads {count} training shards of {self.name}, and {here} of them are in "
+                f"{self.arrival.folder}; get the others: {command(self.name, count)}, or give --download=on"
+            )
+        self.arrival.how = command(self.name, count)
+        paths = [self.arrival.folder / self.public.file(number) for number in range(count)]
+        coming = f", {count - here:,} of them come while training goes on" if count > here else ""
+        return replace(
+            self,
+            train_shards=ArrivingShards(paths, self.arrival),
+            note=f"{count:,} of {self.public.shards - 1:,} training shards{coming}",
+            here=here,
+            needed=needed,
+            fixed=before is not None,
+        )
+
+    @property
+    def more_text(self) -> str:
+        count = len(self.train_shards)
+        if count >= self.needed:
+            return ""
+        if self.fixed:
+            return (
+                f"the run keeps the {count} shards of its first start, and a new one (--resume=never) would "
+                f"take {self.needed}"
+            )
+        return (
+            f"the horizon needs {self.needed} shards of {self.name} and {count} are here, so get the others "
+            f"with {command(self.name, self.needed)}, or give --download=on"
+        )
+
+    def begin(self, machine, stop, timeout_s: float) -> None:
+        # Processes wait for each other for at most timeout_s, and they do not all wait for a shard at once
+        longest_s = timeout_s / 2 if machine.world_size > 1 else float("inf")
+        self.arrival.belong_to(machine.is_main, stop, longest_s)
+        if self.download and machine.local_rank == 0:
+            missing = [path.name for path in self.train_shards[self.here :]]
+            background_download.start(self.public.urls(missing), self.arrival)
+
+    def close(self, machine) -> None:
+        background_download.stop()
+        if reasons := [said for said in machine.all_gather(self.arrival.given_up) if said]:
+            raise UserError(reasons[0])
+
+
+def command(name: str, shards: int) -> str:
+    """The command that downloads so many training shards of a public data set."""
+    return f"python -m scripts.download --name={name} --num_shards={shards}"
