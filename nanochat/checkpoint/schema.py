@@ -133,10 +133,10 @@ MANIFEST = fields(
 )
 
 _LANE = {"epoch": whole(), "taken": whole(), "pieces": listed(listed(whole(), 2))}
-_STREAM = {"rows_per_step": whole(1), "max_seq_len": whole(1), "documents": whole()}
-_TRAIN_LOADER = fields(
-    _STREAM | {"lanes": mapping(fields(_LANE, required=_LANE))}, required=(*_STREAM, "lanes")
-)
+_STREAM = {"rows_per_step": whole(1), "max_seq_len": whole(1)}
+_STREAM |= {"lanes": mapping(fields(_LANE, required=_LANE))}
+_OF_PUBLIC = fields(_STREAM | {"shards": whole(1)}, required=_STREAM)  # nobody has counted its documents
+_TRAIN_LOADER = fields(_STREAM | {"documents": whole()}, required=(*_STREAM, "documents"))
 _CONVERSATIONS = {"rows_per_step": whole(1), "max_seq_len": whole(1), "conversations": whole(1)}
 _CONVERSATIONS |= {"epoch": whole(), "row": whole()}
 
@@ -149,9 +149,9 @@ def loader(v):
         return ""
     if "conversations" in v:
         return fields(_CONVERSATIONS, required=_CONVERSATIONS)(v)
-    if wrong := _TRAIN_LOADER(v):
+    if wrong := _OF_PUBLIC(v) if "shards" in v else _TRAIN_LOADER(v):
         return wrong
-    lanes, documents = v["lanes"], v["documents"]
+    lanes, documents = v["lanes"], math.inf if "shards" in v else v["documents"]
     if len(lanes) != v["rows_per_step"] or any(str(lane) not in lanes for lane in range(len(lanes))):
         return f".lanes are not those from 0 to {v['rows_per_step'] - 1}"
     if any(p["taken"] > documents or any(d >= documents for d, _ in p["pieces"]) for p in lanes.values()):

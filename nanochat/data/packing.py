@@ -255,6 +255,11 @@ def _restore_pieces(
     tokens, group, texts = {}, -1, []
     if wanted:
         groups.need(documents=wanted[-1] + 1)
+        if wanted[-1] >= groups.starts[-1]:
+            raise UserError(
+                f"the saved position in the data names document {wanted[-1]}, and the text has "
+                f"{groups.starts[-1]}; resume from another checkpoint with --resume=STEP"
+            )
     for document in wanted:
         at = bisect_right(groups.starts, document) - 1
         if at != group:
