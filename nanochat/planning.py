@@ -227,7 +227,7 @@ def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dic
     resolved: what a resumed run has decided at its first start. Its device_batch_size stays if it still
     divides the rows. Raises UserError for settings that contradict each other.
     """
-    config, horizon = _horizon(settings, tokenizer.vocab_size)
+    config, horizon = scaling.horizon_of(settings, tokenizer.vocab_size)
     return _plan(
         settings,
         config,
@@ -239,32 +239,6 @@ def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dic
         horizon_is_given=settings["num_iterations"] > 0,
         more_text=dataset.more_text,
     )
-
-
-def horizon_tokens(settings: dict, vocab_size: int) -> int:
-    """How many tokens a run with the settings of base_train reads, with a vocabulary of that size."""
-    _, horizon = _horizon(settings, vocab_size)
-    return horizon.num_iterations * horizon.total_batch_size
-
-
-def _horizon(settings: dict, vocab_size: int) -> tuple[GPTConfig, scaling.Horizon]:
-    config = scaling.model_config(
-        settings["depth"],
-        settings["aspect_ratio"],
-        settings["head_dim"],
-        settings["max_seq_len"],
-        vocab_size,
-        settings["window_pattern"],
-    )
-    horizon = scaling.derive_horizon(
-        config,
-        settings["num_iterations"],
-        settings["target_flops"],
-        settings["target_param_data_ratio"],
-        settings["total_batch_size"],
-        scaling.on_meta(config).flops_per_token(),
-    )
-    return config, horizon
 
 
 def derive_continued(

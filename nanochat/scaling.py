@@ -114,6 +114,25 @@ def derive_horizon(
     return Horizon(num_iterations, total_batch_size, d12_tokens, reason, batch_reason)
 
 
+def horizon_of(settings: dict, vocab_size: int) -> tuple[GPTConfig, Horizon]:
+    """The model and the horizon for the settings of base_train, {name: value}, and a vocabulary."""
+    sizes = ("depth", "aspect_ratio", "head_dim", "max_seq_len")
+    config = model_config(*(settings[name] for name in sizes), vocab_size, settings["window_pattern"])
+    ends = ("num_iterations", "target_flops", "target_param_data_ratio", "total_batch_size")
+    given = (settings[name] for name in ends)
+    return config, derive_horizon(config, *given, on_meta(config).flops_per_token())
+
+
+def horizon_tokens(settings: dict, vocab_size: int = -1) -> int:
+    """How many tokens a run with the settings of base_train reads.
+
+    vocab_size: of its tokenizer (-1: not known yet; then the setting, or what public text gets).
+    """
+    given = [size for size in (vocab_size, settings["vocab_size"], 32768) if size != -1]
+    _, horizon = horizon_of(settings, given[0])
+    return horizon.num_iterations * horizon.total_batch_size
+
+
 def best_batch(tokens: float, d12_tokens: float, max_seq_len: int) -> int:
     """Tokens a step for a horizon of `tokens`: a power of two rows."""
     best = REFERENCE_BATCH * (tokens / d12_tokens) ** BATCH_EXPONENT

@@ -20,7 +20,18 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import configurator
-from nanochat import attention, checkpoint, metrics, optim, planning, precision, runtime, signals, simulation
+from nanochat import (
+    attention,
+    checkpoint,
+    metrics,
+    optim,
+    planning,
+    precision,
+    runtime,
+    scaling,
+    signals,
+    simulation,
+)
 from nanochat.data.dataset import open_dataset
 from nanochat.data.loader import TrainLoader, merge_states
 from nanochat.data.sample_prompts import sample_prompts as sample_prompts_for
@@ -122,11 +133,10 @@ machine.check_same_settings(settings.values)
 
 base_path = user_path("base_dir", base_dir)
 run_path = user_path("out_dir", out_dir or base_path / "base_checkpoints" / (model_tag or f"d{depth}"))
-wanted = vocab_size if vocab_size != -1 else 4096 if data == "embedded" else 32768
-tokens = functools.partial(planning.horizon_tokens, settings.values)  # by size of the vocabulary
 with machine.main_first("data", stop):  # the first process builds what is missing; then the others find it
-    place = {"base_dir": base_path, "text_field": text_field}
-    dataset = open_dataset(data, val_data, **place, tokens=lambda: tokens(wanted), download=download == "on")
+    public = {"tokens": functools.partial(scaling.horizon_tokens, settings.values), "download": download}
+    dataset = open_dataset(data, val_data, base_dir=base_path, text_field=text_field, **public)
+    wanted = vocab_size if vocab_size != -1 else 4096 if data == "embedded" else 32768
     folder = dataset.tokenizer_folder(base_path)
     tokenizer = open_tokenizer(tokenizer, wanted, folder, dataset.train_texts, exact=vocab_size != -1)
 
@@ -135,7 +145,7 @@ with machine.main_first("data", stop):  # the first process builds what is missi
 resumed, run_id = (None, "") if plan_only else checkpoint.enter(run_path, resume, machine)
 resolved = resumed.state["resolved"] if resumed else {}
 check_fp8(fp8, device, compute_dtype, max_seq_len, resolved)
-dataset = dataset.for_run(lambda: tokens(tokenizer.vocab_size), resumed, machine)
+dataset = dataset.for_run(tokenizer, resumed, machine)  # of public data, the shards that the horizon needs
 
 # ------------------------------------------------------------------------------------------------------
 # Plan: everything that follows from the settings, with its reason
@@ -378,6 +388,6 @@ while True:
 # Finish
 
 loader.close()
-output.finish(step, (stop.name or "a signal") if stopping else "", resume)
+output.finish(step, (stop.name or "another process") if stopping else "", resume)
 dataset.close(machine)  # a UserError if the run ended because a shard did not come
 machine.close()

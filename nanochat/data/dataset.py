@@ -40,8 +40,8 @@ def open_dataset(
     *,
     base_dir: str | Path,
     text_field: str = "text",
-    tokens: Callable[[], int] | None = None,
-    download: bool = False,
+    tokens: Callable[..., int] | None = None,
+    download: str = "off",
 ) -> Dataset:
     """The data set of the settings `data`, `val_data` and `text_field`; it is built at the first use.
 
@@ -49,11 +49,11 @@ def open_dataset(
     the validation split. `text_field` is the field of JSON objects, or the column of parquet files, that
     holds the text. Raises UserError if files are missing, damaged or without text, or if a split is empty.
 
-    Of public data: `tokens()` is about how many tokens the run needs, for the message that shards are
-    missing. With `download`, the validation shard and the first training shard are downloaded here.
+    Of public data: `tokens(vocab_size)` is how many tokens the run reads, and `tokens()` about how many. With
+    download="on" the validation shard and the first training shard are downloaded here.
     """
     base_dir = user_path("base_dir", base_dir)
-    if download and str(data) not in PUBLIC:
+    if download == "on" and str(data) not in PUBLIC:
         raise UserError(
             f"--download=on is for public data ({', '.join(PUBLIC)}); leave it out with other data"
         )
@@ -65,7 +65,7 @@ def open_dataset(
         return _open_embedded(base_dir)
     val_files = find_files("val_data", val_data)[0] if val_data is not None else []
     if str(data) in PUBLIC:
-        return _open_public(str(data), base_dir / "data" / str(data), val_files, tokens, download)
+        return _open_public(str(data), base_dir / "data" / str(data), val_files, tokens, download == "on")
     files, others = find_files("data", data)
     in_place = text_field == "text" and all(path.suffix == ".parquet" for path in files + val_files)
     if in_place and not val_files:
@@ -213,7 +213,7 @@ def _pinned_validation(files: list[Path]) -> list[Path]:
 
 
 def _open_public(
-    name: str, folder: Path, val_files: list[Path], tokens: Callable[[], int] | None, download: bool
+    name: str, folder: Path, val_files: list[Path], tokens: Callable | None, download: bool
 ) -> PublicDataset:
     """The shards of a folder that checksums.json lists, up to the first one that is missing."""
     public = PUBLIC[name]
@@ -249,4 +249,5 @@ def _open_public(
         here,
         needed or here,
         download,
+        tokens,
     )

@@ -12,7 +12,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,8 +52,8 @@ class Dataset:
 
     # What differs for public data (public.py), whose shards may arrive while the run trains
 
-    def for_run(self, tokens: Callable[[], int], resumed, machine) -> "Dataset":
-        """The data set as a run of `tokens()` tokens reads it."""
+    def for_run(self, tokenizer: Tokenizer, resumed, machine) -> "Dataset":
+        """The data set as a run reads it. `resumed` is the checkpoint that it continues, or None."""
         return self
 
     @property

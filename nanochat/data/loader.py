@@ -19,6 +19,7 @@ import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from nanochat.transfers import for_new_thread, to_device
 
 PACKING = 2  # version of the packing; a state of another version is refused, because its rows would differ
 STEPS_AHEAD = 2  # steps that the background thread prepares ahead
+ARRIVING_AHEAD = 2  # further ones while shards arrive: 1, and on a GPU the step that begins before the log
 
 
 class TrainLoader:
@@ -80,7 +82,7 @@ class TrainLoader:
         self._current = None
         self._boundaries, self._bos_id, self.documents = boundaries, tokenizer.bos_id, None
         self._arrival = getattr(shards, "arrival", None)  # shards that may still be on their way
-        self._ahead = None  # the step after the current one, or an error, while shards arrive
+        self._ahead: deque = deque()  # steps after the current one, and an error behind them
         self._positions = dict(zip(lanes, positions, strict=True))  # after the last complete step
         self.epoch = min(p["epoch"] for p in positions)  # the earliest of this process's lanes, from 0
         self._process = os.getpid()
@@ -91,7 +93,7 @@ class TrainLoader:
         """Make the buffers and start the thread that fills them; `packer` is the arguments of open_lanes."""
         self._ready: queue.SimpleQueue = queue.SimpleQueue()  # (rows, positions, epoch) or an error
         self._free: queue.SimpleQueue = queue.SimpleQueue()  # (buffer, event that ends the copy from it)
-        for _ in range(STEPS_AHEAD + 1):
+        for _ in range(STEPS_AHEAD + 1 + (ARRIVING_AHEAD if packer[0].arriving else 0)):
             shape = (self._rows, packer[-1])
             pin = self._device.type == "cuda"
             self._free.put((torch.empty(shape, dtype=torch.int32, pin_memory=pin), None))
@@ -136,8 +138,7 @@ class TrainLoader:
         if os.getpid() != self._process:  # after a fork the child has no thread that fills the queue
             raise RuntimeError("this loader belongs to the process that made it; make one in each process")
         start = time.perf_counter()
-        item = self._take() if self._ahead is None else self._ahead
-        self._ahead = None
+        item = self._ahead.popleft() if self._ahead else self._take()
         if self._arrival and not isinstance(item, BaseException):
             self._look_ahead()
         self.wait_s += time.perf_counter() - start
@@ -159,11 +160,15 @@ class TrainLoader:
         return self._ready.get()
 
     def _look_ahead(self) -> None:
-        """Begin a step only when the step after it is ready. So if no shard comes for long, the loop learns
-        it one step early, and every process stops after the same step and saves."""
-        self._ahead = self._take(until_stop=True)
-        if isinstance(self._ahead, UserError):
-            self._arrival.give_up(str(self._ahead))
+        """Begin a step only when the ARRIVING_AHEAD steps after it are ready. So if no shard comes for long,
+        the loop learns it early enough: every process stops after the same step and saves."""
+        while len(self._ahead) < ARRIVING_AHEAD and not any(isinstance(s, Exception) for s in self._ahead):
+            item = self._take(until_stop=True)
+            if item is None:
+                return
+            self._ahead.append(item)
+            if isinstance(item, UserError):
+                self._arrival.give_up(str(item))
 
     def state(self) -> dict:
         """The positions of this process's lanes after the last complete step, ready for JSON."""

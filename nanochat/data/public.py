@@ -5,6 +5,7 @@ epoch they come in the order of their numbers, so training can begin when the fi
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from nanochat import UserError
@@ -67,6 +68,7 @@ class PublicDataset(Dataset):
     here: int  # training shards that are complete, counted up to the first one that is missing
     needed: int  # training shards that the horizon needs
     download: bool  # whether missing shards are downloaded while training goes on
+    tokens: Callable[..., int] | None = field(compare=False)  # tokens(vocab_size) is how many the run reads
     fixed: bool = False  # whether the number of shards is that of the run's first start
 
     def train_texts(self) -> Documents:
@@ -77,13 +79,16 @@ class PublicDataset(Dataset):
         """About how many tokens the shards of this run have: those of the first shard, times their number."""
         return estimate_tokens(RowGroups(self.train_shards[:1]), tokenizer) * len(self.train_shards)
 
-    def for_run(self, tokens, resumed, machine) -> "PublicDataset":
-        """The data set with the shards of one run: as many as hold `tokens()` tokens, or with download=off as
-        many of them as are here. A resumed run keeps the number of its first start. Every process calls this.
+    def for_run(self, tokenizer: Tokenizer, resumed, machine) -> "PublicDataset":
+        """The data set with the shards of one run: as many as the horizon needs, or with download=off as many
+        of them as are here. A resumed run keeps the number of its first start. Every process calls this.
 
         Raises UserError if download=off and shards of a resumed run are missing.
         """
-        here, needed = min(machine.all_gather(self.here)), self.public.shards_for(tokens())
+        here, needed = (
+            min(machine.all_gather(self.here)),
+            self.public.shards_for(self.tokens(tokenizer.vocab_size)),
+        )
         before = resumed.state["loader"].get("shards") if resumed else None
         count = before or (needed if self.download else min(needed, here))
         if count > here and not self.download:
