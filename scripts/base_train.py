@@ -9,7 +9,6 @@ docs/walkthrough.md explains each section; `python -m scripts.download --name=cl
 """
 
 import contextlib
-import functools
 import math
 import time
 from collections import deque
@@ -20,18 +19,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import configurator
-from nanochat import (
-    attention,
-    checkpoint,
-    metrics,
-    optim,
-    planning,
-    precision,
-    runtime,
-    scaling,
-    signals,
-    simulation,
-)
+from nanochat import attention, checkpoint, metrics, optim, planning, precision, runtime, signals, simulation
 from nanochat.data.dataset import open_dataset
 from nanochat.data.loader import TrainLoader, merge_states
 from nanochat.data.sample_prompts import sample_prompts as sample_prompts_for
@@ -45,6 +33,7 @@ from nanochat.gradients import clip_grad_norm_, exchange_gradients
 from nanochat.memory_trial import fit_micro_batch
 from nanochat.paths import user_path
 from nanochat.run_output import RunOutput
+from nanochat.scaling import horizon_tokens
 from nanochat.task_scores import in_words, open_tasks, score_tasks
 
 # Model
@@ -134,7 +123,7 @@ machine.check_same_settings(settings.values)
 base_path = user_path("base_dir", base_dir)
 run_path = user_path("out_dir", out_dir or base_path / "base_checkpoints" / (model_tag or f"d{depth}"))
 with machine.main_first("data", stop):  # the first process builds what is missing; then the others find it
-    public = {"tokens": functools.partial(scaling.horizon_tokens, settings.values), "download": download}
+    public = {"tokens": lambda *size: horizon_tokens(settings.values, *size), "download": download}
     dataset = open_dataset(data, val_data, base_dir=base_path, text_field=text_field, **public)
     wanted = vocab_size if vocab_size != -1 else 4096 if data == "embedded" else 32768
     folder = dataset.tokenizer_folder(base_path)

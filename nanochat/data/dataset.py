@@ -237,6 +237,7 @@ def _open_public(
             raise UserError(f"{folder} lacks {file}, the {what}{horizon}; get it: {how}")
     train = [folder / public.file(number) for number in range(here)]
     opened = _open_shards(name, train[:1], val_files or [folder / public.validation])
+    _check_twins(train, opened.val_shards)
     note = f"{here:,} of {public.shards - 1:,} training shards"
     return PublicDataset(
         name,

@@ -19,8 +19,9 @@ import pytest
 
 from nanochat import UserError
 from nanochat.data import dataset, download
-from nanochat.data.dataset import Public, open_dataset
+from nanochat.data.dataset import open_dataset
 from nanochat.data.parquet import footer_digest
+from nanochat.data.public import Public
 
 GOOD = "good.parquet"
 BAD = "bad.parquet"
