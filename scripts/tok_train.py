@@ -23,7 +23,7 @@ from nanochat.paths import user_path
 data = "embedded"  # embedded (Python's standard library), a file or folder of text, climbmix or fineweb-edu
 val_data: str | None = None  # a file or folder that is the validation split (none = what the data set pins)
 text_field = "text"  # the field of JSON objects, or the column of parquet files, that holds the text
-max_chars = 500_000_000  # characters to train on (-1 = all of the training split) [-1, 1..1e12]
+max_chars = 500_000_000  # characters to train on (-1 = all; of public data, the first shard) [-1, 1..1e12]
 
 # Tokenizer
 vocab_size = -1  # tokens, special ones too (-1 = 4096 if embedded, else up to 32768) [-1, 256..2**20]

@@ -63,7 +63,7 @@ def test_every_numeric_setting_of_every_script_has_a_range():
         ("base_train", "seed=-1", "give a whole number from 0 to 2**62"),
         ("tok_train", "vocab_size=10**18", "give a whole number from 256 to 2**20, or -1"),
         ("tok_train", "sample_chars=0", "give a whole number from 1 to 1e9"),
-        ("tok_train", "max_chars=0", "or -1 (all of the training split)"),
+        ("tok_train", "max_chars=0", "or -1 (all"),
         ("ablate", "seeds=0", "give a whole number from 1 to 1000"),
         ("bench", "rounds=0", "give a whole number from 1 to 1e4"),
         ("chat", "temperature=1e300", "give a number from 0 to 100"),
