@@ -222,6 +222,14 @@ def records(out_dir: Path) -> list[dict]:
     return [record for line in lines if "loss" in (record := json.loads(line))]
 
 
+def stop_after(process: subprocess.Popen, out_dir: Path, steps: int):
+    """Send SIGTERM to a run when it has logged so many steps, and wait for its end."""
+    while process.poll() is None and len(records(out_dir)) < steps:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    finish(process)
+
+
 def resume(job: dict) -> dict:
     """A float32 run that SIGTERM stops and that is then resumed, beside one left alone."""
     size = {"depth": 4, "num_iterations": 200, "total_batch_size": 4 * 2048}
@@ -233,10 +241,7 @@ def resume(job: dict) -> dict:
         alone, stopped = Path(place) / "alone", Path(place) / "stopped"
         finish(base_train(job, alone, **settings))
         process = base_train(job, stopped, **settings)
-        while process.poll() is None and len(records(stopped)) < 5:
-            time.sleep(0.02)
-        process.send_signal(signal.SIGTERM)
-        finish(process)
+        stop_after(process, stopped, steps=5)
         done = len(records(stopped))
         finish(base_train(job, stopped, **settings))
         first, second = ([record["loss"] for record in records(run)] for run in (alone, stopped))
@@ -251,14 +256,19 @@ def resume(job: dict) -> dict:
 
 
 def base_train_speed(job: dict, depth: int) -> dict:
-    """The script itself, with loader and log: tokens a second by its own records, and its wait for data."""
-    small = {"depth": 2, "aspect_ratio": 32, "head_dim": 32, "max_seq_len": 64, "total_batch_size": 256}
-    size = small | {"compile": "off"} if job["small"] else {"depth": depth, "compile": "on"}
-    size = size if job["small"] else size | {"total_batch_size": 2**19}
+    """The script itself, with loader and log: tokens a second by its own records, and its wait for data.
+
+    It is stopped after 9 steps, of which the first 3 do not count; so it evaluates nothing at its end.
+    """
+    size = {"depth": depth, "compile": "on", "total_batch_size": 2**19}
+    if job["small"]:
+        size = {"depth": 2, "aspect_ratio": 32, "head_dim": 32, "max_seq_len": 64, "total_batch_size": 256}
+        size |= {"compile": "off"}
     with tempfile.TemporaryDirectory() as place:
         out_dir = Path(place) / "run"
-        finish(base_train(job, out_dir, num_iterations=8, **size))
-        found = records(out_dir)[3:]
+        process = base_train(job, out_dir, num_iterations=100_000, accept="epochs", **size)
+        stop_after(process, out_dir, steps=9)
+        found = records(out_dir)[3:9]
         config = json.loads((out_dir / "config.json").read_text())
     middle = {
         name: statistics.median(record[name] for record in found)

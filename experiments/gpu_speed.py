@@ -49,7 +49,7 @@ class Part:
         return ""
 
 
-def function(name: str, path: str, limit_s: float, kind="figure", needs="", **keywords) -> Part:
+def call(name: str, path: str, limit_s: float, kind="figure", needs="", **keywords) -> Part:
     """A part that calls `module.function` of this folder with the job and keywords."""
     arguments = "-m", "experiments.gpu_speed", path, json.dumps(keywords)
     return Part(name, limit_s, arguments, kind, needs)
@@ -58,27 +58,27 @@ def function(name: str, path: str, limit_s: float, kind="figure", needs="", **ke
 # Name, function, most seconds on a GPU. Nearly 10 minutes are gone at `evaluation`; the rest is for
 # `--parts`, or for a faster machine
 PARTS = [
-    function("machine", "gpu_parts.machine", 60, "check"),
-    function("warm_up", "gpu_parts.warm_up", 300, "beside", "cuda", depths=[12, 24], peer_depth=12),
-    function("losses", "gpu_correctness.losses", 150, "check"),
-    function("attention", "gpu_correctness.attention", 120, "check"),
-    function("waits", "gpu_correctness.waits", 120, "check"),
-    function("resume", "gpu_correctness.resume", 150, "check"),
-    function("speed_d12", "gpu_parts.speed", 120, depth=12, trace=True),
-    function("speed_d24", "gpu_parts.speed", 180, needs="cuda", depth=24, trace=True),
-    function("speed_d20", "gpu_parts.speed", 150, needs="cuda", depth=20),
-    function("peer_d12", "gpu_parts.beside_peer", 150, needs="peer", depth=12),
-    function("products", "gpu_ceilings.products", 60, depths=[12, 20, 24]),
-    function("attention_speed", "gpu_ceilings.attention_speed", 60),
-    function("save", "gpu_inference.save", 60, depth=12),
-    function("sample", "gpu_inference.sample", 60, depth=12),
-    function("evaluation", "gpu_inference.evaluation", 120, depth=12),
-    function("speed_d12_windows", "gpu_parts.speed", 120, needs="cuda", depth=12, window_pattern="SSSL"),
-    function("speed_d12_fp8", "gpu_parts.speed", 120, needs="cuda", depth=12, fp8=True),
-    function("peer_d24", "gpu_parts.beside_peer", 300, needs="peer", depth=24),
-    function("base_train_d12", "gpu_correctness.base_train_speed", 120, depth=12),
-    function("peer_d20", "gpu_parts.beside_peer", 240, needs="peer", depth=20),
-    function("speed_d24_fp8", "gpu_parts.speed", 180, needs="cuda", depth=24, fp8=True),
+    call("machine", "gpu_parts.machine", 60, "check"),
+    call("warm_up", "gpu_parts.warm_up", 300, "beside", "cuda", depths=[12, 24], peer_depth=12),
+    call("losses", "gpu_correctness.losses", 150, "check"),
+    call("attention", "gpu_correctness.attention", 120, "check"),
+    call("waits", "gpu_correctness.waits", 120, "check"),
+    call("resume", "gpu_correctness.resume", 150, "check"),
+    call("speed_d12", "gpu_parts.speed", 120, depth=12, trace=True),
+    call("speed_d24", "gpu_parts.speed", 180, needs="cuda", depth=24, trace=True),
+    call("speed_d20", "gpu_parts.speed", 150, needs="cuda", depth=20),
+    call("peer_d12", "gpu_parts.beside_peer", 150, needs="peer", depth=12),
+    call("products", "gpu_ceilings.products", 60, depths=[12, 20, 24]),
+    call("attention_speed", "gpu_ceilings.attention_speed", 60),
+    call("save", "gpu_inference.save", 60, depth=12),
+    call("sample", "gpu_inference.sample", 60, depth=12),
+    call("evaluation", "gpu_inference.evaluation", 120, depth=12),
+    call("speed_d12_windows", "gpu_parts.speed", 120, needs="cuda", depth=12, window_pattern="SSSL"),
+    call("speed_d12_fp8", "gpu_parts.speed", 120, needs="cuda", depth=12, fp8=True),
+    call("peer_d24", "gpu_parts.beside_peer", 300, needs="peer", depth=24),
+    call("base_train_d12", "gpu_correctness.base_train_speed", 150, depth=12),
+    call("peer_d20", "gpu_parts.beside_peer", 240, needs="peer", depth=20),
+    call("speed_d24_fp8", "gpu_parts.speed", 180, needs="cuda", depth=24, fp8=True),
 ]
 
 

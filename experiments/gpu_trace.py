@@ -74,7 +74,7 @@ def time_split(path, steps: int) -> dict:
         "ms": {kind: spent[kind] / steps / 1000 for kind in spent},
         "share": {kind: spent[kind] / total for kind in spent},
         "kernels": len(found) / steps,
-        "longest_ms": {name[:100]: names[name] / steps / 1000 for name in longest},
+        "longest_ms": {name[:60]: names[name] / steps / 1000 for name in longest},
     }
 
 
