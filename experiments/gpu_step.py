@@ -75,6 +75,7 @@ class Ours:
 
     def step(self, batches) -> torch.Tensor:
         from nanochat import optim, precision
+        from nanochat.gradients import clip_grad_norm_
 
         losses = torch.zeros(self.micro_steps, device=self.device)
         for i, (inputs, targets) in enumerate(batches):
@@ -85,7 +86,7 @@ class Ours:
             losses[i] = loss.detach()
         with phase("clip"):
             self.scaler.unscale_(self.optimizer)
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            norm = clip_grad_norm_(self.model, self.optimizer, 1.0)
             optim.skip_if_not_finite(self.optimizer, norm)
         with phase("optimizer"):
             self.scaler.step(self.optimizer)
@@ -109,7 +110,8 @@ def our_plan(job: dict, machine, dtype):
     if machine.device.type == "cuda":  # as on a GPU where nothing else runs, so that all parts plan the same
         memory = torch.cuda.get_device_properties(machine.device).total_memory
         hardware = replace(hardware, memory=int(0.98 * memory))
-    return planning.derive(settings, tokenizer, text, hardware)
+    plan = planning.derive(settings, tokenizer, text, hardware)
+    return plan.fitted(job["compile"]) if hasattr(plan, "fitted") else plan
 
 
 class Peer:

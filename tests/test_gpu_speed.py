@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import gpu_trace
+from experiments import gpu_parts, gpu_trace
 from experiments.gpu_speed import PARTS, Part, bench, rounded, run_parts
 from nanochat import UserError
 
@@ -96,6 +96,59 @@ def test_an_unknown_part_and_a_folder_that_is_not_the_peers_are_refused(tmp_path
         bench(settings)
     with pytest.raises(UserError, match=r"has no nanochat/gpt\.py"):
         bench(settings | {"parts": "", "peer": str(tmp_path)})
+
+
+def test_rows_are_halved_until_they_fit_and_the_result_says_so():
+    tried = []
+
+    def fits_four(step_job: dict) -> dict:
+        tried.append(step_job["rows"])
+        if not 0 < step_job["rows"] <= 4:
+            raise MemoryError("CUDA out of memory")
+        return {"figure": step_job["rows"]}
+
+    found = gpu_parts.halving({"rows": 16}, fits_four)
+    assert found == {"figure": 4, "rows_halved_to": 4, "because": "CUDA out of memory"} and tried == [
+        16,
+        8,
+        4,
+    ]
+    assert gpu_parts.halving({"rows": 2}, fits_four) == {"figure": 2}
+    with pytest.raises(MemoryError):
+        gpu_parts.halving({"rows": 2}, lambda step_job: fits_four({"rows": 99}))
+
+
+class Stand:
+    """A side whose steps take known times; `said` is what both sides were asked, in order."""
+
+    def __init__(self, name: str, step_s: list[float], said: list, **facts):
+        self.name, self.step_s, self.said = name, iter(step_s), said
+        self.facts = {"rows": 4, "micro_steps": 2, "parameters": 7e6, "flops_per_token": 1e9} | facts
+        self.facts |= {"first_step_s": 9.0, "attention": "SDPA"}
+
+    def ask(self, order: dict) -> dict:
+        self.said.append(f"{self.name} {order['do']}")
+        if order.get("count") != 2:
+            return {"step_s": 99.0}
+        return {"step_s": next(self.step_s), "peak_bytes": 2 * 2**30, "reserved_bytes": 3 * 2**30}
+
+
+def test_ours_and_the_peers_take_turns_and_the_ratio_is_that_of_neighbouring_turns():
+    said: list = []
+    ours = Stand("ours", [0.5, 0.8], said, peak_flops=1e13, expected_bytes=3 * 2**30)
+    peer = Stand("peer", [0.6, 1.2], said)
+    step_job = {"total_batch_size": 1000, "max_seq_len": 125, "depth": 12}
+    found = gpu_parts.take_turns(step_job, ours, peer, rounds=2)
+    turn = ["steps", "steps", "release"]
+    in_turns = [f"{name} {do}" for name in ("ours", "peer") for do in turn]
+    assert said == ["peer release", *in_turns, *in_turns]
+    assert found["of_each_round"] == pytest.approx([1.2, 1.5]) and found["ours_over_peer"] == pytest.approx(
+        1.35
+    )
+    assert found["ours"]["tok_per_sec"] == pytest.approx(1000 / 0.65)  # the median of 0.5 and 0.8 s
+    assert found["ours"]["mfu"] == pytest.approx(1000 / 0.65 * 1e9 / 1e13)
+    assert (found["ours"]["peak_gib"], found["ours"]["expected_over_peak"]) == (2, 1.5)
+    assert found["peer"]["tok_per_sec"] == pytest.approx(1000 / 0.9) and "mfu" not in found["peer"]
 
 
 def test_infinities_and_nans_become_words_since_json_has_none():
