@@ -10,7 +10,12 @@ import time
 
 import torch
 
-from experiments.gpu_parts import model_job
+from experiments.gpu_parts import each, model_job
+
+
+def ceilings(job: dict, depths: list[int]) -> dict:
+    """Products, a copy, attention."""
+    return each(products=lambda: products(job, depths), attention=lambda: attention_speed(job))
 
 
 def seconds_of(action, device: torch.device, repeats: int = 10) -> float:

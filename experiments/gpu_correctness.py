@@ -51,7 +51,7 @@ def losses(job: dict) -> dict:
     torch.manual_seed(0)
     start = GPT(config)
     start.init_weights(torch.Generator().manual_seed(0))
-    batches = [learnable(rows, T, 512, step) for step in range(10 if job["small"] else 30)]
+    batches = [learnable(rows, T, 512, step) for step in range(6 if job["small"] else 30)]
     weights = start.state_dict()
     reference = train(config, weights, batches, runtime.Machine(torch.device("cpu")), torch.float32, False)
     machine, found, checks = runtime.start(job["device"], seed=0), {"cpu float32": reference}, {}
@@ -66,7 +66,7 @@ def losses(job: dict) -> dict:
             apart = [abs(a / b - 1) for a, b in zip(found[label], reference, strict=True)]
             checks[f"{label}, first {FIRST_STEPS} steps"] = max(apart[:FIRST_STEPS]), first
             checks[f"{label}, all steps"] = max(apart), later
-    checks["last loss over first"] = reference[-1] / reference[0], 0.8
+    checks["last loss over first"] = reference[-1] / reference[0], 0.9
     ends = {label: [run[0], run[-1]] for label, run in found.items()}
     return checked(checks, first_and_last_loss=ends)
 

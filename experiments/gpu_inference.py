@@ -1,4 +1,4 @@
-"""Parts of `python -m scripts.bench --what=gpu`: an evaluation, a save, a sample, of one model."""
+"""A part of `python -m scripts.bench --what=gpu`: a save, an evaluation and a sample of one model."""
 
 import shutil
 import statistics
@@ -7,51 +7,52 @@ import time
 
 import torch
 
-from experiments.gpu_parts import Skipped, model_job
+from experiments.gpu_parts import each, model_job
 
 
-def our_side(job: dict, depth: int):
-    """Model and optimizer on the device, not compiled."""
+def save_evaluate_sample(job: dict, depth: int) -> dict:
+    """All three with one model, not compiled; the sample last, since it casts the weights."""
     from experiments.gpu_step import Ours
 
-    return Ours(model_job(job, depth, compile=False) | {"rows": 2 if job["small"] else 16})
+    side = Ours(model_job(job, depth, compile=False) | {"rows": 2 if job["small"] else 16})
+    return each(
+        save=lambda: save(side),
+        evaluation=lambda: evaluation(side, job["small"]),
+        sample=lambda: sample(side, job["small"]),
+    )
 
 
-def evaluation(job: dict, depth: int) -> dict:
+def evaluation(side, small: bool) -> dict:
     """Tokens a second of bits per byte on rows of random tokens, as base_train evaluates."""
     from nanochat.evaluate import bits_per_byte
 
-    side = our_side(job, depth)
     config = side.plan.config
     shape, draw = (side.rows, config.max_seq_len + 1), torch.Generator().manual_seed(0)
     batches = [
         torch.randint(config.vocab_size, shape, generator=draw).to(side.device)
-        for _ in range(2 if job["small"] else 16)
+        for _ in range(2 if small else 16)
     ]
     pairs = [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for tokens in batches]
     token_bytes = torch.full((config.vocab_size,), 4, device=side.device)
     times = []
     for _ in range(3):  # the first compiles
         began = time.perf_counter()
-        bpb = bits_per_byte(
-            side.model, pairs, token_bytes, side.dtype, side.machine, compiled=not job["small"]
-        ).bpb
+        bpb = bits_per_byte(side.model, pairs, token_bytes, side.dtype, side.machine, compiled=not small).bpb
         times.append(time.perf_counter() - began)
     tokens = len(pairs) * pairs[0][0].numel()
     return {"tok_per_sec": tokens / min(times[1:]), "first_s": times[0], "bpb": bpb, "tokens": tokens}
 
 
-def save(job: dict, depth: int) -> dict:
+def save(side) -> dict:
     """How long a step stands still for a save in the background, and how long that takes."""
     from nanochat import checkpoint
 
-    side = our_side(job, depth)
     tensors = {"model": side.model.state_dict(), "optimizer": side.optimizer.named_state()}
     size = sum(t.nbytes for kind in tensors.values() for t in kind.values())
     stalls, whole = [], []
     with tempfile.TemporaryDirectory() as place:
         if shutil.disk_usage(place).free < 2.2 * size:
-            raise Skipped(f"two checkpoints of {size / 1e9:.1f} GB do not fit on the disk of {place}")
+            raise OSError(f"two checkpoints of {size / 1e9:.1f} GB do not fit on the disk of {place}")
         saver = checkpoint.AsyncSaver(place)
         saver.reserve(**tensors)
         saver.wait()
@@ -67,19 +68,18 @@ def save(job: dict, depth: int) -> dict:
     return {"stall_s": statistics.median(stalls), "whole_s": statistics.median(whole), "gb": size / 1e9}
 
 
-def sample(job: dict, depth: int) -> dict:
+def sample(side, small: bool) -> dict:
     """Tokens a second that the model writes after a prompt of 16, one row and eight."""
     from nanochat.engine import cast_weights, generate_batch
 
-    side = our_side(job, depth)
     model = cast_weights(side.model, side.dtype).requires_grad_(False)
     with torch.no_grad():
         for p in model.parameters():  # a fresh model's projections are zero, and its logits all alike
             p.add_(0.05 * torch.randn_like(p))
-    count, speeds = 16 if job["small"] else 128, {}
+    count, speeds = 16 if small else 128, {}
     for rows in (1, 8):
         times = []
-        for _ in range(2 if job["small"] else 3):
+        for _ in range(2 if small else 3):
             began = time.perf_counter()
             prompts = [list(range(1, 17))] * rows
             written = len(list(generate_batch(model, prompts, count, temperature=0.8, top_k=50)))

@@ -30,6 +30,17 @@ class Skipped(Exception):
     """A part that cannot run here; the message says why."""
 
 
+def each(**actions) -> dict:
+    """The results of several small measurements as one part; one that fails stops no other."""
+    found: dict = {"ok": True}
+    for name, action in actions.items():
+        try:
+            found[name] = action()
+        except Exception as error:  # whatever it is, the report has it
+            found[name], found["ok"] = {"error": f"{type(error).__name__}: {error}"[:300]}, False
+    return found
+
+
 # ------------------------------------------------------------------------------------------------------
 # The machine
 

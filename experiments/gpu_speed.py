@@ -55,8 +55,7 @@ def call(name: str, path: str, limit_s: float, kind="figure", needs="", **keywor
     return Part(name, limit_s, arguments, kind, needs)
 
 
-# Name, function, most seconds on a GPU. Nearly 10 minutes are gone at `evaluation`; the rest is for
-# `--parts`, or for a faster machine
+# Name, function, most seconds on a GPU. What comes last may get no time; `--parts` runs it alone
 PARTS = [
     call("machine", "gpu_parts.machine", 60, "check"),
     call("warm_up", "gpu_parts.warm_up", 300, "beside", "cuda", depths=[12, 24], peer_depth=12),
@@ -68,15 +67,12 @@ PARTS = [
     call("speed_d24", "gpu_parts.speed", 180, needs="cuda", depth=24, trace=True),
     call("speed_d20", "gpu_parts.speed", 150, needs="cuda", depth=20),
     call("peer_d12", "gpu_parts.beside_peer", 150, needs="peer", depth=12),
-    call("products", "gpu_ceilings.products", 60, depths=[12, 20, 24]),
-    call("attention_speed", "gpu_ceilings.attention_speed", 60),
-    call("save", "gpu_inference.save", 60, depth=12),
-    call("sample", "gpu_inference.sample", 60, depth=12),
-    call("evaluation", "gpu_inference.evaluation", 120, depth=12),
+    call("ceilings", "gpu_ceilings.ceilings", 100, depths=[12, 20, 24]),
+    call("save_evaluate_sample", "gpu_inference.save_evaluate_sample", 150, depth=12),
     call("speed_d12_windows", "gpu_parts.speed", 120, needs="cuda", depth=12, window_pattern="SSSL"),
     call("speed_d12_fp8", "gpu_parts.speed", 120, needs="cuda", depth=12, fp8=True),
     call("peer_d24", "gpu_parts.beside_peer", 300, needs="peer", depth=24),
-    call("base_train_d12", "gpu_correctness.base_train_speed", 150, depth=12),
+    call("base_train_d12", "gpu_correctness.base_train_speed", 150, needs="cuda", depth=12),
     call("peer_d20", "gpu_parts.beside_peer", 240, needs="peer", depth=20),
     call("speed_d24_fp8", "gpu_parts.speed", 180, needs="cuda", depth=24, fp8=True),
 ]

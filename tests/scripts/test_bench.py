@@ -224,4 +224,6 @@ def test_gpu_runs_every_part_small_on_a_cpu(texts):
     assert speed["tok_per_sec"] == pytest.approx(256 / speed["step_s"], rel=2e-3) and 0 < speed["mfu"] < 5
     split = speed["time_split"]
     assert sum(split["share"].values()) == pytest.approx(1, abs=0.01) and split["ms"]["products"] > 0
-    assert parts["sample"]["tok_per_sec_batch_8"] > parts["sample"]["tok_per_sec_batch_1"]
+    one, eight = (parts["save_evaluate_sample"]["sample"][f"tok_per_sec_batch_{n}"] for n in (1, 8))
+    assert 0 < one < eight
+    assert set(parts["ceilings"]["products"]) == {"copy_gb_per_s", "d12", "d20", "d24"}
