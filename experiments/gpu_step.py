@@ -110,8 +110,7 @@ def our_plan(job: dict, machine, dtype):
     if machine.device.type == "cuda":  # as on a GPU where nothing else runs, so that all parts plan the same
         memory = torch.cuda.get_device_properties(machine.device).total_memory
         hardware = replace(hardware, memory=int(0.98 * memory))
-    plan = planning.derive(settings, tokenizer, text, hardware)
-    return plan.fitted(job["compile"]) if hasattr(plan, "fitted") else plan
+    return planning.derive(settings, tokenizer, text, hardware).fitted(job["compile"])
 
 
 class Peer:
