@@ -28,8 +28,8 @@ def exchange_gradients(
     process, so it keeps the all_reduce of plain DDP.
     """
     # Dynamo would cut the compiled model at DDP's buckets, so that parts of the exchange overlap with the
-    # backward pass. It takes the size of a parameter's whole storage, and Muon's matrices share one: it cuts
-    # at each of them, into some 80 graphs for 12 layers, and nothing is fused across a cut.
+    # backward pass. It takes the size of a parameter's whole storage for its size, and Muon's matrices of one
+    # shape share one: 12 layers of width 768 fall into 74 graphs, and nothing is fused across a cut.
     torch._dynamo.config.optimize_ddp = False
     if isinstance(optimizer, MuonAdamW):
         if not ddp.gradient_as_bucket_view:
