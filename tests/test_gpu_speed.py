@@ -5,10 +5,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from experiments import gpu_parts, gpu_trace
+from experiments import gpu_parts, gpu_step, gpu_trace
 from experiments.gpu_speed import PARTS, Part, bench, rounded, run_parts
-from nanochat import UserError
+from nanochat import UserError, runtime
 
 CPU = {"device": "cpu", "small": True, "peer": None}
 
@@ -96,6 +97,15 @@ def test_an_unknown_part_and_a_folder_that_is_not_the_peers_are_refused(tmp_path
         bench(settings)
     with pytest.raises(UserError, match=r"has no nanochat/gpt\.py"):
         bench(settings | {"parts": "", "peer": str(tmp_path)})
+
+
+def test_a_model_is_planned_as_base_train_plans_it():
+    """This also fails when the plan wants to know more of the text than the stand-in for it says."""
+    step_job = gpu_parts.model_job(CPU, 12)
+    machine = runtime.Machine(torch.device("cpu"))
+    plan = gpu_step.our_plan(step_job, machine, torch.float32)
+    assert plan.total_batch_size == step_job["total_batch_size"] == 256 and plan.device_batch_size == 2
+    assert (plan.config.depth, plan.config.width, plan.grad_accum_steps) == (2, 64, 2)
 
 
 def test_rows_are_halved_until_they_fit_and_the_result_says_so():
