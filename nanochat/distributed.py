@@ -1,7 +1,8 @@
 """Several processes as one run: they join, wait for each other, and end together. The log names the cause.
 
 When does the run end? If a process raises an exception or is killed, the next exchange of the others with it
-fails, and they end within seconds. If a process hangs, the others end after waiting `timeout_s` seconds.
+fails, and they end within seconds. If a process hangs, the others end after waiting `timeout_s` seconds. With
+nccl, whose exchanges do not fail, watchdog.py sees to both.
 torchrun reports the first failure. It waits another 30 seconds for processes that do not answer.
 """
 
@@ -13,13 +14,14 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback as traceback_module
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from nanochat import UserError
+from nanochat import UserError, watchdog
 
 GRACE_S = 3.0  # seconds in which the processes that wait find out which one does not
 FINISH_S = 20.0  # seconds for work in progress, such as a save, to end; torchrun kills after 30
@@ -99,15 +101,22 @@ def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
         )
     sys.excepthook = ending = _Ending(rank, world_size, timeout_s)
     deadline = time.monotonic() + timeout_s
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
-    try:
-        if not serves:
-            _wait_for_port(host, port, deadline)
+    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = rank == 0 and not of_torchrun
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives a restart
+
+    def open_store(serves=False):
         store = dist.TCPStore(
             host, port, world_size, serves, timedelta(seconds=timeout_s), wait_for_workers=False,
             multi_tenant=serves, use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
         )  # fmt: skip
-        store = dist.PrefixStore("nanochat", store)
+        return dist.PrefixStore(f"nanochat/{attempt}", store)
+
+    try:
+        if not serves:
+            _wait_for_port(host, port, deadline)
+        store = open_store(serves)
+        watchdog.register(store, rank)
         missing = _call_the_roll(store, rank, world_size, deadline)
     except (OSError, ValueError, RuntimeError) as error:
         what = "give another MASTER_PORT if this one is in use" if serves else "process 0 has to run there"
@@ -121,13 +130,23 @@ def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
             f"process {_few(missing)} of {world_size} did not come within {timeout_s:.0f} s; look at its own "
             "messages, or give it longer with --process_timeout"
         )
+    ending.watchdog = watchdog.Watchdog(
+        rank, world_size, timeout_s, open_store, not of_torchrun, ending.by_watchdog
+    )
     return store
+
+
+def leave():
+    """Tell the others that this process has done its work, and need not answer any longer."""
+    if isinstance(sys.excepthook, _Ending) and sys.excepthook.watchdog:
+        sys.excepthook.watchdog.close()
 
 
 def join(backend: str, store: dist.Store, rank: int, world_size: int, timeout_s: float, **options):
     """Make the process group of the processes that have met."""
     ending = sys.excepthook
-    timeout = timedelta(seconds=timeout_s)
+    # nccl ends the process by itself, without our sentence: let the watchdog come first
+    timeout = timedelta(seconds=timeout_s + (30 if backend == "nccl" else 0))
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **options
     )
@@ -196,8 +215,11 @@ class _Ending:
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.store, self.serves = None, False  # serves: the store is in this process, and ends with it
         self.previous = sys.excepthook
+        self.watchdog: watchdog.Watchdog | None = None
+        self._begun = threading.Lock()  # the main thread or the watchdog's ends this process, never both
 
     def __call__(self, kind, error, trace):
+        self._begun.acquire()
         if isinstance(error, UserError):
             self._say_once(error)
         elif isinstance(error, KeyboardInterrupt) or not _is_exchange(error):
@@ -205,14 +227,34 @@ class _Ending:
             self.previous(kind, error, trace)
         else:
             self._no_answer(error, trace)
+        self._end(2 if isinstance(error, UserError) else 1)
+
+    def by_watchdog(self, ended: list[int], hangs: bool, waits: bool, store: dist.Store | None):
+        """End this process, from the watchdog's thread, unless the main thread finds an error meanwhile."""
+        missing = _without_mark(store, self.rank, self.world_size, mark=waits or not hangs)
+        if not self._begun.acquire(blocking=False):
+            return
+        if not hangs:
+            self._say_no_answer(ended, ": it has ended, and its own message says why")
+        elif waits:
+            self._say_no_answer(missing, self._hangs())
+        else:
+            print(watchdog.place_of_main_thread(), end="", file=sys.stderr)
+            said = f"process {self.rank}: the others have waited {self.timeout_s:.0f} s for this one"
+            print(f"error: {said}, which hangs there, or is far slower", file=sys.stderr)
+        self._end(1)
+
+    def _end(self, status: int):
+        """Finish what is in progress, and end this process at once."""
         for finish in _to_finish:
             with contextlib.suppress(Exception):  # the cause is printed; a later error would hide it
                 finish(FINISH_S)
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
-        # Threads and destructors of a broken process group may wait for ever
-        os._exit(2 if isinstance(error, UserError) else 1)
+        if self.watchdog:
+            self.watchdog.close(watchdog.FAILED)
+        os._exit(status)  # threads and destructors of a broken process group may wait for ever
 
     def _say_once(self, error):
         """Print a UserError's sentence, unless another process has printed the same one."""
@@ -235,13 +277,18 @@ class _Ending:
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         missing = _without_mark(self.store, self.rank, self.world_size)
-        who = f"process {_few(missing)}" if missing else "the other processes"
-        sentence = f"process {self.rank}: no answer from {who}"
         if "imed out" in str(error) or "imeout" in str(error):  # where this one waited helps to find out why
             print(*traceback_module.format_tb(trace)[-3:], _first_line(error), sep="", file=sys.stderr)
-            sentence += f" for {self.timeout_s:.0f} s: it hangs, or it is far slower than this one"
+            self._say_no_answer(missing, self._hangs())
         else:
-            sentence += ": it has ended, and its own message says why"
+            self._say_no_answer(missing, ": it has ended, and its own message says why")
+
+    def _hangs(self) -> str:
+        return f" for {self.timeout_s:.0f} s: it hangs, or it is far slower than this one"
+
+    def _say_no_answer(self, missing: list[int], why: str):
+        who = f"process {_few(missing)}" if missing else "the other processes"
+        sentence = f"process {self.rank}: no answer from {who}{why}"
         print(f"error: {sentence}; all end, and finished checkpoints are good", file=sys.stderr)
 
 
@@ -253,10 +300,11 @@ def _is_exchange(error) -> bool:
     )
 
 
-def _without_mark(store, rank, world_size) -> list[int]:
-    """Ranks that have left no mark within GRACE_S; an empty list if the store is gone too."""
+def _without_mark(store, rank, world_size, mark=True) -> list[int]:
+    """Ranks without a mark after GRACE_S; an empty list if the store is gone too. mark: leave one."""
     try:
-        store.set(f"waited/{rank}", "")
+        if mark:
+            store.set(f"waited/{rank}", "")
         time.sleep(GRACE_S)
         return [r for r in range(world_size) if not store.check([f"waited/{r}"])]
     except Exception:  # the process that held the store was the one that ended

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from nanochat import UserError, bars, distributed, memory
+from nanochat import UserError, bars, distributed, memory, watchdog
 from nanochat.signals import StopSignal
 from nanochat.transfers import Reading
 
@@ -72,14 +72,18 @@ class Machine:
     def read(self, sums: list, same: list = ()) -> Reading:
         """Start to bring numbers from the device to Python: sums over all processes, and what is the same on
         all of them."""
-        return Reading(self.device, self.world_size, sums, same)
+        reading = Reading(self.device, self.world_size, sums, same)
+        if self.world_size > 1:
+            watchdog.expect(reading.is_there)
+        return reading
 
     def all_gather(self, value):
         """A list of what each process gives, in order of rank, on every process. Values are pickled."""
         if self.world_size == 1:
             return [value]
         values = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        with watchdog.waiting():
+            dist.all_gather_object(values, value)
         return values
 
     def check_same(self, what: dict):
@@ -144,6 +148,7 @@ class Machine:
 
     def close(self):
         """Leave the process group."""
+        distributed.leave()
         if dist.is_initialized():
             # gloo's thread needs the GIL to release the tensors of the last exchange. Give it time: a model
             # in DDP that is destroyed meanwhile holds the GIL and waits for it (pytorch/pytorch#56297).
