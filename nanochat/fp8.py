@@ -91,12 +91,14 @@ def fits(linear: nn.Linear) -> bool:
 class Float8Linear(nn.Linear):
     """nn.Linear without a bias. With gradients its products are in fp8, without them it is nn.Linear.
 
-    x (..., C) with a multiple of 16 rows in all -> (..., N) in the dtype of x.
+    x (..., C) with a multiple of 16 rows in all -> (..., N) in the dtype of x, or of autocast as nn.Linear.
     """
 
     def forward(self, x):
         if not torch.is_grad_enabled():
             return F.linear(x, self.weight)
+        if torch.is_autocast_enabled(x.device.type):  # CUDA's autocast computes norms in float32
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         return _Products.apply(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
 
 

@@ -108,6 +108,16 @@ def test_the_products_differ_from_float32_by_what_the_rounding_to_8_bits_explain
         assert bound / 2 < apart < bound
 
 
+def test_float32_inputs_under_autocast_give_what_their_casts_give():
+    """CUDA's autocast computes norms in float32, and they are what these layers read."""
+    x, weight, grad = numbers(M, C, dtype=torch.float32), numbers(N, C, seed=1), numbers(M, N, seed=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = products(x, weight, grad)
+        assert found[0].dtype == nn.functional.linear(x, weight).dtype == torch.bfloat16
+        for one, other in zip(found, products(x.bfloat16(), weight, grad), strict=True):
+            assert torch.equal(one.float(), other.float())
+
+
 def test_products_of_zeros_are_zero():
     zeros = (
         torch.zeros(M, C, dtype=torch.bfloat16),
