@@ -12,28 +12,34 @@ import sys
 import torch
 
 from nanochat import UserError, precision, runtime
+from nanochat.transfers import to_device
 
 
-def fit_micro_batch(plan, machine, model, compute_dtype: torch.dtype, resolved: dict):
+def fit_micro_batch(
+    plan, machine, model, compute_dtype: torch.dtype, resolved: dict, boundaries=None, reduction: str = "mean"
+):
     """The plan, with fewer rows a micro-batch if its own do not fit into a GPU's memory; same batch.
 
     Nothing is tried on a CPU: its system promises more memory than it has. A run that goes on with the
-    micro-batch of its checkpoint (`resolved`) keeps it, so that it computes the same bits. Raises UserError,
-    on every process, if not even one row fits.
+    micro-batch of its checkpoint (`resolved`) keeps it, so that it computes the same bits. boundaries (None:
+    rows are not divided) and reduction are those of the training: so the trial needs the same memory, and
+    the training uses the code that the trial has compiled. Raises UserError, on every process, if not even
+    one row fits.
     """
     if machine.device.type != "cpu" and plan.device_batch_size != resolved.get("device_batch_size"):
-        plan = shrink(plan, machine, model, compute_dtype)
+        plan = shrink(plan, machine, model, compute_dtype, boundaries, reduction)
     explain(plan)
     return plan
 
 
-def shrink(plan, machine, model, compute_dtype: torch.dtype):
+def shrink(plan, machine, model, compute_dtype: torch.dtype, boundaries=None, reduction: str = "mean"):
     """The plan with the first number of rows that fits on all processes: its own, about half of it, and so
     on, as far as they divide the rows of a process."""
-    while not all(machine.all_gather(_fits(plan, machine, model, compute_dtype))):
+    while not all(machine.all_gather(_fits(plan, machine, model, compute_dtype, boundaries, reduction))):
         gc.collect()  # the failed step's tensors hang on its exception
         if machine.device.type == "cuda":
             torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(machine.device)  # the run's peak is not that of this failure
         if not (rows := smaller(plan)):
             raise UserError(_sentence(plan))
         machine.print(
@@ -50,7 +56,7 @@ def smaller(plan) -> int:
     return next((n for n in range(plan.device_batch_size // 2, 0, -1) if rows % n == 0), 0)
 
 
-def _fits(plan, machine, model, compute_dtype) -> bool:
+def _fits(plan, machine, model, compute_dtype, boundaries, reduction) -> bool:
     """Whether the first micro-steps of a step fit. Only their memory counts, and they leave no trace."""
     before = runtime.random_state(machine.device)
     shape = plan.device_batch_size, plan.config.max_seq_len
@@ -58,10 +64,13 @@ def _fits(plan, machine, model, compute_dtype) -> bool:
     try:
         # Several processes have the gradients a second time, in DDP's buckets
         buckets = [torch.empty_like(p) for p in model.parameters() if machine.world_size > 1]
-        tokens = torch.arange(shape[0] * shape[1], device=machine.device).view(shape) % plan.config.vocab_size
+        inputs = torch.arange(shape[0] * shape[1]).view(shape) % plan.config.vocab_size
+        documents = None if boundaries is None else to_device(boundaries(inputs, 0), machine.device)
+        # Not the same tensor twice: torch.compile would compile code for that, and later other code
+        inputs, targets = to_device(inputs, machine.device), to_device(inputs.clone(), machine.device)
         for _ in range(min(2, plan.grad_accum_steps)):  # the second one finds the gradients of the first
             with precision.autocast(machine.device, compute_dtype):
-                loss = step(tokens, tokens)
+                loss = step(inputs, targets, reduction, documents=documents)
             loss.backward()
         machine.synchronize()
         del buckets

@@ -179,7 +179,8 @@ attention.use(model, attend)
 groups = optim.parameter_groups(model, plan.rates, plan.weight_decay)
 optimizer = optim.MuonAdamW(groups, compute_dtype, compiled, machine.rank, world_size)
 scaler = precision.make_scaler(device, compute_dtype)
-plan = fit_micro_batch(plan, machine, model, compute_dtype, resolved)  # fewer rows if memory runs out
+boundaries = attend.boundaries if document_mask else None
+plan = fit_micro_batch(plan, machine, model, compute_dtype, resolved, boundaries)  # fewer rows if need be
 dataset.begin(machine, stop, process_timeout)  # --download=on: begin to get what is missing
 # For batches of your own replace the loader; it yields (inputs, targets), has documents (None: rows are not
 # divided), wait_s, epoch, state(), close()
@@ -187,7 +188,7 @@ rows, share = plan.total_batch_size // max_seq_len, (machine.rank, world_size)
 position = resumed.state["loader"] if resumed and not changed else None  # None: from the start of the text
 loader = TrainLoader(
     dataset.train_shards, tokenizer, rows, max_seq_len, plan.device_batch_size, *share, seed, device,
-    position, attend.boundaries if document_mask else None,
+    position, boundaries,
 )  # fmt: skip
 with machine.main_first("validation", stop):  # the first process makes the files; the others find them
     val_tokens = tokenize_validation(dataset.val_shards, tokenizer, eval_tokens, folder)

@@ -161,7 +161,8 @@ attention.use(model, attend)
 groups = optim.parameter_groups(model, plan.rates, plan.weight_decay)
 optimizer = optim.MuonAdamW(groups, compute_dtype, compiled, machine.rank, world_size)
 scaler = precision.make_scaler(device, compute_dtype)
-plan = fit_micro_batch(plan, machine, model, compute_dtype, resolved)  # fewer rows if memory runs out
+training = attend.boundaries, "sum"  # as in the loop below
+plan = fit_micro_batch(plan, machine, model, compute_dtype, resolved, *training)  # fewer rows if need be
 rows, share = plan.total_batch_size // config.max_seq_len, (machine.rank, world_size)
 position = resumed.state["loader"] if resumed and not changed else None
 loader = ConversationLoader(

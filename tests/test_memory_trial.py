@@ -1,5 +1,7 @@
 """What happens when memory runs out: before the first step a smaller micro-batch, later a sentence."""
 
+import dataclasses
+import functools
 import subprocess
 import sys
 import types
@@ -7,7 +9,8 @@ import types
 import pytest
 import torch
 
-from nanochat import UserError, memory_trial, runtime
+from nanochat import UserError, memory_trial, precision, runtime
+from nanochat.attention import attention
 from nanochat.gpt import GPT, GPTConfig
 from tests.helpers import ROOT
 from tests.test_planning import make_plan
@@ -16,10 +19,10 @@ from tests.test_planning import make_plan
 class OnlySoManyRows(GPT):
     most = 2
 
-    def forward(self, idx, *rest):
+    def forward(self, idx, *rest, **more):
         if len(idx) > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
-        return super().forward(idx, *rest)
+        return super().forward(idx, *rest, **more)
 
 
 @pytest.fixture
@@ -62,13 +65,34 @@ def test_a_resumed_run_keeps_its_micro_batch_and_a_cpu_tries_nothing(trial):
         assert memory_trial.fit_micro_batch(trial.plan, machine, trial.model, None, kept) == trial.plan
 
 
+@pytest.mark.parametrize("reduction, boundaries", [("mean", None), ("sum", attention.boundaries)])
+def test_the_training_goes_on_with_the_code_that_the_trial_has_compiled(monkeypatch, reduction, boundaries):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch.compiler.reset()
+    stats = torch._dynamo.utils.counters["stats"]
+    config = GPTConfig(1, 16, 1, 64, 16)
+    model, machine = GPT(config), runtime.Machine(torch.device("cpu"))
+    model.init_weights(torch.Generator().manual_seed(0))
+    plan = dataclasses.replace(make_plan()[0], config=config, device_batch_size=2, compiled=True)
+    assert memory_trial._fits(plan, machine, model, torch.bfloat16, boundaries, reduction)
+    compiled_in_trial = stats["unique_graphs"]
+    assert compiled_in_trial > 0
+    step = torch.compile(model, dynamic=False)
+    rows = torch.randint(64, (2, 17), dtype=torch.int32)
+    inputs, targets = rows[:, :-1].to(torch.int64), rows[:, 1:].to(torch.int64)  # as TrainLoader does
+    documents = boundaries(inputs, 3) if boundaries else None
+    with precision.autocast(machine.device, torch.bfloat16):
+        step(inputs, targets, reduction, documents=documents).backward()
+    assert stats["unique_graphs"] == compiled_in_trial
+
+
 def test_no_row_fits_is_a_sentence(trial):
     with pytest.raises(UserError, match="with one row a micro-batch; lower --max_seq_len or --depth"):
         trial.shrink(most=0)
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory(trial):
-    trial.model.forward = lambda *a: 1 / 0
+    trial.model.forward = lambda *a, **more: 1 / 0
     with pytest.raises(ZeroDivisionError):
         trial.shrink(most=9)
 
