@@ -52,6 +52,17 @@ def test_given_iterations_may_read_a_text_as_often_as_they_like_with_a_warning()
     assert "epochs" in text and "warning" not in make_plan(num_iterations=10, total_batch_size=4096)[1]
 
 
+def test_public_shards_that_the_horizon_lacks_are_named_in_the_plan_and_in_a_refusal(monkeypatch):
+    monkeypatch.setitem(DATASET, "more_text", "get the others with the command")
+    warning = "warning: the text is read 0.10 times; get the others with the command"  # also far below 1
+    assert warning in make_plan(data_tokens=10 * 4096 * 10, num_iterations=10, total_batch_size=4096)[1]
+    plan, text = make_plan(data_tokens=10**6)
+    refusal = "learn little from most of them; get the others with the command, or go on all the same"
+    assert refusal in plan.refusal(accept="") and refusal in text and "--data=climbmix" not in text
+    monkeypatch.setitem(DATASET, "more_text", "")
+    assert "the command" not in make_plan(data_tokens=10**6)[1]
+
+
 def test_public_shards_are_counted_for_the_vocabulary_of_public_text():
     few, many = (make_plan(data_tokens=1, target_param_data_ratio=ratio)[0] for ratio in (12, 120))
     tokens = few.tokens * (few.parameters["matrices"] + 192 * 32768) / (

@@ -9,6 +9,7 @@ import atexit
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from nanochat import UserError
@@ -34,9 +35,11 @@ def fetch(urls: dict[str, str], folder: Path) -> None:
     """
     said = False
     with writing(folder):
-        while missing := {name: url for name, url in urls.items() if not (folder / name).exists()}:
+        while names := missing(urls, folder):
             try:
-                failed = download.download(missing, folder, footer_digest, timeout=TIMEOUT_S)
+                failed = download.download(
+                    {n: urls[n] for n in names}, folder, footer_digest, timeout=TIMEOUT_S
+                )
             except download.Busy as busy:
                 if not said:
                     print(f"{busy}", file=sys.stderr, flush=True)
@@ -49,6 +52,20 @@ def fetch(urls: dict[str, str], folder: Path) -> None:
                     f"{name} cannot be downloaded ({reason}); the same command tries again, and HF_ENDPOINT "
                     "can name a mirror of huggingface.co"
                 )
+
+
+def missing(names: Iterable[str], folder: Path) -> list[str]:
+    """The files that are not there, that checksums.json does not list, or that have another size than there.
+
+    A file that somebody has put there counts as missing: a download checks and lists it. Raises UserError if
+    checksums.json is damaged.
+    """
+    listed = download.read_checksums(folder)
+
+    def is_complete(path: Path) -> bool:
+        return path.name in listed and path.exists() and path.stat().st_size == listed[path.name]["bytes"]
+
+    return [name for name in names if not is_complete(folder / name)]
 
 
 def start(urls: dict[str, str], arrival: Arrival) -> None:
@@ -74,44 +91,44 @@ class _Download(threading.Thread):
         super().__init__(name="nanochat-download", daemon=True)
         self.stop = threading.Event()
         self._urls, self._arrival = urls, arrival
+        self._wanted = next(iter(urls))  # the file that comes next
+        self._pause_s = LOOK_S  # after the next failure
         self._warned = False
 
     def run(self) -> None:
-        pause = LOOK_S
         while not self.stop.is_set():
-            before = len(self._missing())
             try:
                 self._get_all()
                 return
-            except download.Busy:  # another process brings the same files; if it dies, this one goes on
-                pause = LOOK_S
-            except (download.GivenUp, UserError, OSError) as error:
+            except (
+                download.Busy
+            ) as busy:  # another process brings the same files; if it dies, this one goes on
+                self._arrival.problem = str(busy)
+                self.stop.wait(LOOK_S)
+            except Exception as error:  # whatever it is, a run that has text left goes on
                 self._warn(error)
-                pause = LOOK_S if len(self._missing()) < before else min(LONGEST_PAUSE_S, 2 * pause)
-            self.stop.wait(pause)
-
-    def _missing(self) -> list[str]:
-        return [name for name in self._urls if not (self._arrival.folder / name).exists()]
+                self.stop.wait(self._pause_s)
+                self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
 
     def _get_all(self) -> None:
         """Get what is missing, or raise what went wrong."""
-        if not self._missing():
-            return
         folder = self._arrival.folder
+        if not missing(self._urls, folder):
+            return
         with download.locked(folder), DownloadBar(len(self._urls), hidden=True) as progress:
             fetcher = download.Fetcher(folder, footer_digest, TIMEOUT_S, RETRIES, progress, self.stop)
-            for name in self._missing():
+            for name in missing(self._urls, folder):
+                self._wanted = name
                 fetcher.get(name, self._urls[name])
-                self._arrival.problem, self._warned = "", False
+                self._arrival.problem, self._warned, self._pause_s = "", False, LOOK_S
 
     def _warn(self, error: Exception) -> None:
         """Say once what is wrong, until a file has come again."""
         what = (error.strerror or first_line(error)) if isinstance(error, OSError) else str(error)
         self._arrival.problem = what
         if not self._warned and not self.stop.is_set():
-            missing = self._missing()
             self._arrival.say(
-                f"warning: {missing[0] if missing else 'a shard'} cannot be downloaded now ({what}); "
-                f"training goes on with the text that is here, and the download tries again"
+                f"warning: {self._wanted} cannot be downloaded now ({what}); training goes on with the text "
+                "that is here, and the download tries again"
             )
         self._warned = True

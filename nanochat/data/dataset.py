@@ -226,7 +226,7 @@ def _open_public(
     if download:
         fetch(public.urls([*at_start]), folder)
     needed = public.shards_for(tokens()) if tokens else None
-    how = command(name, needed or 8) + (", or give --download=on" if needed else "")
+    how = command(name, needed or 8) + (", or give --download=on" if needed and not download else "")
     arrival = Arrival(folder, how, PATIENCE_S if download else 0)
     checksums, here = read_checksums(folder), 0
     while here < public.shards - 1 and arrival.is_here(folder / public.file(here), checksums):

@@ -162,7 +162,9 @@ class TrainLoader:
     def _look_ahead(self) -> None:
         """Begin a step only when the ARRIVING_AHEAD steps after it are ready. So if no shard comes for long,
         the loop learns it early enough: every process stops after the same step and saves."""
-        while len(self._ahead) < ARRIVING_AHEAD and not any(isinstance(s, Exception) for s in self._ahead):
+        while len(self._ahead) < ARRIVING_AHEAD and not any(
+            isinstance(s, BaseException) for s in self._ahead
+        ):
             item = self._take(until_stop=True)
             if item is None:
                 return
