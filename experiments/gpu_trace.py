@@ -12,7 +12,7 @@ from typing import NamedTuple
 # The first pattern that is found in a kernel's name decides. Names of attention kernels hold the words of
 # matrix products too ("cutlass"), so they come first. Inductor names its kernels after all operators that it
 # fused, also after those that only read the result: a triton_poi kernel with "attention" in its name is
-# element-wise. tests/test_gpu_trace.py has names as they are.
+# element-wise. tests/test_gpu_speed.py has names as they are.
 KINDS = [
     ("copies", r"^(Memcpy|Memset)|direct_copy_kernel|CatArrayBatchedCopy|^aten::(copy_|cat|clone)$"),
     ("attention", r"^triton_tem_fused_\w*flex_attention"),

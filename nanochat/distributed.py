@@ -259,11 +259,11 @@ class _Ending:
     def _say_once(self, error):
         """Print a UserError's sentence, unless another process has printed the same one."""
         key = f"said/{hashlib.sha256(str(error).encode(errors='replace')).hexdigest()}"
-        said = 1
+        said, store = 1, self._live_store()
         with contextlib.suppress(Exception):  # the process that held the store has ended
-            if self.store and self.rank > 0:
+            if store and self.rank > 0:
                 time.sleep(1)  # so that the first process speaks, if it has the same error
-            said = self.store.add(key, 1) if self.store else 1
+            said = store.add(key, 1) if store else 1
         if said == 1:
             who = f"process {self.rank}: " if self.rank > 0 else ""
             _report_to_torchrun(error)
@@ -273,10 +273,14 @@ class _Ending:
             while self.store.add(key, 0) < self.world_size and time.monotonic() < deadline:
                 time.sleep(0.05)
 
+    def _live_store(self) -> dist.Store | None:
+        """The store, unless it has not answered the watchdog: then a request might take for ever."""
+        return self.store if not self.watchdog or self.watchdog.hears() else None
+
     def _no_answer(self, error, trace):
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        missing = _without_mark(self.store, self.rank, self.world_size)
+        missing = _without_mark(self._live_store(), self.rank, self.world_size)
         if "imed out" in str(error) or "imeout" in str(error):  # where this one waited helps to find out why
             print(*traceback_module.format_tb(trace)[-3:], _first_line(error), sep="", file=sys.stderr)
             self._say_no_answer(missing, self._hangs())

@@ -33,6 +33,7 @@ from nanochat.transfers import for_new_thread
 ROUND_S = 1.0  # seconds between two signs of life
 SILENT_S = 30.0  # without a sign from another machine for so long, a process there has ended
 LATER_S = 5.0  # gloo's own time limit comes first, because it knows more of where this process waits
+CLOSE_S = 8.0  # so long this process tries to say goodbye; the machine of the store may be gone
 LINGER_S = 3.0  # so long the process that holds the store waits for the goodbyes of the others
 ENDED, HANGS = "ended", "hangs"  # verdicts
 GOODBYE, FAILED = "goodbye", "failed"  # the last signs of a process that has done its work, or cannot
@@ -78,9 +79,7 @@ def register(store: dist.Store, rank: int):
 def is_gone(pid: int) -> bool:
     """Whether the process of that number on this machine has ended."""
     try:
-        if (
-            sys.platform == "linux"
-        ):  # an ended process stays in the table until its parent asks for its status
+        if sys.platform == "linux":  # an ended process stays there until its parent asks for its status
             return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
         os.kill(pid, 0)
     except (ProcessLookupError, FileNotFoundError):
@@ -130,28 +129,35 @@ class Watchdog:
         self._first, *peers = (Peer(r, text.decode()) for r, text in zip((0, *ring), signs, strict=True))
         self._peers = {peer.rank: peer for peer in peers}
         self._verdict, self._silent_s, self._rounds, self._closed = "", 0.0, 0, threading.Event()
-        for work in (self._talk, self._judge):
-            threading.Thread(target=work, name=f"watchdog{work.__name__}", daemon=True).start()
+        self._last_words = GOODBYE
+        self._talker, judge = (
+            threading.Thread(target=work, name=f"watchdog{work.__name__}", daemon=True)
+            for work in (self._talk, self._judge)
+        )
+        self._talker.start()
+        judge.start()
         atexit.register(self.close)
 
     def close(self, last_words: str = GOODBYE):
         """Say goodbye, so that nobody waits for this process, and watch no longer."""
-        if self._closed.is_set():
-            return
-        self._closed.set()
-        with contextlib.suppress(Exception):  # the process that held the store has ended
-            self._store.set(f"beat/{self.rank}", last_words)
-            if last_words == GOODBYE:
-                self._store.add("left", 1)
-                deadline = time.monotonic() + LINGER_S
-                while self._serves and time.monotonic() < deadline:
-                    if self._store.add("left", 0) == self._world_size:
-                        break
-                    time.sleep(0.02)
+        if not self._closed.is_set():
+            self._last_words = last_words
+            self._closed.set()
+            self._talker.join(CLOSE_S)
+
+    def _say_goodbye(self):
+        self._store.set(f"beat/{self.rank}", self._last_words)
+        if self._last_words == GOODBYE:
+            self._store.add("left", 1)
+            deadline = time.monotonic() + LINGER_S
+            while self._serves and time.monotonic() < deadline:
+                if self._store.add("left", 0) == self._world_size:
+                    break
+                time.sleep(0.02)
 
     def _talk(self):
-        """Every second: write a sign of life, read the neighbours' and the verdict. It may block for ever, if
-        the machine of the store is gone, so it decides nothing."""
+        """Every second: write a sign of life, read the neighbours' and the verdict; at the end, say goodbye.
+        It may block for ever, if the machine of the store is gone, so it decides nothing."""
         keys = ["verdict", *(f"beat/{rank}" for rank in self._peers)]
         with contextlib.suppress(Exception):  # the store is gone; _judge sees that nothing is heard
             while not self._closed.wait(ROUND_S):
@@ -161,6 +167,7 @@ class Watchdog:
                     peer.hear(text.decode())
                 self._verdict, self._silent_s = verdict.decode().replace("none", ""), 0.0
                 self._rounds += 1
+            self._say_goodbye()
 
     def _judge(self):
         """Every second: count seconds, and end the process if it is time."""
@@ -171,10 +178,10 @@ class Watchdog:
             if found := self._found(seconds):
                 self._announce(found)
                 verdict, *ranks = found.split()
-                store = self._store if self._is_heard() else None
+                store = self._store if self.hears() else None
                 return self._end([int(r) for r in ranks], verdict == HANGS, len(_waits) > 0, store)
 
-    def _is_heard(self) -> bool:
+    def hears(self) -> bool:
         """Whether the store answers."""
         return self._silent_s < 3 * ROUND_S
 
@@ -184,7 +191,7 @@ class Watchdog:
         longest = _longest_wait(seconds)
         if self._verdict:
             return self._verdict
-        if self._is_heard():
+        if self.hears():
             for peer in self._peers.values():
                 peer.silent_s += seconds
             if gone := [peer.rank for peer in self._peers.values() if peer.has_ended(self._rounds)]:
@@ -196,7 +203,7 @@ class Watchdog:
         return HANGS if longest > self.timeout_s + LATER_S else ""
 
     def _announce(self, found: str):
-        if not self._verdict and self._is_heard():
+        if not self._verdict and self.hears():
             with contextlib.suppress(Exception):
                 self._store.compare_set("verdict", "none", found)
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -152,6 +153,30 @@ def test_without_the_store_of_torchrun_a_run_goes_on_to_its_save(ring):
     processes.watch(1)
     processes.server = None
     assert processes.wait(1, seconds=50 * ROUND_S) == []
+
+
+def test_a_process_ends_though_the_machine_of_the_store_is_gone_and_no_request_is_answered(ring, monkeypatch):
+    monkeypatch.setattr(watchdog, "CLOSE_S", 0.2)
+    processes, gone, asked = ring([watchdog.sign(), watchdog.sign()]), threading.Event(), threading.Event()
+    client = processes.client()
+
+    class Unanswered:
+        multi_get = client.multi_get
+
+        def set(self, key, value):
+            if gone.is_set():
+                asked.set()
+                threading.Event().wait(10)
+            client.set(key, value)
+
+    monkeypatch.setattr(processes, "client", Unanswered)
+    dog = processes.watch(1)
+    gone.set()
+    assert asked.wait(5)
+    closing = threading.Thread(target=dog.close, args=(watchdog.FAILED,), daemon=True)
+    closing.start()
+    closing.join(5)
+    assert not closing.is_alive()
 
 
 CHILD = """
