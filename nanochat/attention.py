@@ -28,6 +28,7 @@ EVERYWHERE = {"full": "sdpa", "window": "banded", "documents": "mask"}  # these 
 # The largest |a - b| / |b| from float64, forward and backward, for random q, k, v rounded to the dtype.
 # Bad masks and layouts are at 0.1 and more; what a CPU reaches is in tests/test_attention.py
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+LONGEST_PROBE = 4096  # positions: in float64 the scores of two heads take 256 MiB, several times
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,8 @@ def candidates(kind: str, device, flash_version: str = "") -> list[str]:
     if device.type != "cuda":
         return [EVERYWHERE[kind]]
     if kind == "full":
-        # On Hopper and Blackwell cuDNN is faster than FlashAttention 2, which was written for Ampere
+        # On Hopper and Blackwell PyTorch prefers cuDNN too (check_prefer_cudnn_attention in sdp_utils.cpp):
+        # FlashAttention 2 was written for Ampere
         first = ["cudnn", "flash"] if _capability(device)[0] in (9, 10) and not flash_version else []
         return [*dict.fromkeys([*first, "flash", "cudnn", "efficient", "sdpa"])]
     return ["varlen", "flex", "banded"] if kind == "window" else ["varlen", "mask"]
@@ -204,12 +206,14 @@ def _cannot_run(name: str, kind: str, device, dtype, compiled: bool) -> str:
 
 
 def _probe(name: str, kind: str, config, device, dtype, window: int) -> str:
-    """Run a way once, forward and backward, at the model's row length; returns what is wrong, or ""."""
-    T = config.max_seq_len
-    if name == "flex":
-        backends.make_block_mask(T, window, device)
+    """Run a way once, forward and backward, at the model's row length or LONGEST_PROBE; returns what is
+    wrong, or ""."""
+    T = min(config.max_seq_len, LONGEST_PROBE)
+    short = max(1, window * T // config.max_seq_len)
     try:
-        forward, backward = errors(name, kind, (1, 2, T, config.head_dim), window, device, dtype)
+        if name == "flex":
+            [backends.make_block_mask(*size, device) for size in {(config.max_seq_len, window), (T, short)}]
+        forward, backward = errors(name, kind, (1, 2, T, config.head_dim), short, device, dtype)
     except Exception as error:  # whatever a kernel or a compiler raises: then the next way is tried
         return backends.first_line(error)
     if max(forward, backward) > TOLERANCE[dtype]:

@@ -228,9 +228,7 @@ def materialize(model: nn.Module, device: torch.device, seed: int) -> nn.Module:
     model.to_empty(device=device)
     with torch.no_grad():
         for p in model.parameters():
-            p.fill_(
-                torch.nan
-            )  # what init_weights forgets is found below; plain memory might look like weights
+            p.fill_(torch.nan)  # what init_weights forgets is found below
     model.init_weights(torch.Generator(device).manual_seed(seed))
     if forgotten := [name for name, p in model.named_parameters() if p.isnan().any()]:
         raise UserError(

@@ -125,9 +125,8 @@ class MuonAdamW(torch.optim.Optimizer):
             raise UserError(
                 f"{', '.join(unused)} got no gradient; use it in the model's forward, or remove it"
             )
-        if (
-            grad_scale := getattr(self, "grad_scale", None)
-        ) is not None:  # of a GradScaler, still in the gradients
+        grad_scale = getattr(self, "grad_scale", None)  # of a GradScaler
+        if grad_scale is not None:  # it is still in the gradients
             torch._foreach_div_([p.grad for _, p in self._named_parameters()], grad_scale)
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and found_inf.device.type == "mps" and found_inf.item():
