@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -17,7 +18,7 @@ import pytest
 import torch.distributed as dist
 from test_distributed import run_plain
 
-from nanochat import watchdog
+from nanochat import UserError, distributed, watchdog
 
 ROUND_S = 0.02
 
@@ -177,6 +178,27 @@ def test_a_process_ends_though_the_machine_of_the_store_is_gone_and_no_request_i
     closing.start()
     closing.join(5)
     assert not closing.is_alive()
+
+
+def test_the_cause_is_told_without_a_request_to_a_store_that_does_not_answer(monkeypatch, capsys):
+    monkeypatch.setattr(distributed, "GRACE_S", 0.0)
+    monkeypatch.setattr(distributed.signal, "signal", lambda *_: None)
+    asked = []
+
+    class Unanswered:
+        def __getattr__(self, name):
+            asked.append(name)
+
+    ending = distributed._Ending(1, 2, 600.0)
+    ending.store, ending.watchdog = Unanswered(), types.SimpleNamespace(hears=lambda: False)
+    ending._no_answer(RuntimeError("gloo: Connection reset by peer"), None)
+    ending._say_once(UserError("give more rows"))
+    said = capsys.readouterr().err
+    assert asked == [] and "error: process 1: no answer from the other processes: it has ended" in said
+    assert "error: process 1: give more rows" in said
+    ending.watchdog.hears = lambda: True
+    ending._no_answer(RuntimeError("gloo: Connection reset by peer"), None)
+    assert "set" in asked
 
 
 CHILD = """

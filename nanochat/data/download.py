@@ -193,6 +193,8 @@ class Fetcher:
                 self._progress.expect(name, total)
                 self._write_body(name, answer, part, start)
         except requests.RequestException as error:
+            if isinstance(error, ValueError):  # an address that is none stays so
+                raise GivenUp(f"bad address ({safe(first_line(error))})") from error
             raise _TryAgain(kind_of(error)) from error
         except ValueError as error:  # of urllib3, for an address in a redirect
             raise GivenUp(f"the server's answer makes no sense ({safe(first_line(error))})") from error

@@ -144,6 +144,9 @@ def test_what_a_run_needs_at_its_start_is_had_or_refused_in_a_sentence(server, a
     (arrival.folder / "checksums.json").write_text("[")
     with pytest.raises(UserError, match=r"checksums.json is damaged"):
         background_download.fetch(urls, arrival.folder)
+    for address in ("no address", "http://", "ftp://a/b"):  # of HF_ENDPOINT: refused at once
+        with pytest.raises(UserError, match=r"cannot be downloaded \(bad address .*HF_ENDPOINT can name"):
+            background_download.fetch({"shard_00007.parquet": address}, arrival.folder / "new")
     (arrival.folder / "elsewhere" / ".lock").mkdir(parents=True)
     with pytest.raises(UserError, match=r"elsewhere cannot be written \(Is a directory\); make room"):
         background_download.fetch(urls, arrival.folder / "elsewhere")
