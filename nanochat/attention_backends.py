@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# Of SDPA's kernels those that need no preparation for a shape. cuDNN builds a plan for each new length, which
-# can take a second: right for training, where all batches have one shape, wrong for everything else.
+# Of SDPA's kernels those that need no preparation for a shape. cuDNN builds a plan for each new length: right
+# for training, where all batches have one shape, wrong for everything else.
 ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 QUERIES = 256  # of a block of `in_blocks`; with 64 or 512 a CPU is slower

@@ -73,7 +73,7 @@ def pays_to_compile(compiled: bool, device: torch.device) -> bool:
 
 @functools.cache
 def _compiled_losses():
-    """One graph for all shapes: batches have many, and each graph of a GPU takes about half a minute."""
+    """One graph for all shapes: batches have many, and each would have to be compiled."""
     return torch.compile(token_losses, dynamic=True)
 
 

@@ -25,7 +25,7 @@ from nanochat import UserError
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # cuBLAS takes fp8 matrices whose sizes are multiples of it
-SMALLEST = 128  # the casts of a product with fewer inputs or outputs take longer than fp8 saves
+SMALLEST = 128  # with fewer inputs or outputs the casts may take longer than fp8 saves; not measured
 FP8_CAPABILITY = (8, 9)  # of CUDA, from which on torch._scaled_mm runs
 TINY = 2.0**-100  # stands in for the largest value of a tensor of zeros; its scale is finite
 
