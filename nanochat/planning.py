@@ -84,6 +84,7 @@ class Plan:
         """What the report needs to know of the plan, for config.json."""
         return {
             "num_iterations": self.num_iterations,
+            "device_batch_size": self.device_batch_size,  # what fits, which may be less than planned at first
             "parameters": self.parameters["total"],
             "flops_per_token": self.flops_per_token,
             "data_tokens": self.data_tokens,
