@@ -182,7 +182,8 @@ class GPT(nn.Module):
         if torch.is_autocast_enabled(x.device.type):  # so the residual stream runs in the compute dtype too
             x = x.to(torch.get_autocast_dtype(x.device.type))
         # (T, 1, D / 2): the same for all heads
-        rotary = [table[places].unsqueeze(-2).to(x.dtype) for table in (self.cos, self.sin)]
+        cos, sin = self.cos[places].to(x.dtype), self.sin[places].to(x.dtype)
+        rotary = cos.unsqueeze(-2), sin.unsqueeze(-2)
         x0, visible = x, visible_from(documents)
         for i, block in enumerate(self.blocks):
             value_embedding = None
