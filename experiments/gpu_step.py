@@ -29,7 +29,7 @@ BASE_TRAIN = os.path.join(os.path.dirname(__file__), "..", "scripts", "base_trai
 
 
 def phase(name: str):
-    """Marks a part of the step in a profile; costs nothing measurable without one."""
+    """Marks a part of the step in a profile."""
     return torch.profiler.record_function(name)
 
 
@@ -99,6 +99,7 @@ def our_plan(job: dict, machine, dtype):
     """The plan of base_train for the job's shape, with text of any length and a tokenizer of its size."""
     import configurator
     from nanochat import planning
+    from nanochat.hardware import survey
 
     shape = {name: job[name] for name in ("depth", "aspect_ratio", "head_dim", "max_seq_len")}
     shape |= {"window_pattern": job["window_pattern"], "device_batch_size": job["rows"]}
@@ -106,7 +107,7 @@ def our_plan(job: dict, machine, dtype):
     settings |= {"num_iterations": 1000, "total_batch_size": job["total_batch_size"]}
     tokenizer = SimpleNamespace(vocab_size=job["vocab_size"])
     text = SimpleNamespace(estimated_tokens=lambda tokenizer: 10**12, more_text="")
-    hardware = planning.survey(machine, dtype)
+    hardware = survey(machine, dtype)
     if machine.device.type == "cuda":  # as on a GPU where nothing else runs, so that all parts plan the same
         memory = torch.cuda.get_device_properties(machine.device).total_memory
         hardware = replace(hardware, memory=int(0.98 * memory))

@@ -7,7 +7,7 @@ from nanochat import UserError, memory_estimate, scaling
 from nanochat.bars import duration
 from nanochat.data.public import PUBLIC, command
 from nanochat.gpt import GPTConfig
-from nanochat.hardware import Hardware, survey  # noqa: F401  (the scripts call planning.survey)
+from nanochat.hardware import Hardware
 from nanochat.precision import name_of
 
 # Up to 4 times a text is about as good as new text; after some 16 it teaches little more (arXiv 2305.16264)

@@ -10,7 +10,7 @@ those of its two neighbours in the ring of ranks. What it decides:
   count that `expect` or `waiting` told of. So an evaluation, a save or a compilation may take any time, as
   long as no other process waits for it longer than with gloo.
 
-Whoever finds one of these writes a verdict into the store, which all read within a second, and all end.
+A process that finds one of these writes a verdict into the store. All read it within a second, and end.
 
 Seconds are those in which this thread ran: a pause of this process or a machine that slept counts as one
 round. A process makes two requests a second, so 512 processes make about a thousand.

@@ -30,6 +30,7 @@ from nanochat.evaluate import bits_per_byte
 from nanochat.fp8 import check_fp8, convert_to_fp8
 from nanochat.gpt import GPT, materialize
 from nanochat.gradients import clip_grad_norm_, exchange_gradients
+from nanochat.hardware import survey
 from nanochat.memory_trial import fit_micro_batch
 from nanochat.paths import user_path
 from nanochat.run_output import RunOutput
@@ -139,7 +140,7 @@ dataset = dataset.for_run(tokenizer, resumed, machine)  # of public data, the sh
 # ------------------------------------------------------------------------------------------------------
 # Plan: everything that follows from the settings, with its reason
 
-hardware = planning.survey(machine, compute_dtype, dtype_reason)
+hardware = survey(machine, compute_dtype, dtype_reason)
 plan = planning.derive(settings.values, tokenizer, dataset, hardware, resolved)
 decision = runtime.decide_compile(compile, device, plan.expected_seconds, before=resolved.get("compiled"))
 compiled, compile_reason = min(machine.all_gather(decision))  # False sorts first: one "no" decides for all

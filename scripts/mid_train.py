@@ -31,6 +31,7 @@ from nanochat.engine import find_source, model_config
 from nanochat.evaluate import bits_per_byte
 from nanochat.gpt import GPT, materialize
 from nanochat.gradients import clip_grad_norm_, exchange_gradients
+from nanochat.hardware import survey
 from nanochat.memory_trial import fit_micro_batch
 from nanochat.paths import user_path
 from nanochat.run_output import RunOutput
@@ -120,7 +121,7 @@ resolved = resumed.state["resolved"] if resumed else {}
 # ------------------------------------------------------------------------------------------------------
 # Plan: everything that follows from the settings, with its reason
 
-hardware = planning.survey(machine, compute_dtype, dtype_reason)
+hardware = survey(machine, compute_dtype, dtype_reason)
 epoch_tokens = len(train_tokens.epoch_rows(0, seed, config.max_seq_len)) * config.max_seq_len
 plan = planning.derive_continued(settings.values, config, base.state, epoch_tokens, hardware, resolved)
 decision = runtime.decide_compile(compile, device, plan.expected_seconds, before=resolved.get("compiled"))
