@@ -127,16 +127,21 @@ def measure(job: dict, rounds: int, peer: Path | None) -> dict:
         for process in processes.values():
             process.kill()
             process.communicate()
-    results = {}
-    for rows in BATCH_SIZES:
-        taken = {name: times[name, rows][1:] for name in processes}
-        row = {f"{k}_tok_per_sec": rows * job["tokens"] / statistics.median(v) for k, v in taken.items()}
-        if peer:
-            row["speed_relative_to_peer"] = statistics.median(
-                theirs / mine for mine, theirs in zip(taken["ours"], taken["peers"], strict=True)
-            )
-        results[f"batch {rows}, {job['dtype']}"] = row
-    return results
+    return {
+        f"batch {rows}, {job['dtype']}": row_of(
+            {n: times[n, rows][1:] for n in processes}, rows * job["tokens"]
+        )
+        for rows in BATCH_SIZES
+    }
+
+
+def row_of(seconds: dict[str, list[float]], tokens: int) -> dict[str, float]:
+    """Medians over turns of `tokens` tokens each: {"ours": seconds of each turn, "peers": the same}."""
+    row = {f"{name}_tok_per_sec": tokens / statistics.median(taken) for name, taken in seconds.items()}
+    if "peers" in seconds:
+        ratios = [theirs / mine for mine, theirs in zip(seconds["ours"], seconds["peers"], strict=True)]
+        row["speed_relative_to_peer"] = statistics.median(ratios)
+    return row
 
 
 def main():

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from helpers import python_m
 
+from experiments import generate_speed
 from experiments.gpu_speed import PARTS
 from nanochat import scaling
 
@@ -106,10 +107,10 @@ def test_optimizer_is_timed_in_turns_with_the_peers_on_the_same_shapes(tmp_path)
     (tmp_path / "nanochat").mkdir()
     (tmp_path / "nanochat" / "optim.py").write_text(PEER)
     (tmp_path / "nanochat" / "common.py").write_text("import torch\nCOMPUTE_DTYPE = torch.bfloat16\n")
-    done = bench("--what=optimizer", *SMALL, f"--peer={tmp_path}", "--dtypes=float32", "--json")
+    done = bench("--what=optimizer", *SMALL, f"--peer={tmp_path}", "--rounds=1", "--dtypes=float32", "--json")
     row = results_of(done)["float32"]
-    assert 500 <= row["peer_ms"] < 2000
-    assert row["ours_over_peer"] == pytest.approx(row["ours_ms"] / row["peer_ms"], rel=0.5)
+    assert row["peer_ms"] >= 500  # it sleeps that long
+    assert row["ours_over_peer"] == pytest.approx(row["ours_ms"] / row["peer_ms"])
     config = scaling.model_config(1, 64, 64, 64, 512, "L")
     ours = {name: list(p.shape) for name, p in scaling.on_meta(config).named_parameters() if p.ndim == 2}
     theirs = json.loads((tmp_path / "groups.json").read_text())
@@ -189,12 +190,17 @@ def test_generate_takes_turns_with_the_peers_engine(tmp_path):
     (tmp_path / "nanochat").mkdir()
     (tmp_path / "nanochat" / "engine.py").write_text(PEER_ENGINE)
     (tmp_path / "nanochat" / "gpt.py").write_text(PEER_GPT)
-    done = bench("--what=generate", *SMALL, f"--peer={tmp_path}", "--dtypes=float32", "--json")
+    done = bench("--what=generate", *SMALL, f"--peer={tmp_path}", "--rounds=1", "--dtypes=float32", "--json")
     for rows in (1, 8):
         row = results_of(done)[f"batch {rows}, float32"]
-        assert 0.4 * rows / 0.01 < row["peers_tok_per_sec"] < rows / 0.01
-        ratio = row["ours_tok_per_sec"] / row["peers_tok_per_sec"]
-        assert row["speed_relative_to_peer"] == pytest.approx(ratio, rel=0.5)
+        assert 0 < row["peers_tok_per_sec"] < rows / 0.01  # it sleeps that long for each token
+        ratio = row["ours_tok_per_sec"] / row["peers_tok_per_sec"]  # of one round: their median
+        assert row["speed_relative_to_peer"] == pytest.approx(ratio)
+
+
+def test_generate_compares_turn_by_turn_and_takes_medians():
+    row = generate_speed.row_of({"ours": [1.0, 2.0, 4.0], "peers": [3.0, 4.0, 80.0]}, tokens=8)
+    assert row == {"ours_tok_per_sec": 4.0, "peers_tok_per_sec": 2.0, "speed_relative_to_peer": 3.0}
 
 
 def test_generate_refuses_a_folder_that_is_not_the_peers(tmp_path):
