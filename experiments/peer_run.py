@@ -1,0 +1,256 @@
+"""Trains karpathy/nanochat on a CPU, on our text with our tokenizer, for the benches that set ours beside it.
+
+    text = peer_run.prepare(dataset, tokenizer, base_dir)      # once; the peer's form of text and tokenizer
+    settings = {"depth": 4, "max_seq_len": 512, "device_batch_size": 4, "total_batch_size": 2048}
+    run = peer_run.train(checkout, text, place, settings | {"num_iterations": 30}, "bfloat16")
+    run.tok_per_sec, run.losses, run.peak_memory_bytes, run.first_step_s, run.seconds
+
+checkout: a folder with its source, commit 92d63d4 or one near it. Nothing of it is changed or imported here:
+its own `python -m scripts.base_train` runs in a process of its own. Not on Windows, which has no os.wait4.
+"""
+
+import ast
+import contextlib
+import importlib.util
+import os
+import pickle
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from nanochat import UserError
+from nanochat.data.imported import Dataset, writing
+from nanochat.data.parquet import iterate_documents, write_sorted
+from nanochat.data.tokenizer import Tokenizer
+
+FORMAT = 1  # of the folder that `prepare` makes; part of its name
+VALIDATION = "shard_06542.parquet"  # the peer validates on the shard that is last by name
+SHORT = 1000  # characters that a short document has at least
+STEP = re.compile(r"step (\d+)/\d+ .*? loss: ([\d.a-z]+) .*? dt: ([\d.]+)ms \| tok/sec: ([\d,]+)")
+# What it imports, and a run on a CPU that logs to the terminal does not use
+UNUSED = ("rustbpe", "wandb")
+# Nothing but training; a checkpoint at the end
+QUIET = {"eval_every": -1, "core_metric_every": -1, "sample_every": -1, "window_pattern": "L"}
+
+
+def check(checkout: str | Path) -> Path:
+    """The folder of the peer. Raises UserError if it is another folder."""
+    folder = Path(checkout).expanduser().resolve()
+    for name in ("scripts/base_train.py", "nanochat/dataloader.py"):
+        if not (folder / name).exists():
+            raise UserError(f"{folder} has no {name}; --peer is a folder of karpathy/nanochat")
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------------
+# The same text and tokens
+
+
+def prepare(dataset: Dataset, tokenizer: Tokenizer, base_dir: str | Path, short: bool = True) -> Path:
+    """The folder with our text and tokenizer in the peer's form; made at the first use, for both to read.
+
+    `short`: documents of Python code are cut into pieces (`pieces`). The peer trains on the first row of a
+    document only, so with whole files it sees little of the text. Our base_train reads the same documents
+    with `ours_arguments`. Raises UserError if the folder cannot be written.
+    """
+    kind = "short" if short else "whole"
+    target = dataset.tokenizer_folder(Path(base_dir)) / f"peer-{FORMAT}-{kind}-{tokenizer.fingerprint[:12]}"
+    if target.exists():
+        return target
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
+        try:
+            _write_text(dataset, temporary / "base_data_climbmix", short)
+            _write_tokenizer(tokenizer, temporary / "tokenizer")
+            with contextlib.suppress(FileExistsError):  # another process was faster
+                os.rename(temporary, target)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return target
+
+
+def ours_arguments(text: Path) -> list[str]:
+    """Settings of our base_train for the text and the tokenizer of `prepare`."""
+    data = text / "base_data_climbmix"
+    tokenizer = text / "tokenizer" / "tokenizer.json"
+    size = Tokenizer.load(tokenizer).vocab_size
+    return [
+        f"--data={data}",
+        f"--val_data={data / VALIDATION}",
+        f"--tokenizer={tokenizer}",
+        f"--vocab_size={size}",
+    ]
+
+
+def _write_text(dataset: Dataset, folder: Path, short: bool):
+    """Parquet shards in the order of the documents' hashes, which is as good as random."""
+    folder.mkdir()
+    splits = {"train": dataset.train_shards, "val": dataset.val_shards}
+    texts = ((split, text) for split, shards in splits.items() for text in iterate_documents(shards))
+    cut = ((split, piece) for split, text in texts for piece in (pieces(text) if short else [text]))
+    written = write_sorted(cut, folder)
+    for number, name in enumerate(sorted(written["train"])):
+        os.rename(folder / name, folder / f"shard_{number:05d}.parquet")
+    (val,) = written["val"]
+    os.rename(folder / val, folder / VALIDATION)
+
+
+def _write_tokenizer(tokenizer: Tokenizer, folder: Path):
+    """The peer's three files: tiktoken's object as a pickle, the bytes of each token; and ours as JSON."""
+    import tiktoken
+
+    folder.mkdir()
+    ranks = {token: i for i, token in enumerate(tokenizer.tokens)}
+    encoding = tiktoken.Encoding(
+        "ours", pat_str=tokenizer.pattern, mergeable_ranks=ranks, special_tokens=tokenizer.special_tokens
+    )
+    (folder / "tokenizer.pkl").write_bytes(pickle.dumps(encoding))
+    torch.save(torch.from_numpy(tokenizer.token_bytes()).int(), folder / "token_bytes.pt")
+    tokenizer.save(folder / "tokenizer.json")
+
+
+def pieces(text: str, at_least: int = SHORT) -> Iterator[str]:
+    """A Python text cut at top-level definitions and methods, each piece of `at_least` characters or more.
+
+    The last piece may be shorter. A text that is no Python stays whole. The pieces together are the text.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of code that is read and not run
+            starts = set(_definitions(ast.parse(text).body))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        starts = set()
+    piece = ""
+    for number, line in enumerate(re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+", text), start=1):
+        if number in starts and len(piece) >= at_least:
+            yield piece
+            piece = ""
+        piece += line
+    if piece:
+        yield piece
+
+
+def _definitions(body: list[ast.stmt]) -> Iterator[int]:
+    """The lines at which functions, classes and their methods begin, decorators included."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        if isinstance(node, ast.ClassDef):
+            yield from _definitions(node.body)
+
+
+# ------------------------------------------------------------------------------------------------------
+# A run
+
+
+@dataclass
+class Finished:
+    """What a command printed, and what it took."""
+
+    status: int  # of the exit; negative: the signal that ended it
+    seconds: float  # from the command to its end
+    peak_memory_bytes: int  # largest resident memory of the process
+    lines: list[tuple[float, str]]  # seconds since the command, a line of stdout or stderr
+
+    def tail(self) -> str:
+        return "\n".join(line for _, line in self.lines)[-1500:]
+
+
+@dataclass
+class Run(Finished):
+    """A run of the peer. Lists have one value for each step."""
+
+    losses: list[float] = field(default_factory=list)  # nats per token, smoothed by the peer
+    step_s: list[float] = field(default_factory=list)
+    step_tok_per_sec: list[float] = field(default_factory=list)
+    first_step_s: float = float("nan")  # from the command to the first step done
+
+    @property
+    def tok_per_sec(self) -> float:
+        """Median of the steps after the first third."""
+        return statistics.median(self.step_tok_per_sec[len(self.step_tok_per_sec) // 3 :])
+
+
+def train(
+    checkout: Path, text: Path, place: Path, settings: dict, dtype: str, threads: int | None = None
+) -> Run:
+    """Run the peer's base_train on the CPU; `settings` are its options, with _ for -.
+
+    It neither evaluates nor samples unless `settings` say so. place: an empty or missing folder; checkpoints
+    go to place / "base_checkpoints" / "run". dtype: what it computes in. threads: None = its own choice.
+    Raises UserError, with the end of what it printed, if it fails.
+    """
+    Path(place).mkdir(parents=True, exist_ok=True)
+    place = Path(place).resolve()
+    for name in ("base_data_climbmix", "tokenizer"):
+        (place / name).symlink_to((text / name).resolve())
+    options = QUIET | settings | {"device_type": "cpu", "model_tag": "run"}
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    environment = os.environ | {"NANOCHAT_BASE_DIR": str(place), "NANOCHAT_DTYPE": dtype}
+    environment |= {"PYTHONPATH": str(_stand_ins(place)), "PYTHONUNBUFFERED": "1"}
+    if threads:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    done = watch([sys.executable, "-m", "scripts.base_train", *arguments], check(checkout), environment)
+    run = Run(done.status, done.seconds, done.peak_memory_bytes, done.lines)
+    steps = [(second, found) for second, line in run.lines if (found := STEP.match(line))]
+    if run.status or not steps:
+        raise UserError(f"the peer's base_train in {checkout} failed: {run.tail()}")
+    run.first_step_s = steps[0][0]
+    run.losses = [float(found[2]) for _, found in steps]
+    run.step_s = [float(found[3]) / 1000 for _, found in steps]
+    run.step_tok_per_sec = [float(found[4].replace(",", "")) for _, found in steps]
+    return run
+
+
+def _stand_ins(place: Path) -> Path:
+    """A folder with an empty module for each unused package that is not installed here."""
+    folder, content = place / "stand_ins", "# This package is not installed, and the run does not use it.\n"
+    folder.mkdir()
+    for name in UNUSED:
+        if importlib.util.find_spec(name) is None:
+            (folder / f"{name}.py").write_text(content)
+    return folder
+
+
+# A small process between us and the command. The largest memory that the system counts for a process begins
+# with that of the process which started it, and ours holds torch
+STARTER = """
+import os, sys
+pid = os.spawnvp(os.P_NOWAIT, sys.argv[1], sys.argv[1:])
+_, status, usage = os.wait4(pid, 0)
+print(os.waitstatus_to_exitcode(status), usage.ru_maxrss)
+"""
+
+
+def watch(command: list, folder: Path | None = None, environment: dict | None = None) -> Finished:
+    """Run a command to its end, in `folder`. If we are interrupted, it and what it started are killed."""
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", STARTER, *command], cwd=folder, env=environment, text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace",
+        start_new_session=True,
+    )  # fmt: skip
+    lines = []
+    try:
+        for line in process.stdout:
+            lines.append((time.perf_counter() - began, line.rstrip("\n")))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+    status, peak = map(int, lines.pop()[1].split())
+    peak *= 1 if sys.platform == "darwin" else 1024  # KiB, on macOS bytes
+    return Finished(status, time.perf_counter() - began, peak, lines)

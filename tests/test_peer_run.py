@@ -1,0 +1,180 @@
+"""The peer gets our documents and our tokens, and what its run prints and takes is read as it is."""
+
+import ast
+import json
+import pickle
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments import peer_run
+from nanochat import UserError
+from nanochat.data.dataset import open_dataset
+from nanochat.data.parquet import iterate_documents
+from nanochat.data.tokenizer import train
+
+# Prints as the peer's script does, and says with what it was started
+BASE_TRAIN = """
+import json, os, sys
+import rustbpe
+held = bytearray(80 << 20)
+held[::4096] = b"x" * len(held[::4096])
+names = "NANOCHAT_BASE_DIR", "NANOCHAT_DTYPE", "OMP_NUM_THREADS"
+base = os.environ["NANOCHAT_BASE_DIR"]
+found = sorted(os.listdir(base + "/base_data_climbmix")), sorted(os.listdir(base + "/tokenizer"))
+print(json.dumps([sys.argv[1:], {name: os.environ.get(name) for name in names}, *found]))
+if "--depth=13" in sys.argv:
+    sys.exit("no such depth")
+for step, speed in enumerate(["900", "1,000", "3,000", "2,000"]):
+    print(f"step {step:05d}/00004 (25.00%) | loss: {8 - step}.5 | lrm: 1.00 | dt: {step}25.00ms | "
+          f"tok/sec: {speed} | bf16_mfu: 0.00 | epoch: 1 pq: 0 rg: 0 | total time: 0.00m")
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    for file, content in (("scripts/base_train.py", BASE_TRAIN), ("nanochat/dataloader.py", "")):
+        (tmp_path / "peer" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "peer" / file).write_text(content)
+    return tmp_path / "peer"
+
+
+def functions(count: int) -> str:
+    return "".join(
+        f"# number {i}\n@wrapped({i})\ndef f{i}(a, b):\n    return a + b * {i}\n\n" for i in range(count)
+    )
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A data set of two long files and its validation file, its tokenizer, and the folder for the peer."""
+    place = tmp_path_factory.mktemp("texts")
+    for name, count in (("a", 90), ("b", 60), ("val", 70)):
+        (place / f"{name}.txt").write_text(functions(count))
+    dataset = open_dataset(f"{place / 'a.txt'},{place / 'b.txt'}", place / "val.txt", base_dir=place / "base")
+    tokenizer = train(dataset.train_texts(), 280)
+    return dataset, tokenizer, peer_run.prepare(dataset, tokenizer, place / "base")
+
+
+def test_pieces_begin_at_definitions_and_together_are_the_text():
+    text = (
+        "import os\n\n"
+        + functions(40)
+        + "class C:\n    x = 1\n\n"
+        + "    def g(self):\n        pass\n\n" * 60
+    )
+    found = list(peer_run.pieces(text, at_least=200))
+    assert "".join(found) == text and len(found) > 10
+    assert all(len(piece) >= 200 for piece in found[:-1])
+    assert max(map(len, found)) < 300  # no definition here has 100 characters
+    for piece in found[1:]:
+        assert piece.startswith(("@wrapped", "class C", "    def g"))
+
+
+def test_a_text_that_is_no_python_stays_whole():
+    for text in (
+        "def f(:\n" * 200,
+        "words and words\r\n" * 200,
+        "x = 1\0\n" * 200,
+        "x\x0cy\u2028z = 1\n" * 200,
+    ):
+        assert list(peer_run.pieces(text, at_least=100)) == [text]
+
+
+def test_the_peer_reads_the_same_documents_of_the_same_splits(prepared):
+    dataset, _, text = prepared
+    folder = text / "base_data_climbmix"
+    *train_shards, val_shard = sorted(folder.iterdir())  # as the peer takes them
+    assert val_shard.name == peer_run.VALIDATION and len(train_shards) == 1
+    for shards, originals in ((train_shards, dataset.train_shards), ([val_shard], dataset.val_shards)):
+        documents = list(iterate_documents(shards))
+        whole = list(iterate_documents(originals))
+        expected = sorted(piece for text in whole for piece in peer_run.pieces(text))
+        assert sorted(documents) == expected and len(expected) > len(whole)
+        for document in documents:
+            ast.parse(document)
+
+
+def test_the_peers_tokenizer_gives_our_tokens_and_our_bytes(prepared):
+    _, tokenizer, text = prepared
+    encoding = pickle.loads((text / "tokenizer" / "tokenizer.pkl").read_bytes())
+    sample = functions(5) + "äöü 12345\n"
+    assert encoding.encode_ordinary(sample) == tokenizer.encode_ordinary(sample)
+    assert encoding.n_vocab == tokenizer.vocab_size
+    assert encoding.encode_single_token("<|bos|>") == tokenizer.bos_id
+    lengths = torch.load(text / "tokenizer" / "token_bytes.pt")
+    assert lengths.dtype == torch.int32
+    of_each = [len(encoding.decode_single_token_bytes(i)) for i in range(len(tokenizer.tokens))]
+    assert lengths.tolist() == of_each + [0] * len(tokenizer.special_tokens)
+
+
+def test_whole_files_are_offered_too_and_our_own_script_reads_both(prepared, tmp_path):
+    dataset, tokenizer, text = prepared
+    whole = peer_run.prepare(dataset, tokenizer, tmp_path, short=False)
+    for folder, more_documents in ((whole, False), (text, True)):
+        data, val, own, size = (argument.partition("=")[2] for argument in peer_run.ours_arguments(folder))
+        opened = open_dataset(data, val, base_dir=tmp_path)
+        assert (len(opened.train_texts()) > len(dataset.train_texts())) == more_documents
+        assert "".join(sorted(opened.train_texts())).count("\n") == "".join(dataset.train_texts()).count("\n")
+        assert int(size) == tokenizer.vocab_size and Path(own).exists()
+
+
+def test_a_run_has_the_settings_asked_for_and_its_figures_are_read(checkout, prepared, tmp_path):
+    place = tmp_path / "place"
+    settings = {"depth": 4, "num_iterations": 4, "window_pattern": "SSSL"}
+    run = peer_run.train(checkout, prepared[2], place, settings, "bfloat16", threads=2)
+    options, environment, shards, tokenizer = json.loads(run.lines[0][1])
+    assert {"--depth=4", "--num-iterations=4", "--window-pattern=SSSL", "--eval-every=-1"} < set(options)
+    assert environment == {
+        "NANOCHAT_BASE_DIR": str(place), "NANOCHAT_DTYPE": "bfloat16", "OMP_NUM_THREADS": "2"
+    }  # fmt: skip
+    assert shards[-1] == peer_run.VALIDATION and {"tokenizer.pkl", "token_bytes.pt"} <= set(tokenizer)
+    assert run.losses == [8.5, 7.5, 6.5, 5.5] and run.step_s == [0.025, 0.125, 0.225, 0.325]
+    assert run.tok_per_sec == 2000  # the median of 1,000, 3,000 and 2,000
+    assert 80 << 20 < run.peak_memory_bytes < 140 << 20  # it holds 80 MiB
+    assert 0 < run.first_step_s <= run.seconds
+
+
+def test_a_run_that_fails_says_why(checkout, prepared, tmp_path):
+    with pytest.raises(UserError, match="no such depth"):
+        peer_run.train(checkout, prepared[2], tmp_path / "place", {"depth": 13}, "float32")
+    with pytest.raises(UserError, match=r"has no scripts/base_train.py; --peer is"):
+        peer_run.check(tmp_path)
+
+
+def test_what_is_interrupted_leaves_no_process(tmp_path):
+    """An alarm comes while the command sleeps, and the command has started a process of its own."""
+    script = (
+        "import os, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])\n"
+        f"open({str(tmp_path / 'new')!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\n"
+        f"os.rename({str(tmp_path / 'new')!r}, {str(tmp_path / 'pids')!r})\n"
+        "time.sleep(60)\n"
+    )
+
+    def interrupt():
+        while not (tmp_path / "pids").exists():
+            time.sleep(0.01)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        peer_run.watch([sys.executable, "-S", "-c", script])
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    deadline = time.monotonic() + 10
+    while any(map(runs, pids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(runs, pids)) and len(pids) == 2
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is alive; one that is dead and not yet waited for is not."""
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
