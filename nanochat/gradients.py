@@ -41,6 +41,7 @@ def exchange_gradients(
         ddp.register_comm_hook(None, bf16_compress_hook)
 
 
+@torch.profiler.record_function("clip")  # its name in a trace
 def clip_grad_norm_(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_norm: float
 ) -> torch.Tensor:

@@ -33,6 +33,7 @@ from nanochat.gradients import clip_grad_norm_, exchange_gradients
 from nanochat.hardware import survey
 from nanochat.memory_trial import fit_micro_batch
 from nanochat.paths import user_path
+from nanochat.profiler import StepProfiler
 from nanochat.run_output import RunOutput
 from nanochat.scaling import horizon_tokens
 from nanochat.task_scores import in_words, open_tasks, score_tasks
@@ -101,6 +102,7 @@ gradient_dtype: Literal["float32", "bfloat16"] = "float32"  # of gradients on th
 seed = 42  # of initial weights, order of the data, and samples [0..2**62]
 price_per_hour = -1.0  # of all machines of the run together, to show its cost (-1 = unknown) [-1, 0..1e9]
 process_timeout = 600.0  # seconds to wait for a process that does not answer; then all end [1..1e6]
+profile = -1  # write a trace of this step by torch.profiler into the run's folder (-1 = off) [-1, 0..1e9]
 run = "dummy"  # the run's name at wandb (dummy = no wandb)
 plan = False  # print the plan and exit
 device: str | None = None  # with --plan: a GPU to imagine, such as H100 (none = this machine)
@@ -226,8 +228,10 @@ output = RunOutput(
     plan.num_iterations, run, keep_checkpoints, permanent_every,
 )  # fmt: skip
 log, console = output.log, output.console
+profiler = StepProfiler(profile, plan.num_iterations, run_path, machine, console.print)
 
 
+@torch.profiler.record_function("log")  # its name in a trace
 def log_step(step, started, data_wait_s, epoch, micro_losses, numbers) -> tuple[bool, bool]:
     """Log a step when its numbers are there; whether a process was asked to stop, and one wants a save."""
     loss_sum, stops, saves, grad_norm, loss_scale = numbers.result()
@@ -331,6 +335,7 @@ while True:
     # (machine.steps_ahead). What is due below needs the log of all steps
     while unread and (len(unread) > machine.steps_ahead or stopping or save_now or save_due or look_due):
         stopping, save_now = log_step(*unread.popleft())
+    profiler.end()
 
     # Save first: after a stop signal there may be little time
     if step != first_step and (stopping or save_now or save_due):
@@ -343,6 +348,7 @@ while True:
         break
 
     # One optimizer step: the gradient of the whole batch, gathered over micro-steps, then one update
+    profiler.begin(step)
     started, waited = time.perf_counter(), loader.wait_s
     for group in optimizer.param_groups:
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_multiplier(step)
