@@ -119,14 +119,20 @@ class Block(nn.Module):
         return x + self.mlp(norm(x))
 
 
+def embedding(vocab_size: int, width: int) -> nn.Embedding:
+    """A table for `init_weights` to fill. nn.Embedding() would fill it first, and on the meta device torch
+    loads its whole compiler for that, which takes a second or two."""
+    return nn.Embedding.from_pretrained(torch.empty(vocab_size, width), freeze=False)
+
+
 class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.embedding = embedding(config.vocab_size, config.width)
         self.value_embeddings = nn.ModuleDict(
             {
-                str(i): nn.Embedding(config.vocab_size, config.width)
+                str(i): embedding(config.vocab_size, config.width)
                 for i in range(config.depth)
                 if config.has_value_embedding(i)
             }
@@ -226,7 +232,8 @@ def materialize(model: nn.Module, device: torch.device, seed: int) -> nn.Module:
 
     Raises UserError that names the parameters which the model's `init_weights` leaves without a value.
     """
-    model.to_empty(device=device)
+    # Module.to_empty, without its empty_like: on the meta device that loads sympy, which takes half a second
+    model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(torch.nan)  # what init_weights forgets is found below

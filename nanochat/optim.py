@@ -1,21 +1,22 @@
 """Muon for the matrices inside the blocks, AdamW for embeddings, head and scalars, on one process or many.
 
 Matrices of one shape are stacked and updated together (muon.py). Several processes share the work and the
-state (zero.py). Another optimizer of torch can take the place of MuonAdamW: the functions at the end work for
-both.
+state (zero.py). Another optimizer of torch can take its place: the functions at the end work for both.
 """
 
 import re
 from bisect import bisect_left
 from fnmatch import fnmatchcase
+from inspect import unwrap
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from nanochat import UserError
-from nanochat.muon import muon_update
+from nanochat.muon import compiled_muon_update, muon_update
 from nanochat.zero import is_shared_out, share_out
 
 # How each parameter is trained. The first row that fits its name and its number of dimensions decides.
@@ -40,12 +41,12 @@ PARAMETER_TABLE = [
 STATE_LABEL = re.compile(r"(?P<name>.+?)(?:\[(?P<first>\d+):(?P<last>\d+)\])?/(?P<key>\w+)")
 
 
-class MuonAdamW(torch.optim.Optimizer):
+class MuonAdamW(Optimizer):
     """Muon and AdamW behind one `step()`. Processes share its work and its state (zero.py).
 
-    Each process needs the gradients of its share alone (gradients.py). It updates these weights and sends
-    them to the others while it works on the next group. Muon's matrices of one shape lie in one stacked
-    tensor; from then on the `.data` of each is a part of it.
+    Each process needs the gradients of its share alone (gradients.py). It updates its weights and sends them
+    to the others while it works on the next group. Muon's matrices of one shape lie in one stacked tensor;
+    from then on the `.data` of each is a part of it.
 
     A step changes nothing, neither weights nor state, where `found_inf` (a 0-dim tensor on the device) is not
     0. `skip_if_not_finite` and torch's GradScaler set it, so no step waits for the device to know.
@@ -58,13 +59,15 @@ class MuonAdamW(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True  # GradScaler gives us grad_scale and found_inf; nothing waits for them
+    # Without torch's wrappers: at their first call they load the compiler, which takes a second or two
+    add_param_group, zero_grad = map(unwrap, (Optimizer.add_param_group, Optimizer.zero_grad))
 
     def __init__(self, groups, compute_dtype=torch.float32, compile=False, rank=0, world_size=1):
         super().__init__(groups, {})
         self.found_inf = None
-        # float16's range is too small for the products of the orthogonalization
+        # Not float16: its range is too small for the products of the orthogonalization
         self.muon_dtype = torch.bfloat16 if compute_dtype == torch.bfloat16 else torch.float32
-        self.muon_update = torch.compile(muon_update, dynamic=False) if compile else muon_update
+        self.muon_update = compiled_muon_update() if compile else muon_update
         self.rank, self.world_size = rank, world_size
         matrices, tables = (
             [p for g in self.param_groups if g["method"] == m for p in g["params"] if is_shared_out(p.shape)]

@@ -119,7 +119,7 @@ def exchange_seconds(size: float, device: Device, world_size: int) -> float:
 def polar_factor_flops(rows: int, columns: int) -> int:
     """FLOPs of the orthogonalization of one matrix, counted while muon.py computes it without numbers."""
     with FlopCounterMode(display=False) as counter, torch.device("meta"):
-        muon._polar_factor(torch.empty(1, rows, columns))
+        muon.polar_factor(torch.empty(1, rows, columns))
     return counter.get_total_flops()
 
 
