@@ -18,8 +18,8 @@ def ceilings(job: dict, depths: list[int]) -> dict:
     return each(products=lambda: products(job, depths), attention=lambda: attention_speed(job))
 
 
-def seconds_of(action, device: torch.device, repeats: int = 10) -> float:
-    """The median time of a call on the device, after two that warm up.
+def seconds_of(action, device: torch.device, repeats: int = 10, of=statistics.median) -> float:
+    """The median time of a call on the device, or what `of` makes of the times, after two that warm up.
 
     On a GPU each measurement is of several calls, so that it works on one while Python prepares the next.
     """
@@ -36,7 +36,7 @@ def seconds_of(action, device: torch.device, repeats: int = 10) -> float:
             end.record()
             end.synchronize()
             times[-1] = begin.elapsed_time(end) / 1000 / calls
-    return statistics.median(times[2:])
+    return of(times[2:])
 
 
 # ------------------------------------------------------------------------------------------------------

@@ -17,12 +17,16 @@ KINDS = [
     ("copies", r"^(Memcpy|Memset)|direct_copy_kernel|CatArrayBatchedCopy|^aten::(copy_|cat|clone)$"),
     ("attention", r"^triton_tem_fused_\w*flex_attention"),
     ("products", r"^triton_(tem|mm|bmm)"),
+    ("loss", r"^cpp_fused.*(log_softmax|nll_loss|tanh)|^nanochat::head|^HeadAndLoss|^aten::tanh"),
+    ("attention", r"^cpp_fused.*softmax"),
+    ("embedding", r"^cpp_fused\w*embedding|^aten::(embedding|index_select)|^EmbeddingBackward"),
+    ("element-wise", r"^cpp_"),
     ("loss", r"^triton_.*(softmax|nll_loss|tanh)"),
     ("element-wise", r"^triton_"),
     ("attention", r"flash|fmha|sdpa|attention|_mha_"),
     (
         "products",
-        r"gemm|gemv|nvjet|cutlass|xmma|splitk|cublas|_scaled_mm|aten::(mm|addmm|bmm|baddbmm)$|mkldnn",
+        r"gemm|gemv|nvjet|cutlass|xmma|splitk|cublas|_scaled_mm|aten::(mm|addmm|bmm|baddbmm)_?$|mkldnn",
     ),
     ("loss", r"softmax|nll_loss|cross_entropy|tanh"),
 ]
@@ -38,10 +42,11 @@ class Piece(NamedTuple):
     start: float
     end: float
     launched: float  # when the CPU gave it to the GPU
+    calls: tuple = ()  # of a CPU: the events that it runs in, the outermost first, its own last
 
 
 def kind_of(name: str) -> str:
-    """products, attention, loss, copies, or element-wise for all else: norms, rotary, casts, sums."""
+    """products, attention, loss, embedding, copies, or element-wise for all else: norms, rotary, casts."""
     return next((kind for kind, pattern in PATTERNS if pattern.search(name)), "element-wise")
 
 
@@ -59,7 +64,7 @@ def time_split(path, steps: int) -> dict:
     first, last = spans["profiled steps"][-1]
     found = [piece for piece in pieces(events) if first <= piece.launched <= last]
     spent = dict.fromkeys(
-        ["products", "attention", "element-wise", "loss", "optimizer", "clip", "copies"], 0.0
+        ["products", "attention", "element-wise", "embedding", "loss", "optimizer", "clip", "copies"], 0.0
     )
     names: dict[str, float] = {}
     for piece in found:
@@ -106,34 +111,39 @@ def pieces(events: list[dict]) -> list[Piece]:
     ]
 
 
-def operators(events: list[dict]) -> list[Piece]:
+def operators(events: list[dict], categories=("cpu_op",)) -> list[Piece]:
     """The times in which an operator of a CPU's trace runs itself, not one that it calls."""
     by_thread: dict = {}
     for event in events:
-        if event.get("cat") == "cpu_op":
+        if event.get("cat") in categories:
             by_thread.setdefault(event["tid"], []).append(event)
     found = []
+
+    def ran(calls: list[dict], start: float, end: float):
+        if end > start:
+            found.append(Piece(calls[-1]["name"], start, end, start, tuple(calls)))
+
     for of_thread in by_thread.values():
-        calls: list[tuple[str, float]] = []  # (name, end) of the operators that run, the innermost last
+        calls: list[dict] = []  # the operators that run, the innermost last
         reached = 0.0
         for event in [*sorted(of_thread, key=lambda e: (e["ts"], -e["dur"])), None]:
             until = event["ts"] if event else float("inf")
-            while calls and calls[-1][1] <= until:
-                name, end = calls.pop()
-                found.append(Piece(name, reached, end, reached))
-                reached = end
+            while calls and (end := calls[-1]["ts"] + calls[-1]["dur"]) <= until:
+                ran(calls, reached, end)
+                calls.pop()
+                reached = max(reached, end)
             if event and calls:
-                found.append(Piece(calls[-1][0], reached, until, reached))
+                ran(calls, reached, until)
             if event:
-                calls.append((event["name"], event["ts"] + event["dur"]))
+                calls.append(event)
                 reached = until
-    return [piece for piece in found if piece.end > piece.start]
+    return found
 
 
 def covered(found: list[Piece]) -> float:
     """Microseconds in which at least one piece runs."""
     total, reached = 0.0, float("-inf")
-    for _, start, end, _ in sorted(found, key=lambda piece: piece.start):
+    for _, start, end, *_ in sorted(found, key=lambda piece: piece.start):
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return total

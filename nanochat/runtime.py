@@ -210,6 +210,11 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
         for part, tflops in DATA_SHEET_TFLOPS:
             if re.search(rf"\b{part}\b", name):  # a whole word: an "RTX A4000" is no "A40"
                 return tflops * 1e12, f"data sheet of {part}"
+    return measured_flops(device, dtype)
+
+
+def measured_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """What `peak_flops` measures, also where there is a data sheet."""
     slow = device.type == "cpu" and dtype == torch.float16
     side = 8192 if device.type == "cuda" else 512 if slow else 1024
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))

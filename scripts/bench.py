@@ -1,6 +1,6 @@
 """Measure speed: variants take turns, medians over rounds are compared, as ratios: machines are noisy.
 
-    python -m scripts.bench --what=train     # tokens/s and MFU of base_train, by dtype, compiled or not
+    python -m scripts.bench --what=train     # tokens/s and MFU of base_train, and where a step's time goes
     python -m scripts.bench --what=start     # seconds from the command to the first optimizer step done
     python -m scripts.bench --what=loader    # packed tokens/s on one thread, and raw tiktoken's
     python -m scripts.bench --what=optimizer --depth=12 --peer=FOLDER    # one of its steps, and the peer's
@@ -17,7 +17,6 @@ docs/benchmarks.md holds the figures, each with its machine, date and command.
 
 import json as json_module
 import os
-import re
 import shutil
 import statistics
 import subprocess
@@ -36,7 +35,6 @@ from nanochat.data.dataset import open_dataset
 from nanochat.data.tokenizer import open_tokenizer
 from nanochat.diagnostics.step import scaled_rates
 from nanochat.gpt import GPT
-from nanochat.metrics import read_metrics
 from nanochat.paths import user_path
 
 # What to measure
@@ -61,7 +59,7 @@ device_batch_size = 8  # rows of a micro-batch, one micro-batch a step [1..2**20
 variants = "bfloat16+compile,bfloat16,float32+compile"  # train: dtypes, with +compile or without
 gradient_dtype: Literal["float32", "bfloat16"] = "float32"  # communication: as in base_train
 dtypes = "bfloat16,float32"  # optimizer, generate, evaluate: compute dtypes
-peer: str | None = None  # optimizer, generate, gpu: folder of karpathy/nanochat, which takes turns with ours
+peer: str | None = None  # train, optimizer, generate, gpu: folder of karpathy/nanochat, which takes turns
 parts = ""  # gpu: only these parts, separated by commas (empty = all)
 minutes = 9.5  # gpu: all parts together; what is not done by then is stopped [0.01..1e4]
 shapes = "8x512,32x2048"  # loader: rows of a step x positions of a row
@@ -77,7 +75,6 @@ settings = configurator.configure(globals())
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULTS = configurator.defaults(ROOT / "scripts" / "base_train.py")
-SHARED = {name: settings.values[name] for name in DEFAULTS if name in settings.values}
 
 
 def model_config():
@@ -89,57 +86,6 @@ def seconds(action, *arguments, **keywords) -> float:
     began = time.perf_counter()
     action(*arguments, **keywords)
     return time.perf_counter() - began
-
-
-# ------------------------------------------------------------------------------------------------------
-# Runs of base_train
-
-
-def base_train(*files, **chosen) -> subprocess.Popen:
-    """Start base_train in a process of its own with settings files and settings."""
-    arguments = [*files, *(f"--{name}={value}" for name, value in chosen.items())]
-    command = [sys.executable, "-m", "scripts.base_train", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def train(variant: str) -> tuple[list[dict], float | None]:
-    """A run of a few steps: its records without the first third, and its peak memory in GiB."""
-    name, _, compiled = variant.partition("+")
-    chosen = SHARED | {"dtype": name, "compile": "on" if compiled else "off", "num_iterations": steps}
-    chosen |= {"total_batch_size": device_batch_size * max_seq_len, "eval_every": -1, "eval_tokens": 1}
-    with tempfile.TemporaryDirectory() as place:
-        run = Path(place) / "run"
-        process = base_train(**chosen, sample_every=-1, save_every=-1, core_metric_every=-1, out_dir=run)
-        output, error = process.communicate()
-        if process.returncode:
-            raise UserError(f"base_train failed in {variant}: {error.strip()[-1000:]}")
-        records = [record for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
-    peak = re.search(r"([\d.]+) GiB at most", output)
-    return records[steps // 3 :], float(peak[1]) if peak else None
-
-
-def bench_train() -> dict:
-    """base_train with one micro-batch a step, in each variant in turn."""
-    runs = {name.strip(): [] for name in variants.split(",")}
-    for name in runs:
-        if name.removesuffix("+compile") not in precision.DTYPES:
-            raise UserError(f"unknown variant {name}; use {', '.join(precision.DTYPES)}, also with +compile")
-    for _ in range(rounds):
-        for name, of_variant in runs.items():
-            of_variant.append(train(name))
-    results, base = {}, None
-    for name, of_variant in runs.items():
-        records = [record for run, _ in of_variant for record in run]
-        step_s = statistics.median(record["step_time_s"] for record in records)
-        base = base or step_s
-        results[name] = {
-            "tok_per_sec": device_batch_size * max_seq_len / step_s,
-            "step_ms": 1000 * step_s,
-            "mfu": statistics.median(record["mfu"] for record in records),
-            "speed_relative_to_first": base / step_s,
-            "peak_memory_gib": max((memory for _, memory in of_variant if memory), default=None),
-        }
-    return results
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -282,11 +228,12 @@ def bench_elsewhere() -> dict:
     return import_module(f"experiments.{what}_speed").bench(settings.values)
 
 
-bench_generate = bench_core = bench_start = bench_gpu = bench_communication = bench_elsewhere
+bench_train = bench_generate = bench_core = bench_start = bench_gpu = bench_communication = bench_elsewhere
 
 
 results = globals()[f"bench_{what}"]()
-for name, row in results.items() if what != "gpu" else ():  # gpu has printed its own lines
+own_lines = what == "gpu" or (what == "train" and not peer)  # these have printed their own
+for name, row in results.items() if not own_lines else ():
     row = row if isinstance(row, dict) else {"": row}
     cells = (f"{k} {v:,.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
     print(f"{name:20s} " + "  ".join(cells))

@@ -43,8 +43,43 @@ def test_train_runs_base_train_in_each_variant_and_reports_json_on_the_last_line
     for variant in ("float32", "bfloat16"):
         row = last["results"][variant]
         assert row["tok_per_sec"] == pytest.approx(2 * 64 / (row["step_ms"] / 1000))
-        assert row["mfu"] > 0 and row["peak_memory_gib"] > 0.05
-    assert last["results"]["float32"]["speed_relative_to_first"] == 1
+        assert row["mfu"] > 0 and row["mfu_of_measured_peak"] > 0 and 0.5 < row["first_step_s"] < 100
+        assert row["peak_memory_bytes"] / 2**30 == row["peak_memory_gib"] > 0.05
+        check_split(row["split"])
+    first = last["results"]["float32"]
+    assert first["speed_relative_to_first"] == 1
+    at_top = ("tok_per_sec", "mfu", "mfu_of_measured_peak", "peak_memory_bytes", "first_step_s")
+    assert {name: last[name] for name in at_top} == {name: first[name] for name in at_top}
+    dtypes = {
+        name: {p["dtype"] for p in last["results"][name]["split"]["products"]}
+        for name in last["results"]
+        if name not in at_top
+    }
+    assert dtypes == {"float32": {"float32"}, "bfloat16": {"bfloat16"}}
+
+
+def check_split(split: dict):
+    """The kinds are the whole step, and each kind of work is there."""
+    kinds = split["kinds"]
+    assert sum(row["ms"] for row in kinds.values()) == pytest.approx(split["step_ms"])
+    assert sum(row["share"] for row in kinds.values()) == pytest.approx(1)
+    assert all(row["ms"] > 0 for row in kinds.values()), kinds
+    assert all(row["could_ms"] > 0 for name, row in kinds.items() if name not in ("data", "log", "rest"))
+    # The blocks' 6 products of one layer, each forward and two backward, and the gate of its value embedding
+    assert sum(row["count"] for row in split["products"]) == 3 * 7
+    sizes = {row["what"] for row in split["products"]}
+    assert {"128 x 64 @ 64 x 64", "128 x 64 @ 64 x 256", "256 x 128 @ 128 x 64"} <= sizes
+
+
+@pytest.mark.slow
+def test_train_splits_a_compiled_step_and_names_its_fused_kernels(texts):
+    done = bench(
+        "--what=train", *SMALL, *texts, "--rounds=1", "--steps=3", "--device_batch_size=2",
+        "--variants=float32+compile", "--json",
+    )  # fmt: skip
+    split = results_of(done)["float32+compile"]["split"]
+    check_split(split)
+    assert any(name.startswith("cpp_fused") for name in split["longest_ms"])
 
 
 def test_train_says_why_base_train_failed():

@@ -1,0 +1,210 @@
+"""How fast base_train trains, and where a step's time goes: `python -m scripts.bench --what=train`.
+
+Each turn is a run of scripts/base_train.py in a process of its own: `steps` steps that are timed, a save and
+an evaluation, after which the peak of memory is read, one step more, and one that is profiled
+(step_split.py). The variants take turns, `rounds` times. Of the profiled steps of a variant the one of median
+length is split. The peak of matrix products is measured before each round.
+
+--peer=FOLDER instead sets the first variant beside karpathy/nanochat's own base_train, in bfloat16 and in
+float32, its default: the same text, tokenizer, shape and batch, in turns (peer_run.py).
+"""
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import configurator
+from experiments import peer_run, step_split
+from nanochat import UserError, precision, runtime, scaling
+from nanochat.data.dataset import open_dataset
+from nanochat.data.tokenizer import open_tokenizer
+from nanochat.metrics import read_metrics
+from nanochat.paths import user_path
+
+DEFAULTS = configurator.defaults(Path(__file__).parent.parent / "scripts" / "base_train.py")
+SINGLE = "tok_per_sec", "mfu", "mfu_of_measured_peak", "peak_memory_bytes", "first_step_s"
+
+
+def bench(settings: dict) -> dict:
+    """The figures of each variant, and of the first one SINGLE at the top. Prints them for people, too."""
+    names = [name.strip() for name in settings["variants"].split(",")]
+    for name in names:
+        if name.removesuffix("+compile") not in precision.DTYPES:
+            raise UserError(f"unknown variant {name}; use {', '.join(precision.DTYPES)}, also with +compile")
+    machine = runtime.start(settings["device_type"], seed=0)
+    if settings["peer"]:
+        return beside_peer(settings, names[0], machine)
+    turns: dict = {name: [] for name in names}
+    peaks: dict = {name.removesuffix("+compile"): [] for name in names}
+    with tempfile.TemporaryDirectory() as place:
+        for turn in range(settings["rounds"]):
+            for dtype, found in peaks.items():
+                found.append(runtime.measured_flops(machine.device, precision.DTYPES[dtype])[0])
+            for name, of_variant in turns.items():
+                of_variant.append(train(settings, name, Path(place) / f"{name}{turn}"))
+        peak = {dtype: statistics.median(found) for dtype, found in peaks.items()}
+        rows = {name: figures(settings, of_variant, peak, name) for name, of_variant in turns.items()}
+        for name, row in rows.items():
+            row["speed_relative_to_first"] = rows[names[0]]["step_ms"] / row["step_ms"]
+            row["split"] = split(settings, turns[name], machine, peak[name.removesuffix("+compile")])
+    report(rows, peak, machine)
+    return rows | single(rows[names[0]])
+
+
+# ------------------------------------------------------------------------------------------------------
+# Runs
+
+
+def train(settings: dict, variant: str, run: Path, more: dict | None = None) -> dict:
+    """A run: its folder, its records without the first third, peak of memory, seconds to its first step."""
+    dtype, _, compiled = variant.partition("+")
+    steps, tokens = settings["steps"], settings["device_batch_size"] * settings["max_seq_len"]
+    chosen = {name: settings[name] for name in DEFAULTS if name in settings}
+    chosen |= {"dtype": dtype, "compile": "on" if compiled else "off", "out_dir": run}
+    chosen |= {"num_iterations": steps + 2, "profile": steps + 1, "total_batch_size": tokens}
+    chosen |= {"eval_every": steps, "save_every": steps, "eval_tokens": 1}
+    chosen |= {"sample_every": -1, "core_metric_every": -1, "sample_prompts": ""} | (more or {})
+    arguments = (f"--{name}={value}" for name, value in chosen.items())
+    command = [sys.executable, "-m", "scripts.base_train", *arguments]
+    began, pipes = time.perf_counter(), {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, text=True, **pipes)
+    first_step_s = until_first_step(process, run / "metrics.jsonl") - began
+    _, error = process.communicate()
+    if process.returncode:
+        raise UserError(f"base_train failed in {variant}: {error.strip()[-1000:]}")
+    records = read_metrics(run / "metrics.jsonl")
+    evaluated = next(record for record in records if "peak_memory" in record)
+    return {
+        "run": run,
+        "records": [r for r in records if "loss" in r and steps // 3 <= r["step"] < steps],
+        "peak_memory_bytes": evaluated["peak_memory"],
+        "first_step_s": first_step_s,
+    }
+
+
+def until_first_step(process: subprocess.Popen, records: Path) -> float:
+    """When, on time.perf_counter(), a run's records have their first one, or the process has ended."""
+    while process.poll() is None and not (records.exists() and records.stat().st_size):
+        time.sleep(0.01)
+    return time.perf_counter()
+
+
+def figures(settings: dict, turns: list[dict], peak: dict, variant: str) -> dict:
+    """What the runs of a variant say together."""
+    records = [record for turn in turns for record in turn["records"]]
+    step_s = statistics.median(record["step_time_s"] for record in records)
+    speed = settings["device_batch_size"] * settings["max_seq_len"] / step_s
+    flops = model_of(settings).flops_per_token()
+    memory = max(turn["peak_memory_bytes"] for turn in turns)
+    return {
+        "tok_per_sec": speed,
+        "step_ms": 1000 * step_s,
+        "mfu": statistics.median(record["mfu"] for record in records),
+        "mfu_of_measured_peak": speed * flops / peak[variant.removesuffix("+compile")],
+        "peak_memory_bytes": memory,
+        "peak_memory_gib": memory / 2**30,
+        "first_step_s": statistics.median(turn["first_step_s"] for turn in turns),
+    }
+
+
+def model_of(settings: dict):
+    """The model, as shapes."""
+    names = ("depth", "aspect_ratio", "head_dim", "max_seq_len", "vocab_size", "window_pattern")
+    return scaling.on_meta(scaling.model_config(*(settings[name] for name in names)))
+
+
+# ------------------------------------------------------------------------------------------------------
+# Where the time goes
+
+
+def split(settings: dict, turns: list[dict], machine, peak_flops: float) -> dict:
+    """step_split.split of the profiled step of median length."""
+    traces = [next(turn["run"].glob("profile_*.json.gz")) for turn in turns]
+    traces.sort(key=lambda path: step_split.read(path)[1]["dur"])
+    model = model_of(settings)
+    matrices = model.parameter_counts()["matrices"]
+    others = sum(p.numel() for p in model.parameters()) - matrices
+    tokens = settings["device_batch_size"] * settings["max_seq_len"]
+    facts = step_split.Model(model.config, tokens, 1, matrices, others)
+    return step_split.split(traces[(len(traces) - 1) // 2], facts, machine.device, peak_flops)
+
+
+def report(rows: dict, peak: dict, machine):
+    """Print peaks, speeds, and a table for each variant."""
+    copy = 2**28 / step_split.measured_copy_ms(28, machine.device) / 1e6
+    speeds = ", ".join(f"{dtype} {flops / 1e12:.3f} TFLOP/s" for dtype, flops in peak.items())
+    print(f"matrix products: {speeds}; a copy of 128 MiB: {copy:.1f} GB/s")
+    for name, row in rows.items():
+        facts = (f"{k} {v:,.4g}" for k, v in row.items() if k != "split")
+        print(f"\n{name:20s} " + "  ".join(facts))
+        print(*table(row["split"]), sep="\n")
+
+
+def table(found: dict) -> list[str]:
+    """The split of a step as lines of Markdown, with the products by size and what to look at next."""
+    kinds = found["kinds"]
+    lines = [f"One profiled step, {found['step_ms']:.1f} ms:", "", "| kind | ms | share | could be, ms |"]
+    lines.append("|:--|--:|--:|--:|")
+    for kind, row in kinds.items():
+        could = "-" if row["could_ms"] is None else f"{row['could_ms']:.1f}"
+        lines.append(f"| {kind} | {row['ms']:.1f} | {row['share']:.1%} | {could} |")
+    lines += ["", "| product | dtype | times | ms | alone, ms |", "|:--|:--|--:|--:|--:|"]
+    for row in found["products"]:
+        alone = row["count"] * row["alone_ms"]
+        lines.append(f"| {row['what']} | {row['dtype']} | {row['count']} | {row['ms']:.1f} | {alone:.1f} |")
+    far = {k: row["ms"] - row["could_ms"] for k, row in kinds.items() if row["could_ms"] is not None}
+    farthest = sorted(far, key=lambda kind: -far[kind])[:3]
+    words = (f"{kind} ({far[kind]:.1f} ms)" for kind in farthest)
+    return [*lines, "", f"Farthest from what the machine could do: {', '.join(words)}."]
+
+
+# ------------------------------------------------------------------------------------------------------
+# Beside the peer
+
+
+def beside_peer(settings: dict, variant: str, machine) -> dict:
+    """Ours, and the peer's in bfloat16 and float32, in turns: medians, and ratios of neighbouring turns."""
+    checkout, base = peer_run.check(settings["peer"]), user_path("base_dir", settings["base_dir"])
+    dataset = open_dataset(settings["data"], base_dir=base)
+    folder = dataset.tokenizer_folder(base)
+    tokenizer = open_tokenizer("auto", settings["vocab_size"], folder, dataset.train_texts)
+    text = peer_run.prepare(dataset, tokenizer, base)
+    same = dict(argument[2:].split("=", 1) for argument in peer_run.ours_arguments(text))
+    names = ("depth", "aspect_ratio", "head_dim", "max_seq_len", "device_batch_size", "window_pattern")
+    shape = {name: settings[name] for name in names} | {"num_iterations": settings["steps"]}
+    shape["total_batch_size"] = settings["device_batch_size"] * settings["max_seq_len"]
+    dtype, peaks, ours = variant.removesuffix("+compile"), [], []
+    peers: dict = {"bfloat16": [], "float32": []}
+    with tempfile.TemporaryDirectory() as place:
+        for number in range(settings["rounds"]):
+            peaks.append(runtime.measured_flops(machine.device, precision.DTYPES[dtype])[0])
+            ours.append(train(settings, variant, Path(place) / f"ours{number}", same))
+            for name, of_peer in peers.items():
+                of_peer.append(peer_run.train(checkout, text, Path(place) / f"{name}{number}", shape, name))
+        peak = {dtype: statistics.median(peaks)}
+        speeds = [figures(settings, [turn], peak, variant)["tok_per_sec"] for turn in ours]
+        row = figures(settings, ours, peak, variant)
+    rows = {f"peer, {name}": over_peer(runs, speeds, row) for name, runs in peers.items()}
+    return {f"ours, {variant}": row} | rows | single(row)
+
+
+def over_peer(runs: list[peer_run.Run], our_speeds: list[float], ours: dict) -> dict:
+    """The peer's medians and largest memory, and ours over them: the speed in the same round."""
+    ratios = [a / run.tok_per_sec for a, run in zip(our_speeds, runs, strict=True)]
+    memory = max(run.peak_memory_bytes for run in runs)
+    return {
+        "tok_per_sec": statistics.median(run.tok_per_sec for run in runs),
+        "ours_over_peer": statistics.median(ratios),
+        "of_each_round": [round(ratio, 3) for ratio in ratios],
+        "peak_memory_bytes": memory,
+        "our_memory_over_peers": ours["peak_memory_bytes"] / memory,
+        "first_step_s": statistics.median(run.first_step_s for run in runs),
+    }
+
+
+def single(row: dict) -> dict:
+    """What stands at the top of the JSON object, too."""
+    return {name: row[name] for name in SINGLE}
