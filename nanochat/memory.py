@@ -1,6 +1,7 @@
 """Memory in bytes: how much a process may still use, and the most it has used."""
 
 import contextlib
+import ctypes
 import os
 import sys
 from pathlib import Path
@@ -41,6 +42,12 @@ def peak(device: torch.device) -> int:
         return 0
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def give_back():
+    """Give memory that was freed back to the system: the compiler leaves 200 MB behind. With glibc only."""
+    with contextlib.suppress(OSError, TypeError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _entry(path: str, name: str) -> int:

@@ -307,6 +307,9 @@ def device_name(device: torch.device) -> str:
 
 
 def freeze_garbage():
-    """Keep garbage collection fast: objects that exist now live to the end, so it need not look at them."""
+    """Keep garbage collection fast: objects that exist now live to the end, so it need not look at them.
+
+    What compiling and the set-up have left goes back to the system."""
     gc.collect()
     gc.freeze()
+    memory.give_back()

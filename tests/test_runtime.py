@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -433,3 +434,15 @@ def test_the_commit_has_a_plus_if_files_differ_from_it_and_is_none_outside_of_gi
 def test_the_processor_has_a_name():
     name = runtime.device_name(CPU)
     assert name.endswith(f", {os.cpu_count()} cores") and len(name) > len(f", {os.cpu_count()} cores")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives memory back when asked")
+def test_memory_that_was_freed_goes_back_to_the_system():
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    blocks = [b"x" * 100_000 for _ in range(800)]
+    full = resident()
+    del blocks[:-1]  # the last one keeps the heap from ending below the others
+    memory.give_back()
+    assert full - resident() > 60_000_000

@@ -15,6 +15,8 @@ from nanochat.checkpoint.folder import newest
 from nanochat.checkpoint.save_and_load import SaveError, save
 from nanochat.transfers import for_new_thread
 
+KEEP_BYTES = 1 << 28  # buffers with fewer bytes are made again for each save, which takes a tenth of a second
+
 
 def check_finite(model, step, out_dir):
     """Raise UserError if weights are infinite or not a number: such a checkpoint is worth nothing."""
@@ -30,19 +32,22 @@ def check_finite(model, step, out_dir):
 class AsyncSaver:
     """Calls `save` on a background thread. Training stops only while tensors are copied to host memory.
 
-    The buffers for the copies are reused; for tensors of a GPU they are page-locked. One save runs at a time.
+    The buffers for the copies are reused; for tensors of a GPU they are page-locked. Those of a small model
+    on a CPU are given back after a save, since steps and copies share memory there. One save runs at a time.
     """
 
     def __init__(self, out_dir, rank=0, world_size=1, run_id=None):
         self._where = dict(out_dir=out_dir, rank=rank, world_size=world_size)
         self._run_id, self._count = run_id, 0
-        self._buffers, self._job = {}, None
+        self._buffers, self._job = {}, None  # {(kind, name): tensor}; the save that runs
         self._thread = ThreadPoolExecutor(1, "checkpoint", _begin, (for_new_thread(),))
 
     def reserve(self, model, optimizer):
         """Make the buffers in the background, so that the first save takes no longer than the next ones."""
         self.wait()
         model = model if self._where["rank"] == 0 else {}
+        if not _stay(model, optimizer):
+            return
         self._job = self._thread.submit(self._reserve, model=model, optimizer=optimizer)
 
     def submit(self, step, *, model, optimizer, state, files=None, before_publish=None, after_publish=None):
@@ -64,6 +69,7 @@ class AsyncSaver:
         what["state"] = json.loads(to_json(state))  # a copy: the loop changes its own while this one is saved
         what["model"] = self._copy("model", model) if self._where["rank"] == 0 else {}
         what["optimizer"] = self._copy("optimizer", optimizer)
+        self._stay = _stay(model, optimizer)
         if torch.cuda.is_initialized():
             copied = torch.cuda.Event(blocking=True)  # sleeps; torch.cuda.synchronize keeps a core busy
             copied.record()
@@ -76,6 +82,8 @@ class AsyncSaver:
         path = save(**what)
         if after_publish and what["rank"] == 0:
             after_publish()
+        if not self._stay:
+            self._buffers.clear()
         return path
 
     def _buffer(self, kind, name, tensor):
@@ -116,6 +124,12 @@ class AsyncSaver:
             return self.wait()
         finally:
             self._thread.shutdown()
+
+
+def _stay(model, optimizer):
+    """Whether the buffers of these tensors stay for the next save."""
+    tensors = [*model.values(), *optimizer.values()]
+    return any(t.is_cuda for t in tensors) or sum(t.nbytes for t in tensors) >= KEEP_BYTES
 
 
 def _begin(use_device):
