@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import torch
 
 from nanochat import attention_backends as backends
+from nanochat.attention_blocks import in_blocks
 
 KINDS = ("full", "window", "documents")
 BACKENDS = {  # name: (the function, the kinds of attention it computes)
     "sdpa": (backends.sdpa, ("full",)),  # PyTorch's own choice
     "banded": (backends.masked, ("full", "window")),  # SDPA over blocks of the window's size
     "mask": (backends.masked, KINDS),  # SDPA under a mask of T x T
-    "blocks": (backends.in_blocks, ("full", "window")),  # for CPUs; no run takes it yet
+    "blocks": (in_blocks, KINDS),  # for training on CPUs
     "cudnn": (backends.cudnn, ("full",)),
     "flash": (backends.flash, ("full",)),
     "efficient": (backends.efficient, ("full",)),
@@ -28,7 +29,8 @@ EVERYWHERE = {"full": "sdpa", "window": "banded", "documents": "mask"}  # these 
 # The largest |a - b| / |b| from float64, forward and backward, for random q, k, v rounded to the dtype.
 # Bad masks and layouts are at 0.1 and more; what a CPU reaches is in tests/test_attention.py
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 5e-3}
-LONGEST_PROBE = 4096  # positions: in float64 the scores of two heads take 256 MiB, several times
+# Positions. In float64 the scores of two heads take 256 MiB, several times, or on a CPU 4 MiB and 0.1 s
+LONGEST_PROBE = {"cuda": 4096, "cpu": 512}
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,13 @@ class Attention:
         divided by sqrt(D). The kernels compute the softmax and the sums in float32.
         """
         T = q.size(2)
-        if k.size(2) != T or (visible is not None and visible.dtype == torch.bool):
-            return backends.masked(q, k, v, window, visible)
         kind = "full" if visible is None and window >= T else "window" if visible is None else "documents"
-        function, _ = BACKENDS[getattr(self, kind)]
+        name = getattr(self, kind)
+        if visible is not None and visible.dtype == torch.bool:
+            name = "blocks" if name == "blocks" and torch.is_grad_enabled() else "mask"
+        if k.size(2) != T:
+            name = "mask"  # tokens behind those of a cache
+        function, _ = BACKENDS[name]
         return function(q, k, v, window, visible)
 
     @property
@@ -109,6 +114,8 @@ def choose(config, machine, dtype, compiled: bool, documents: bool, resolved: di
     new run); its "attention" stands where it can run.
     """
     device, before = machine.device, resolved.get("attention", {})
+    if resolved and not before and device.type == "cpu":
+        before = EVERYWHERE  # of runs that did not record it yet
     kinds = {"full": config.max_seq_len}
     if min(config.windows) < config.max_seq_len:
         kinds["window"] = min(config.windows)
@@ -117,7 +124,7 @@ def choose(config, machine, dtype, compiled: bool, documents: bool, resolved: di
     version, passed_over = _flash_version(device, dtype, before.get("flash"))
     found, notes = {}, []
     for kind, window in kinds.items():
-        names = candidates(kind, device, version)
+        names = candidates(kind, device, dtype, config.max_seq_len, version)
         if kind in before:
             names = [before[kind], *(name for name in names if name != before[kind])]
         for name in names:
@@ -141,8 +148,12 @@ def choose(config, machine, dtype, compiled: bool, documents: bool, resolved: di
     return Attention(**found, flash=version, reason=reason)
 
 
-def candidates(kind: str, device, flash_version: str = "") -> list[str]:
-    """The ways for a kind of attention on a device, the one to try first in front."""
+def candidates(kind: str, device, dtype, T: int, flash_version: str = "") -> list[str]:
+    """The ways for a kind of attention on a device, in rows of T, the one to try first in front."""
+    if device.type == "cpu":
+        # As measured (docs/benchmarks.md): compiled or not is the same, its operations are not compiled
+        faster = dtype == torch.bfloat16 or (dtype == torch.float32 and (kind != "full" or 256 <= T <= 512))
+        return ["blocks"] * faster + [EVERYWHERE[kind]]
     if device.type != "cuda":
         return [EVERYWHERE[kind]]
     if kind == "full":
@@ -159,6 +170,8 @@ def _capability(device) -> tuple[int, int]:
 
 
 def _where(device) -> str:
+    if device.type == "cpu":
+        return "the fastest on a CPU for this dtype and row length (docs/benchmarks.md)"
     if device.type != "cuda":
         return f"{device.type} has one kernel for all"
     major, minor = _capability(device)
@@ -185,8 +198,10 @@ def _cannot_run(name: str, kind: str, device, dtype, compiled: bool) -> str:
     """Why a way cannot be tried here, by what the device is; "" if it can."""
     if kind not in BACKENDS.get(name, ((), ()))[1]:
         return f"it is no way to compute {kind}"
-    if name == "blocks" or name in EVERYWHERE.values():
+    if name in EVERYWHERE.values():
         return ""
+    if name == "blocks":
+        return "" if device.type == "cpu" else "needs a CPU"
     if device.type != "cuda":
         return "needs CUDA"
     if name in ("cudnn", "flash", "varlen") and dtype == torch.float32:
@@ -208,7 +223,7 @@ def _cannot_run(name: str, kind: str, device, dtype, compiled: bool) -> str:
 def _probe(name: str, kind: str, config, device, dtype, window: int) -> str:
     """Run a way once, forward and backward, at the model's row length or LONGEST_PROBE; returns what is
     wrong, or ""."""
-    T = min(config.max_seq_len, LONGEST_PROBE)
+    T = min(config.max_seq_len, LONGEST_PROBE.get(device.type, 4096))
     short = max(1, window * T // config.max_seq_len)
     try:
         if name == "flex":

@@ -15,8 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 # for training, where all batches have one shape, wrong for everything else.
 ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
-QUERIES = 256  # of a block of `in_blocks`; with 64 or 512 a CPU is slower
-
 BLOCK_MASKS = {}  # (T, window) -> flex_attention's block mask; filled before anything is compiled
 
 
@@ -112,22 +110,6 @@ def band(Tq: int, Tk: int, window: int, device):
     """(Tq, Tk) bool: which of the Tk positions each of the last Tq positions sees."""
     distance = torch.arange(Tk - Tq, Tk, device=device)[:, None] - torch.arange(Tk, device=device)[None, :]
     return (distance >= 0) & (distance < window)
-
-
-def in_blocks(q, k, v, window: int, documents=None):
-    """Plain products and a softmax over blocks of queries, each with the keys that one of them sees.
-
-    Half of all pairs are masked in causal attention. SDPA on a CPU computes many of them all the same.
-    """
-    T, D = q.shape[2:]
-    found = []
-    for first in range(0, T, QUERIES):
-        end, low = min(first + QUERIES, T), max(0, first - window + 1)
-        scores = (q[:, :, first:end] * D**-0.5) @ k[:, :, low:end].transpose(-2, -1)
-        sees = band(end - first, end - low, window, q.device)
-        weights = scores.masked_fill(~sees, -torch.inf).softmax(-1, dtype=torch.float32).to(v.dtype)
-        found.append(weights @ v[:, :, low:end])
-    return torch.cat(found, dim=2)
 
 
 def banded(q, k, v, window: int, documents=None):

@@ -201,15 +201,6 @@ def test_varlen_gives_the_kernel_the_right_sequences_and_windows(slow_flash, kin
     assert max(found) < 1e-6
 
 
-@pytest.mark.parametrize("window", [1, 3, 4, 6, 12, 50])
-def test_attention_in_blocks_of_queries_is_the_slow_one(monkeypatch, window):
-    monkeypatch.setattr(backends, "QUERIES", 5)  # the last block is a shorter one
-    q, k, v = random_qkv(12, 12, torch.float64)
-    y = backends.in_blocks(q, k, v, window)
-    close = 1e-6  # its softmax is in float32
-    torch.testing.assert_close(y, slow_attention(q, k, v, window), rtol=0, atol=close)
-
-
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_flex_attention_has_the_windows_of_the_slow_one(monkeypatch):
     backends.make_block_mask(12, 5, "cpu")
@@ -270,7 +261,7 @@ def test_a_model_has_the_same_gradients_by_varlen_as_by_sdpa(slow_flash, with_do
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ways", [("varlen", "varlen", "varlen"), ("flash", "flex", "mask")])
+@pytest.mark.parametrize("ways", [("varlen",) * 3, ("flash", "flex", "mask"), ("blocks",) * 3])
 def test_a_compiled_model_is_one_graph_with_each_backend(slow_flash, monkeypatch, ways):
     # A CPU has no kernel of these names. What cuts a graph happens before a kernel is called
     monkeypatch.setattr(backends, "SDPBackend", types.SimpleNamespace(FLASH_ATTENTION=SDPBackend.MATH))
@@ -419,7 +410,7 @@ def test_a_resumed_run_keeps_its_backends_where_they_run_and_says_where_not(monk
     assert "efficient for full layers, not cudnn as at the run's first start" in chosen.reason
     assert "cudnn (needs compute capability 8.0)" in chosen.reason
     chosen = choices.choose(CONFIG, FakeMachine("cpu"), torch.float32, True, True, {"attention": before})
-    assert chosen.resolved == Attention().resolved
+    assert chosen.resolved == Attention("sdpa", "blocks", "blocks").resolved
     assert "not varlen as at the run's first start" in chosen.reason and "needs CUDA" in chosen.reason
     damaged = {"full": "rm -rf", "window": "mask", "documents": "", "flash": "FA9"}
     assert choices.choose(CONFIG, FakeMachine("cpu"), torch.float32, True, True, {"attention": damaged})
@@ -436,7 +427,7 @@ def test_the_probe_of_a_long_row_needs_little_memory_and_keeps_the_window_s_shar
     for T in (1024, 2**17):
         config = GPTConfig(2, 32, 2, 20, T)
         for kind, window in (("full", T), ("window", T // 4)):
-            assert choices._probe("varlen", kind, config, torch.device("cpu"), torch.float32, window) == ""
+            assert choices._probe("varlen", kind, config, torch.device("cuda"), torch.float32, window) == ""
     assert seen[:2] == [((1, 2, 1024, 16), 1024), ((1, 2, 1024, 16), 256)]
     assert seen[2:] == [((1, 2, 4096, 16), 4096), ((1, 2, 4096, 16), 1024)]
 
