@@ -91,6 +91,8 @@ def kind_of_piece(piece: Piece, config) -> str:
             return "optimizer"
     kinds = [kind_of(name) for name in names]
     backward = any("ackward" in name for name in names)
+    if any(name.startswith("nanochat::attention") for name in names):  # attention_blocks.py, its softmax too
+        return f"attention {'backward' if backward else 'forward'}"
     if "loss" in kinds or any(has_vocabulary(event, config) for event in piece.calls):
         return "head and loss"
     own = kinds[-1]
