@@ -163,6 +163,7 @@ class Finished:
     seconds: float  # from the command to its end
     peak_memory_bytes: int  # largest resident memory of the process
     lines: list[tuple[float, str]]  # seconds since the command, a line of stdout or stderr
+    began: float  # time.time() of the command
 
     def tail(self) -> str:
         return "\n".join(line for _, line in self.lines)[-1500:]
@@ -175,7 +176,12 @@ class Run(Finished):
     losses: list[float] = field(default_factory=list)  # nats per token, smoothed by the peer
     step_s: list[float] = field(default_factory=list)
     step_tok_per_sec: list[float] = field(default_factory=list)
-    first_step_s: float = float("nan")  # from the command to the first step done
+    step_done_s: list[float] = field(default_factory=list)  # from the command
+
+    @property
+    def first_step_s(self) -> float:
+        """From the command to the first step done."""
+        return self.step_done_s[0]
 
     @property
     def tok_per_sec(self) -> float:
@@ -203,11 +209,11 @@ def train(
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)
     done = watch([sys.executable, "-m", "scripts.base_train", *arguments], check(checkout), environment)
-    run = Run(done.status, done.seconds, done.peak_memory_bytes, done.lines)
+    run = Run(**vars(done))
     steps = [(second, found) for second, line in run.lines if (found := STEP.match(line))]
     if run.status or not steps:
         raise UserError(f"the peer's base_train in {checkout} failed: {run.tail()}")
-    run.first_step_s = steps[0][0]
+    run.step_done_s = [second for second, _ in steps]
     run.losses = [float(found[2]) for _, found in steps]
     run.step_s = [float(found[3]) / 1000 for _, found in steps]
     run.step_tok_per_sec = [float(found[4].replace(",", "")) for _, found in steps]
@@ -236,7 +242,7 @@ print(os.waitstatus_to_exitcode(status), usage.ru_maxrss)
 
 def watch(command: list, folder: Path | None = None, environment: dict | None = None) -> Finished:
     """Run a command to its end, in `folder`. If we are interrupted, it and what it started are killed."""
-    began = time.perf_counter()
+    at, began = time.time(), time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", STARTER, *command], cwd=folder, env=environment, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace",
@@ -253,4 +259,4 @@ def watch(command: list, folder: Path | None = None, environment: dict | None = 
         process.stdout.close()
     status, peak = map(int, lines.pop()[1].split())
     peak *= 1 if sys.platform == "darwin" else 1024  # KiB, on macOS bytes
-    return Finished(status, time.perf_counter() - began, peak, lines)
+    return Finished(status, time.perf_counter() - began, peak, lines, at)

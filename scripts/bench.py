@@ -9,6 +9,7 @@
     python -m scripts.bench --what=core      # examples/s of CORE's evaluation, and of one at a time
     python -m scripts.bench --what=checkpoint --depth=12    # how long a save stalls a step
     torchrun --standalone --nproc_per_node=4 -m scripts.bench --what=communication    # bytes a step
+    python -m scripts.bench --what=race --minutes=5 --peer=FOLDER    # bits per byte after N minutes
     python -m scripts.bench --what=gpu --peer=FOLDER    # checks and times everything on a GPU in ten minutes
     python -m scripts.bench --json           # one JSON object as the last line
 
@@ -40,10 +41,10 @@ from nanochat.paths import user_path
 # What to measure
 what: (
     Literal["train", "start", "loader", "optimizer", "checkpoint", "communication"]
-    | Literal["generate", "evaluate", "core", "gpu"]
+    | Literal["generate", "evaluate", "core", "gpu", "race"]
 ) = "train"
 json = False  # print one JSON object as the last line
-rounds = 5  # times every variant is measured [1..1e4]
+rounds = 5  # times every variant is measured (race: at most 3) [1..1e4]
 steps = 12  # optimizer steps of a round (train: the first third warms up and does not count) [1..1e6]
 
 # The model and the step
@@ -59,16 +60,18 @@ device_batch_size = 8  # rows of a micro-batch, one micro-batch a step [1..2**20
 variants = "bfloat16+compile,bfloat16,float32+compile"  # train: dtypes, with +compile or without
 gradient_dtype: Literal["float32", "bfloat16"] = "float32"  # communication: as in base_train
 dtypes = "bfloat16,float32"  # optimizer, generate, evaluate: compute dtypes
-peer: str | None = None  # train, optimizer, generate, gpu: folder of karpathy/nanochat, which takes turns
+peer: str | None = (
+    None  # train, optimizer, generate, race, gpu: karpathy/nanochat's folder, to take turns with
+)
 parts = ""  # gpu: only these parts, separated by commas (empty = all)
-minutes = 9.5  # gpu: all parts together; what is not done by then is stopped [0.01..1e4]
+minutes = 9.5  # gpu: all parts together; what is not done by then is stopped. race: of each run [0.01..1e4]
 shapes = "8x512,32x2048"  # loader: rows of a step x positions of a row
-recipe = "runs/laptop.py"  # start: settings of the run
+recipe = "runs/laptop.py"  # start, race: settings of the run
 
 # Places
 data = "embedded"  # as in base_train; its tokenizer has vocab_size tokens
 base_dir = "~/.cache/nanochat"  # where data and tokenizer are (environment: NANOCHAT_BASE_DIR)
-folder: str | None = None  # checkpoint: a folder on the disk to measure (none = the system's /tmp)
+folder: str | None = None  # checkpoint, race: a folder to write in (none = the system's /tmp)
 device_type: Literal["auto", "cuda", "cpu", "mps"] = "auto"  # auto = cuda, else mps, else cpu
 
 settings = configurator.configure(globals())
@@ -224,11 +227,12 @@ def bare_write(tensors: dict, path: Path):
 
 
 def bench_elsewhere() -> dict:
-    """What a module of experiments/ measures by itself: `generate`, `core`, `start`, `gpu` and others."""
+    """What a module of experiments/ measures by itself: `generate`, `core`, `race`, `gpu` and others."""
     return import_module(f"experiments.{what}_speed").bench(settings.values)
 
 
-bench_train = bench_generate = bench_core = bench_start = bench_gpu = bench_communication = bench_elsewhere
+bench_train = bench_generate = bench_core = bench_start = bench_gpu = bench_elsewhere
+bench_communication = bench_race = bench_elsewhere
 
 
 results = globals()[f"bench_{what}"]()

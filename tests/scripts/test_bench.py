@@ -243,6 +243,11 @@ def test_generate_refuses_a_folder_that_is_not_the_peers(tmp_path):
     assert "has no nanochat/engine.py" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_a_race_needs_the_peer():
+    done = bench("--what=race", status=2)
+    assert "--peer=FOLDER" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_gpu_gives_an_object_with_each_part_on_the_last_line():
     done = bench("--what=gpu", "--parts=peer_d12,speed_d24", "--device_type=cpu", "--json")
     first, last = json.loads(done.stdout.splitlines()[0]), json.loads(done.stdout.splitlines()[-1])

@@ -1,0 +1,96 @@
+"""Scores saved models, ours or karpathy/nanochat's, in the same way: for `scripts.bench --what=race`.
+
+race_speed.py starts this file: ours with this project on PYTHONPATH, the peer's in the peer's folder, so
+`nanochat` is another package in each. The first line of stdin is the job, a JSON object; the answer is a line
+of JSON for each checkpoint, its bits per byte.
+
+Every token of every document is scored once. A document is cut into windows. A window is a row of its own,
+which begins with <|bos|> and sees nothing else. Both compute in float32, whatever the training used.
+"""
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+BATCH_TOKENS = 4096  # of a forward pass
+MULTIPLE = 16  # rows are as long as a multiple of this
+
+Window = tuple[torch.Tensor, torch.Tensor]  # inputs and targets, (n,) int64
+
+
+def windows(documents: list[torch.Tensor], bos_id: int, length: int) -> list[Window]:
+    """The windows of all documents, each of at most `length` tokens, longest first."""
+    found = []
+    for document in documents:
+        for targets in document.split(length):
+            found.append((torch.cat([torch.tensor([bos_id]), targets[:-1]]), targets))
+    return sorted(found, key=lambda window: -len(window[1]))
+
+
+def batches(found: list[Window], bos_id: int):
+    """(inputs, targets), (rows, length) int64, of windows of about the same length; padding has target -1."""
+    while found:
+        length = math.ceil(len(found[0][1]) / MULTIPLE) * MULTIPLE
+        rows = max(1, BATCH_TOKENS // length)
+        batch, found = found[:rows], found[rows:]
+        inputs = torch.full((len(batch), length), bos_id)
+        targets = torch.full((len(batch), length), -1)
+        for row, (tokens, wanted) in enumerate(batch):
+            inputs[row, : len(tokens)], targets[row, : len(wanted)] = tokens, wanted
+        yield inputs, targets
+
+
+@torch.inference_mode()
+def bits_per_byte(losses, job: dict) -> float:
+    """losses(inputs, targets) gives the loss of each target in nats, float32, anything where it is -1.
+
+    job: documents, a list of (n,) int64; bos_id; length, the most tokens of a window; token_bytes (V,) int64.
+    """
+    nats, scored_bytes = torch.zeros((), dtype=torch.float64), 0
+    found = windows(job["documents"], job["bos_id"], job["length"])
+    for inputs, targets in batches(found, job["bos_id"]):
+        scored = targets >= 0
+        nats += losses(inputs, targets).view_as(targets)[scored].double().sum()
+        scored_bytes += int(job["token_bytes"][targets[scored]].sum())
+    return nats.item() / math.log(2) / scored_bytes
+
+
+def ours(checkpoint: str):
+    from nanochat.checkpoint import open_checkpoint
+    from nanochat.engine import load_for_inference
+
+    model = load_for_inference(open_checkpoint(checkpoint), torch.device("cpu"), torch.float32)
+    return lambda inputs, targets: model(inputs, targets, reduction="none")
+
+
+def peer(checkpoint: str):
+    """checkpoint: a file model_NNNNNN.pt. NANOCHAT_DTYPE is float32."""
+    from nanochat.gpt import GPT, GPTConfig
+
+    path = Path(checkpoint)
+    meta = json.loads(path.with_name(path.name.replace("model_", "meta_")).with_suffix(".json").read_text())
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**meta["model_config"]))
+    model.to_empty(device="cpu")
+    model.init_weights()
+    model.load_state_dict(torch.load(path, map_location="cpu"))
+    model.eval()
+    return lambda inputs, targets: model(inputs, targets, loss_reduction="none")
+
+
+def main():
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # print() of either side must not stand between the answers
+    order = json.loads(sys.stdin.readline())
+    job = torch.load(order["job"])
+    for checkpoint in order["checkpoints"]:
+        losses = {"ours": ours, "peer": peer}[sys.argv[1]](checkpoint)
+        print(json.dumps(bits_per_byte(losses, job)), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

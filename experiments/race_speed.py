@@ -1,0 +1,284 @@
+"""The race: bits per byte on validation text N minutes after the command is typed, ours beside the peer's.
+
+    python -m scripts.bench --what=race --minutes=5 --peer=FOLDER    # FOLDER: a checkout of karpathy/nanochat
+
+Both train on the same documents with the same tokenizer, each with its own script in a process of its own,
+and neither evaluates: each saves checkpoints on its way, and all of them are scored afterwards, outside of
+the time, by race_score.py. Ours is the settings file --recipe with --target_minutes. The peer has the
+recipe's shape, or its own width; batch, width and dtype are those with which it is best in short runs
+(`best_settings`; kept beside the text, so the next race begins at once). It gets as many steps as fill the
+same time at the speed of its last run. The sides take turns, and change places every round. Caches are warm.
+"""
+
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from experiments import peer_run
+from nanochat import UserError
+from nanochat.data.dataset import open_dataset
+from nanochat.data.parquet import iterate_documents
+from nanochat.data.tokenizer import Tokenizer, open_tokenizer
+from nanochat.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+ROUNDS = 3  # at most; a round has a run of each side
+POINTS = 6  # checkpoints on the way, about
+ROWS = (4, 2, 8)  # the peer's batches, in rows of the recipe's length
+SEARCH = 0.25  # the length of a run that chooses the peer's settings, as a share of the race's
+TRIAL_STEPS = 30  # of a run that says how fast the peer is
+
+
+@dataclass
+class Race:
+    """What all runs of a race have in common."""
+
+    peer: Path
+    text: Path  # of peer_run.prepare
+    recipe: str
+    base_dir: Path
+    minutes: float
+    folder: Path  # for the runs
+    shape: dict  # of the recipe: depth, aspect_ratio, head_dim, max_seq_len
+
+    def new_place(self) -> Path:
+        return Path(tempfile.mkdtemp(dir=self.folder))
+
+
+@dataclass
+class Lap:
+    """A run of one side."""
+
+    seconds: float  # from the command to its end
+    tokens: int
+    peak_memory_bytes: int
+    points: list[tuple[float, float]]  # of each checkpoint: seconds from the command, bits per byte
+
+    @property
+    def bpb(self) -> float:
+        return self.points[-1][1]
+
+
+def bench(settings: dict) -> dict:
+    """Medians of each side, the ratio of the bits per byte in each round, and a plot, docs/race.png.
+
+    Raises UserError if `peer` is no folder of karpathy/nanochat, or if a run fails.
+    """
+    if not settings["peer"]:
+        raise UserError("give --peer=FOLDER, a checkout of karpathy/nanochat")
+    peer, base_dir = peer_run.check(settings["peer"]), Path(settings["base_dir"]).expanduser()
+    dataset = open_dataset(settings["data"], base_dir=base_dir)
+    place = dataset.tokenizer_folder(base_dir)
+    tokenizer = open_tokenizer("auto", settings["vocab_size"], place, dataset.train_texts)
+    text = peer_run.prepare(dataset, tokenizer, base_dir)
+    with tempfile.TemporaryDirectory(dir=settings["folder"]) as folder:
+        race = Race(peer, text, settings["recipe"], base_dir, settings["minutes"], Path(folder), {})
+        race.shape = warm_up(race)
+        best = best_settings(race)
+        laps = run_rounds(race, best, min(ROUNDS, settings["rounds"]))
+    picture = Path(settings["folder"] or ROOT / "docs") / "race.png"
+    try:
+        plot(laps, race.minutes, picture)
+    except OSError as error:  # the figures of so many minutes are not lost with it
+        say(f"{picture} cannot be written ({error.strerror}); give another --folder")
+    return results(laps, best)
+
+
+def say(text: str):
+    """A race is long: what is done stands on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+# ------------------------------------------------------------------------------------------------------
+# Ours
+
+
+def ours(race: Race, **more) -> tuple[Path, peer_run.Finished]:
+    """A run of our base_train with the recipe, and its folder. `more`: further settings."""
+    run = race.new_place() / "run"
+    chosen = {"base_dir": race.base_dir, "out_dir": run, "keep_checkpoints": -1, "eval_tokens": 1} | more
+    chosen |= dict.fromkeys(("eval_every", "core_metric_every", "sample_every", "save_every"), -1)
+    command = [sys.executable, "-m", "scripts.base_train", race.recipe, *peer_run.ours_arguments(race.text)]
+    done = peer_run.watch([*command, *(f"--{name}={value}" for name, value in chosen.items())], ROOT)
+    if done.status:
+        raise UserError(f"base_train failed with {race.recipe}: {done.tail()}")
+    return run, done
+
+
+def warm_up(race: Race) -> dict:
+    """Fill our caches by a short run. Returns the shape of the recipe, as base_train has read it."""
+    run, _ = ours(race, num_iterations=3)
+    used = json.loads((run / "config.json").read_text("utf-8"))["settings"]
+    return {name: used[name]["value"] for name in ("depth", "aspect_ratio", "head_dim", "max_seq_len")}
+
+
+def our_lap(race: Race) -> Lap:
+    horizon = {"num_iterations": -1, "target_minutes": race.minutes}
+    run, done = ours(race, **horizon, save_minutes=race.minutes / (POINTS + 1))
+    checkpoints = sorted(run.glob("step_*"))
+    saved = [(path, (path / "manifest.json").stat().st_mtime - done.began) for path in checkpoints]
+    tokens = [record["tokens"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+    return Lap(done.seconds, tokens[-1], done.peak_memory_bytes, score(race, "ours", saved))
+
+
+# ------------------------------------------------------------------------------------------------------
+# The peer
+
+
+def steps_in(minutes: float, run: peer_run.Run) -> int:
+    """How many steps end after so many minutes, if start, end and a step take as long as in `run`."""
+    first, last = len(run.step_done_s) // 3, len(run.step_done_s) - 1
+    step_s = (run.step_done_s[last] - run.step_done_s[first]) / (last - first)
+    others_s = run.first_step_s - step_s + run.seconds - run.step_done_s[last]
+    return max(3, int((60 * minutes - others_s) / step_s))
+
+
+def peer_trial(race: Race, chosen: dict, dtype: str) -> peer_run.Run:
+    """A short run for the speed, after one of two steps that fills the caches."""
+    for steps in (2, TRIAL_STEPS):
+        settings = chosen | {"num_iterations": steps}
+        run = peer_run.train(race.peer, race.text, race.new_place(), settings, dtype)
+    return run
+
+
+def peer_lap(race: Race, best: dict, minutes: float, before: peer_run.Run) -> tuple[Lap, peer_run.Run]:
+    """A run of the peer that takes `minutes` at the speed of `before`, an earlier run."""
+    steps, place = steps_in(minutes, before), race.new_place()
+    chosen = best["settings"] | {"num_iterations": steps, "save_every": max(1, steps // (POINTS + 1))}
+    run = peer_run.train(race.peer, race.text, place, chosen, best["dtype"])
+    files = sorted((place / "base_checkpoints" / "run").glob("model_*.pt"))
+    points = score(race, "peer", [(path, path.stat().st_mtime - run.began) for path in files])
+    return Lap(run.seconds, steps * chosen["total_batch_size"], run.peak_memory_bytes, points), run
+
+
+def best_settings(race: Race) -> dict:
+    """The peer's settings and dtype with the lowest bits per byte in short runs, and all that was tried.
+
+    First the batch, then its own width (aspect_ratio 64), then float32, its default on a CPU. Its script
+    scales its rates to the batch. The result is kept in a file beside the text.
+    """
+    sources = [(race.peer / name).read_text("utf-8") for name in ("scripts/base_train.py", "nanochat/gpt.py")]
+    key = hashlib.sha256(json.dumps([sources, race.shape, race.minutes]).encode()).hexdigest()[:12]
+    kept = race.text / f"peer-best-{key}.json"
+    if kept.exists():
+        say(f"the peer's best settings are in {kept}; remove it to look for them again")
+        return json.loads(kept.read_text("utf-8"))
+    tried = []
+
+    def attempt(dtype: str = "bfloat16", **changed):
+        settings = (best()["settings"] if tried else race.shape) | changed
+        settings["total_batch_size"] = settings["device_batch_size"] * race.shape["max_seq_len"]
+        found = {"settings": settings, "dtype": dtype}
+        lap, run = peer_lap(race, found, SEARCH * race.minutes, peer_trial(race, settings, dtype))
+        tried.append(found | {"bpb": lap.bpb, "seconds": lap.seconds, "tok_per_sec": run.tok_per_sec})
+        say(f"the peer with {named(found)}: {lap.bpb:.4f} bits per byte after {lap.seconds:.0f} s")
+
+    def best() -> dict:
+        return min(tried, key=lambda found: found["bpb"])
+
+    for rows in ROWS:
+        attempt(device_batch_size=rows)
+    if race.shape["aspect_ratio"] != 64:
+        attempt(aspect_ratio=64)
+    attempt("float32")
+    found = best() | {"tried": tried}
+    kept.write_text(json.dumps(found, indent=1), "utf-8")
+    return found
+
+
+def named(best: dict) -> str:
+    """Settings of the peer in words."""
+    settings = best["settings"]
+    shape = f"depth {settings['depth']}, aspect_ratio {settings['aspect_ratio']}"
+    return f"{shape}, {settings['total_batch_size']} tokens a step, {best['dtype']}"
+
+
+# ------------------------------------------------------------------------------------------------------
+# Both
+
+
+def run_rounds(race: Race, best: dict, rounds: int) -> dict[str, list[Lap]]:
+    """The laps of each side. Ours begins in the first round, the peer in the second, and so on."""
+    laps, before = {"ours": [], "peer": []}, peer_trial(race, best["settings"], best["dtype"])
+    for number in range(rounds):
+        for side in ("ours", "peer") if number % 2 == 0 else ("peer", "ours"):
+            if side == "ours":
+                lap = our_lap(race)
+            else:
+                lap, before = peer_lap(race, best, race.minutes, before)
+            laps[side].append(lap)
+            reached = f"{lap.bpb:.4f} bits per byte after {lap.tokens:,} tokens in {lap.seconds:.0f} s"
+            say(f"round {number + 1}, {side}: {reached}")
+    return laps
+
+
+def score(race: Race, side: str, saved: list[tuple[Path, float]]) -> list[tuple[float, float]]:
+    """The points of a run. saved: its checkpoints, and how many seconds after the command each was there."""
+    tokenizer = Tokenizer.load(race.text / "tokenizer" / "tokenizer.json")
+    texts = list(iterate_documents([race.text / "base_data_climbmix" / peer_run.VALIDATION]))
+    documents = tokenizer.encode_batch(texts, os.cpu_count() or 1)
+    job = {
+        "documents": [torch.from_numpy(document.astype("int64")) for document in documents],
+        "bos_id": tokenizer.bos_id,
+        "token_bytes": torch.from_numpy(tokenizer.token_bytes()),
+        "length": race.shape["max_seq_len"],
+    }
+    torch.save(job, race.folder / "job.pt")
+    order = {"job": str(race.folder / "job.pt"), "checkpoints": [str(path) for path, _ in saved]}
+    folder = ROOT if side == "ours" else race.peer
+    environment = os.environ | {"PYTHONPATH": str(folder), "NANOCHAT_DTYPE": "float32"}
+    command = [sys.executable, ROOT / "experiments" / "race_score.py", side]
+    how = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+    done = subprocess.run(command, input=json.dumps(order), **how)
+    if done.returncode:
+        raise UserError(f"the checkpoints of {side} could not be scored: {done.stderr.strip()[-1000:]}")
+    values = [json.loads(line) for line in done.stdout.splitlines()]
+    return [(seconds, bpb) for (_, seconds), bpb in zip(saved, values, strict=True)]
+
+
+def results(laps: dict[str, list[Lap]], best: dict) -> dict:
+    """A row for each side, the ratio of the bits per byte in a round, and every run with its points."""
+    rows = {}
+    for side, of_side in laps.items():
+        rows[side] = {
+            "bpb": statistics.median(lap.bpb for lap in of_side),
+            "seconds": statistics.median(lap.seconds for lap in of_side),
+            "tokens": statistics.median(lap.tokens for lap in of_side),
+            "peak_memory_gb": max(lap.peak_memory_bytes for lap in of_side) / 1e9,
+        }
+    rows["peer"]["settings"] = named(best)
+    ratios = [mine.bpb / theirs.bpb for mine, theirs in zip(laps["ours"], laps["peer"], strict=True)]
+    rows["ours_over_peer"] = {"median": statistics.median(ratios), "of_each_round": ratios}
+    for side, of_side in laps.items():
+        rows |= {f"{side}, round {i}": asdict(lap) for i, lap in enumerate(of_side, start=1)}
+    return rows
+
+
+def plot(laps: dict[str, list[Lap]], minutes: float, path: Path):
+    """Bits per byte against seconds, a line for each run. Raises OSError if it cannot be written."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    looks = {"peer": ("karpathy/nanochat", "tab:gray"), "ours": ("this project", "tab:blue")}
+    for side, (name, color) in looks.items():
+        for number, lap in enumerate(laps[side]):
+            seconds, values = zip(*lap.points, strict=True)
+            axes.plot(seconds, values, "o-", color=color, label=None if number else name, markersize=4)
+        at = sorted(lap.points[-1][::-1] for lap in laps[side])[len(laps[side]) // 2][::-1]
+        axes.annotate(f"{at[1]:.2f}", at, (0, 8), textcoords="offset points", ha="center", color=color)
+    axes.axvline(60 * minutes, color="black", linestyle=":", linewidth=1)
+    axes.set(xlabel="seconds since the command", ylabel="validation bits per byte", xlim=(0, None))
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
