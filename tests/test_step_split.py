@@ -1,0 +1,124 @@
+"""A profiled step is split by kind of work; all kinds and the rest together are the step."""
+
+import gzip
+import json
+
+import pytest
+import torch
+
+from experiments import step_split
+from experiments.step_split import Model, attention_flops, bytes_of, kind_of_piece, pieces_of_step
+from nanochat.gpt import GPTConfig
+
+CONFIG = GPTConfig(depth=1, width=64, num_heads=1, vocab_size=512, max_seq_len=8)
+CPU = torch.device("cpu")
+
+
+def event(
+    name: str, start: float, end: float, *sizes: list[int], cat: str = "", tid: int = 1, **more
+) -> dict:
+    """An event of a trace in microseconds; `sizes` are those of an operator's float32 inputs."""
+    strides = [[torch.empty(size, device="meta").stride(i) for i in range(len(size))] for size in sizes]
+    inputs = {"Input Dims": list(sizes), "Input Strides": strides, "Input type": ["float"] * len(sizes)}
+    cat = cat or ("cpu_op" if "::" in name or "Backward" in name else "user_annotation")
+    timed = {"ph": "X", "name": name, "ts": start, "dur": end - start}
+    return timed | {"cat": cat, "tid": tid, "args": inputs | more}
+
+
+STEP = [
+    event("aten::mm", -50, -10, [16, 64], [64, 64]),  # before the step
+    event("step 3", 0, 1000),
+    event("data", 0, 10),
+    event("aten::embedding", 20, 30, [512, 64], [2, 8]),
+    event("aten::index_select", 22, 28, [512, 64], [16]),
+    event("aten::linear", 30, 80, [2, 8, 64], [64, 64]),
+    event("aten::mm", 40, 75, [16, 64], [64, 64]),
+    event("aten::scaled_dot_product_attention", 100, 150),
+    event("aten::_scaled_dot_product_flash_attention_for_cpu", 102, 148),
+    event("aten::mul", 160, 170, [16, 64], [16, 64]),
+    event("aten::linear", 200, 260, [2, 8, 64], [512, 64]),
+    event("aten::mm", 205, 255, [16, 64], [64, 512]),
+    event("nanochat::head_and_loss", 300, 350),
+    event("aten::mm", 310, 340, [16, 64], [64, 256]),
+    event("autograd::engine::evaluate_function: CompiledFunctionBackward", 400, 600),
+    event("cpp_fused_add_1 [8192 bytes]", 410, 430),
+    event("nanochat::attention_in_blocks_backward", 440, 500),
+    event("aten::bmm", 450, 490, [1, 8, 64], [1, 64, 8]),
+    event("aten::mm", 510, 560, [64, 16], [16, 64]),
+    event("cpp_fused__scaled_dot_product_flash_attention_for_cpu_transpose_2 [8192 bytes]", 570, 580),
+    event("clip", 610, 630),
+    event("aten::_foreach_norm", 612, 628),
+    event("Optimizer.step#MuonAdamW.step", 640, 740),
+    event("aten::bmm", 650, 700, [2, 64, 64], [2, 64, 64]),
+    event("log", 750, 760),
+    event("aten::mm", 30, 900, [9, 9], [9, 9], tid=2),  # another thread
+]
+SPENT = {  # microseconds, added up by hand
+    "data": 10, "embedding": 10, "products": 50 + 50, "attention forward": 50, "attention backward": 60,
+    "norms and element-wise": 10 + 20 + 10, "head and loss": 60 + 50, "clip": 20, "optimizer": 100, "log": 10,
+}  # fmt: skip
+
+
+def test_each_kind_has_the_time_of_its_operators_and_the_kinds_are_the_step(tmp_path):
+    path = tmp_path / "profile_3.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": STEP}).encode()))
+    found = step_split.split(path, Model(CONFIG, 16, 1, 1000, 2000), CPU, peak_flops=1e9)
+    milliseconds = {kind: row["ms"] for kind, row in found["kinds"].items()}
+    expected = {kind: spent / 1000 for kind, spent in SPENT.items()}
+    assert milliseconds == pytest.approx(expected | {"rest": 1 - sum(expected.values())})
+    assert found["step_ms"] == 1 and sum(row["share"] for row in found["kinds"].values()) == pytest.approx(1)
+    products = {row["what"]: (row["count"], row["ms"]) for row in found["products"]}
+    assert products == {
+        "16 x 64 @ 64 x 64": (1, pytest.approx(0.035)), "64 x 16 @ 16 x 64": (1, pytest.approx(0.05)),
+    }  # fmt: skip
+    could = {kind: row["could_ms"] for kind, row in found["kinds"].items()}
+    assert could["products"] == pytest.approx(sum(row["alone_ms"] for row in found["products"]))
+    assert could["attention forward"] == pytest.approx(1000 * 4 * 64 * 2 * (8 * 9 / 2) / 1e9)
+    assert could["attention backward"] == 2.5 * could["attention forward"]
+    assert could["rest"] == could["data"] == could["log"] == 0 < could["head and loss"]
+    with pytest.raises(ValueError, match="has no step"):
+        path.write_bytes(gzip.compress(b'{"traceEvents": []}'))
+        step_split.read(path)
+
+
+def test_a_kernel_of_a_gpu_has_the_kind_of_what_launched_it():
+    launch = {"cat": "cuda_runtime"}
+    events = [
+        event("step 0", 0, 100),
+        event("aten::mm", 1, 5, [16, 64], [64, 64]),
+        event("cudaLaunchKernel", 2, 4, **launch, correlation=1),
+        event("autograd::engine::evaluate_function: CompiledFunctionBackward", 5, 9, tid=2),
+        event("cudaLaunchKernel", 6, 7, **launch, correlation=2, tid=2),
+        event("Optimizer.step#MuonAdamW.step", 10, 20),
+        event("cudaLaunchKernel", 11, 12, **launch, correlation=3),
+        event("nvjet_tst", 10, 40, cat="kernel", tid=7, correlation=1),
+        event(
+            "cudnn_generated_fort_native_sdpa_sm90_flash_bprop", 40, 60, cat="kernel", tid=7, correlation=2
+        ),
+        event("nvjet_tst", 60, 95, cat="kernel", tid=7, correlation=3),
+        event("nvjet_tst", 1, 3, cat="kernel", tid=7, correlation=99),  # launched before the step
+    ]
+    found = [
+        (kind_of_piece(piece, CONFIG), piece.end - piece.start) for piece in pieces_of_step(events, events[0])
+    ]
+    assert found == [("products", 30), ("attention backward", 20), ("optimizer", 35)]
+
+
+def test_an_operator_moves_its_inputs_and_as_much_as_the_largest_of_them():
+    assert bytes_of(event("aten::mul", 0, 1, [16, 64], [64])) == 4 * (16 * 64 + 64 + 16 * 64)
+    expanded = event("aten::mul", 0, 1, [16, 64])
+    expanded["args"]["Input Strides"] = [[0, 1]]  # sixteen times the same row
+    assert bytes_of(expanded) == 4 * (64 + 64)
+    assert bytes_of(event("cpp_fused_add_1 [98304 bytes]", 0, 1)) == 98304
+    assert (
+        bytes_of(event("aten::view", 0, 1, [16, 64])) == bytes_of(event("autograd::engine", 0, 1, [9])) == 0
+    )
+
+
+def test_attention_counts_the_pairs_that_see_each_other():
+    config = GPTConfig(depth=2, width=32, num_heads=2, vocab_size=9, max_seq_len=8, window_pattern="S")
+    pairs = sum(
+        q - w < k <= q for w in (2, 8) for q in range(8) for k in range(8)
+    )  # S is 2, the last layer 8
+    # Two products for each pair: 2 * D multiplications and additions in each of H heads; 3 rows
+    assert attention_flops(Model(config, 3 * 8, 1, 0, 0)) == 3 * pairs * 2 * (2 * 16) * 2
