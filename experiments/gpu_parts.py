@@ -16,10 +16,11 @@ import sys
 import sysconfig
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
-from experiments.gpu_trace import time_split
+from experiments.step_split import time_split
 
 ROOT = Path(__file__).resolve().parent.parent
 STEP = Path(__file__).with_name("gpu_step.py")
@@ -162,17 +163,19 @@ def speed(job: dict, depth: int, trace: bool = False, **more) -> dict:
         with Side("ours", step_job, ROOT) as side:
             side.ask({"do": "steps", "count": 1})
             row = figures(step_job, side.facts, side.ask({"do": "steps", "count": 4 if depth < 20 else 3}))
-            return row | ({"time_split": split(side)} if trace else {})
+            return row | ({"time_split": split(side, step_job)} if trace else {})
 
     return halving(model_job(job, depth, **more), run)
 
 
-def split(side: Side) -> dict:
+def split(side: Side, step_job: dict) -> dict:
     """Where the time of two profiled steps goes; an error leaves the other figures as they are."""
     try:
         with tempfile.TemporaryDirectory() as place:
             steps = side.ask({"do": "trace", "path": f"{place}/trace.json"})["steps"]
-            return time_split(f"{place}/trace.json", steps)
+            width = step_job["depth"] * step_job["aspect_ratio"]
+            sizes = SimpleNamespace(width=width, vocab_size=step_job["vocab_size"])
+            return time_split(f"{place}/trace.json", steps, sizes)
     except (RuntimeError, MemoryError, ValueError, KeyError, OSError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
 

@@ -28,11 +28,6 @@ PROFILED_STEPS = 2
 BASE_TRAIN = os.path.join(os.path.dirname(__file__), "..", "scripts", "base_train.py")
 
 
-def phase(name: str):
-    """Marks a part of the step in a profile."""
-    return torch.profiler.record_function(name)
-
-
 class Ours:
     """Model and optimizer as scripts/base_train.py makes them from the same settings."""
 
@@ -79,18 +74,15 @@ class Ours:
 
         losses = torch.zeros(self.micro_steps, device=self.device)
         for i, (inputs, targets) in enumerate(batches):
-            with phase("forward"), precision.autocast(self.device, self.dtype):
+            with precision.autocast(self.device, self.dtype):
                 loss = self.train_model(inputs, targets) / self.micro_steps
-            with phase("backward"):
-                self.scaler.scale(loss).backward()
+            self.scaler.scale(loss).backward()
             losses[i] = loss.detach()
-        with phase("clip"):
-            self.scaler.unscale_(self.optimizer)
-            norm = clip_grad_norm_(self.model, self.optimizer, 1.0)
-            optim.skip_if_not_finite(self.optimizer, norm)
-        with phase("optimizer"):
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+        self.scaler.unscale_(self.optimizer)
+        norm = clip_grad_norm_(self.model, self.optimizer, 1.0)
+        optim.skip_if_not_finite(self.optimizer, norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         return losses.sum()
 
@@ -153,13 +145,10 @@ class Peer:
 
     def step(self, batches) -> torch.Tensor:
         for inputs, targets in batches:
-            with phase("forward"):
-                loss = self.train_model(inputs, targets)
+            loss = self.train_model(inputs, targets)
             last = loss.detach()
-            with phase("backward"):
-                (loss / self.micro_steps).backward()
-        with phase("optimizer"):
-            self.optimizer.step()
+            (loss / self.micro_steps).backward()
+        self.optimizer.step()
         self.model.zero_grad(set_to_none=True)
         return last
 
@@ -221,7 +210,7 @@ def trace(side, batches, order: dict) -> dict:
     with torch.profiler.profile(activities=kinds) as profile:
         side.step(batches)  # the first step under a profiler waits for it
         synchronize(side.device)
-        with phase("profiled steps"):
+        with torch.profiler.record_function("profiled steps"):
             for _ in range(PROFILED_STEPS):
                 side.step(batches)
             synchronize(side.device)

@@ -1,12 +1,10 @@
-"""Where the time of profiled steps goes, by kind of work: reads the Chrome trace that torch.profiler writes.
+"""The pieces of work in a Chrome trace that torch.profiler writes, and what their names say.
 
-On a GPU the pieces of work are its kernels, copies and fills. On a CPU, where the tests run, they are the
-operators, each without the time of those that it calls.
+On a GPU the pieces are its kernels, copies and fills. On a CPU, where the tests run, they are the operators,
+each without the time of those that it calls.
 """
 
-import json
 import re
-from bisect import bisect_right
 from typing import NamedTuple
 
 # The first pattern that is found in a kernel's name decides. Names of attention kernels hold the words of
@@ -33,16 +31,16 @@ KINDS = [
 PATTERNS = [(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in KINDS]
 WORK = {"kernel", "gpu_memcpy", "gpu_memset"}  # categories of a GPU's events
 LAUNCHES = {"cuda_runtime", "cuda_driver"}
+FRAMES = {"cpu_op", "user_annotation"}  # operators and marks of the CPU
 
 
 class Piece(NamedTuple):
-    """One kernel, copy, or operator of a CPU; times in microseconds."""
+    """One kernel or copy, or a time in which an operator of a CPU runs itself; times in microseconds."""
 
     name: str
     start: float
     end: float
-    launched: float  # when the CPU gave it to the GPU
-    calls: tuple = ()  # of a CPU: the events that it runs in, the outermost first, its own last
+    calls: tuple  # the events that led to it, the outermost first, its own last
 
 
 def kind_of(name: str) -> str:
@@ -50,78 +48,33 @@ def kind_of(name: str) -> str:
     return next((kind for kind, pattern in PATTERNS if pattern.search(name)), "element-wise")
 
 
-def time_split(path, steps: int) -> dict:
-    """Milliseconds of a step by kind of work, from a trace of gpu_step.py; `idle`: nothing ran.
-
-    What was launched in the phases `optimizer` and `clip` counts there, whatever its kind. Raises ValueError
-    if the trace has no profiled steps.
-    """
-    with open(path) as file:
-        events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
-    spans = {name: intervals(events, name) for name in ("profiled steps", "optimizer", "clip")}
-    if not spans["profiled steps"]:
-        raise ValueError("the trace has no profiled steps")
-    first, last = spans["profiled steps"][-1]
-    found = [piece for piece in pieces(events) if first <= piece.launched <= last]
-    spent = dict.fromkeys(
-        ["products", "attention", "element-wise", "embedding", "loss", "optimizer", "clip", "copies"], 0.0
-    )
-    names: dict[str, float] = {}
-    for piece in found:
-        where = next((phase for phase in ("optimizer", "clip") if within(spans[phase], piece.launched)), None)
-        spent[where or kind_of(piece.name)] += piece.end - piece.start
-        names[piece.name] = names.get(piece.name, 0.0) + piece.end - piece.start
-    total = last - first
-    spent["idle"] = total - covered(found)
-    longest = sorted(names, key=lambda name: -names[name])[:8]
-    return {
-        "step_ms": total / steps / 1000,
-        "ms": {kind: spent[kind] / steps / 1000 for kind in spent},
-        "share": {kind: spent[kind] / total for kind in spent},
-        "kernels": len(found) / steps,
-        "longest_ms": {name[:60]: names[name] / steps / 1000 for name in longest},
-    }
-
-
-def intervals(events: list[dict], name: str) -> list[tuple[float, float]]:
-    """(start, end) of the marks of that name on the CPU, in order of time."""
-    marks = [e for e in events if e.get("name") == name and e.get("cat") == "user_annotation"]
-    return sorted((e["ts"], e["ts"] + e["dur"]) for e in marks)
-
-
-def within(spans: list[tuple[float, float]], time: float) -> bool:
-    """Whether a time lies in one of the intervals, which are in order and do not overlap."""
-    place = bisect_right(spans, (time, float("inf"))) - 1
-    return place >= 0 and time <= spans[place][1]
-
-
-def pieces(events: list[dict]) -> list[Piece]:
-    """The pieces of work: of the GPU if the trace has any, else of the CPU."""
+def pieces_of_step(events: list[dict], step: dict) -> list[Piece]:
+    """The pieces of work that began or were launched while the mark `step` lasted, each with its calls."""
+    first, last = step["ts"], step["ts"] + step["dur"]
+    inside = [event for event in events if first <= event["ts"] <= last]
     work = [event for event in events if event.get("cat") in WORK]
     if not work:
-        return operators(events)
-    launches = {
-        event["args"]["correlation"]: event["ts"]
-        for event in events
-        if event.get("cat") in LAUNCHES and "correlation" in event.get("args", {})
-    }
+        return operators([e for e in inside if e["tid"] == step["tid"] and e.get("cat") in FRAMES])
+    found = operators([event for event in inside if event.get("cat") in (*FRAMES, *LAUNCHES)])
+    launches = [piece.calls for piece in found if piece.calls[-1]["cat"] in LAUNCHES]
+    calls = {of_launch[-1]["args"].get("correlation"): of_launch for of_launch in launches}
     return [
-        Piece(e["name"], e["ts"], e["ts"] + e["dur"], launches.get(e["args"].get("correlation"), e["ts"]))
+        Piece(e["name"], e["ts"], e["ts"] + e["dur"], (*calls[number], e))
         for e in work
+        if (number := e["args"].get("correlation")) in calls
     ]
 
 
-def operators(events: list[dict], categories=("cpu_op",)) -> list[Piece]:
-    """The times in which an operator of a CPU's trace runs itself, not one that it calls."""
+def operators(events: list[dict]) -> list[Piece]:
+    """The times in which an event of a CPU's trace runs itself, not one that it calls."""
     by_thread: dict = {}
     for event in events:
-        if event.get("cat") in categories:
-            by_thread.setdefault(event["tid"], []).append(event)
+        by_thread.setdefault(event["tid"], []).append(event)
     found = []
 
     def ran(calls: list[dict], start: float, end: float):
         if end > start:
-            found.append(Piece(calls[-1]["name"], start, end, start, tuple(calls)))
+            found.append(Piece(calls[-1]["name"], start, end, tuple(calls)))
 
     for of_thread in by_thread.values():
         calls: list[dict] = []  # the operators that run, the innermost last
@@ -138,12 +91,3 @@ def operators(events: list[dict], categories=("cpu_op",)) -> list[Piece]:
                 calls.append(event)
                 reached = until
     return found
-
-
-def covered(found: list[Piece]) -> float:
-    """Microseconds in which at least one piece runs."""
-    total, reached = 0.0, float("-inf")
-    for _, start, end, *_ in sorted(found, key=lambda piece: piece.start):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total

@@ -1,9 +1,10 @@
 """How fast base_train trains, and where a step's time goes: `python -m scripts.bench --what=train`.
 
 Each turn is a run of scripts/base_train.py in a process of its own: `steps` steps that are timed, a save and
-an evaluation, after which the peak of memory is read, one step more, and one that is profiled
-(step_split.py). The variants take turns, `rounds` times. Of the profiled steps of a variant the one of median
-length is split. The peak of matrix products is measured before each round.
+an evaluation, after which the peak of memory is read, one step more, and one that is profiled. The variants
+take turns, `rounds` times. Of the profiled steps of a variant the one of median length is split by kind of
+work (step_split.py), beside what the machine could do (step_floors.py). The peak of matrix products is
+measured before each round.
 
 --peer=FOLDER instead sets the first variant beside karpathy/nanochat's own base_train, in bfloat16 and in
 float32, its default: the same text, tokenizer, shape and batch, in turns (peer_run.py).
@@ -17,7 +18,7 @@ import time
 from pathlib import Path
 
 import configurator
-from experiments import peer_run, step_split
+from experiments import peer_run, step_floors, step_split
 from nanochat import UserError, precision, runtime, scaling
 from nanochat.data.dataset import open_dataset
 from nanochat.data.tokenizer import open_tokenizer
@@ -121,20 +122,20 @@ def model_of(settings: dict):
 
 
 def split(settings: dict, turns: list[dict], machine, peak_flops: float) -> dict:
-    """step_split.split of the profiled step of median length."""
+    """step_floors.split of the profiled step of median length."""
     traces = [next(turn["run"].glob("profile_*.json.gz")) for turn in turns]
     traces.sort(key=lambda path: step_split.read(path)[1]["dur"])
     model = model_of(settings)
     matrices = model.parameter_counts()["matrices"]
     others = sum(p.numel() for p in model.parameters()) - matrices
     tokens = settings["device_batch_size"] * settings["max_seq_len"]
-    facts = step_split.Model(model.config, tokens, 1, matrices, others)
-    return step_split.split(traces[(len(traces) - 1) // 2], facts, machine.device, peak_flops)
+    facts = step_floors.Model(model.config, tokens, 1, matrices, others)
+    return step_floors.split(traces[(len(traces) - 1) // 2], facts, machine.device, peak_flops)
 
 
 def report(rows: dict, peak: dict, machine):
     """Print peaks, speeds, and a table for each variant."""
-    copy = 2**28 / step_split.measured_copy_ms(28, machine.device) / 1e6
+    copy = 2**28 / step_floors.measured_copy_ms(28, machine.device) / 1e6
     speeds = ", ".join(f"{dtype} {flops / 1e12:.3f} TFLOP/s" for dtype, flops in peak.items())
     print(f"matrix products: {speeds}; a copy of 128 MiB: {copy:.1f} GB/s")
     for name, row in rows.items():

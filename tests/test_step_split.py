@@ -6,8 +6,8 @@ import json
 import pytest
 import torch
 
-from experiments import step_split
-from experiments.step_split import Model, attention_flops, bytes_of, kind_of_piece, pieces_of_step
+from experiments import step_floors, step_split
+from experiments.step_floors import Model, attention_flops, bytes_of
 from nanochat.gpt import GPTConfig
 
 CONFIG = GPTConfig(depth=1, width=64, num_heads=1, vocab_size=512, max_seq_len=8)
@@ -43,6 +43,7 @@ STEP = [
     event("autograd::engine::evaluate_function: CompiledFunctionBackward", 400, 600),
     event("cpp_fused_add_1 [8192 bytes]", 410, 430),
     event("nanochat::attention_in_blocks_backward", 440, 500),
+    event("cpp_fused_exp_sub_0 [64 bytes]", 442, 448),
     event("aten::bmm", 450, 490, [1, 8, 64], [1, 64, 8]),
     event("aten::mm", 510, 560, [64, 16], [16, 64]),
     event("cpp_fused__scaled_dot_product_flash_attention_for_cpu_transpose_2 [8192 bytes]", 570, 580),
@@ -62,7 +63,7 @@ SPENT = {  # microseconds, added up by hand
 def test_each_kind_has_the_time_of_its_operators_and_the_kinds_are_the_step(tmp_path):
     path = tmp_path / "profile_3.json.gz"
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": STEP}).encode()))
-    found = step_split.split(path, Model(CONFIG, 16, 1, 1000, 2000), CPU, peak_flops=1e9)
+    found = step_floors.split(path, Model(CONFIG, 16, 1, 1000, 2000), CPU, peak_flops=1e9)
     milliseconds = {kind: row["ms"] for kind, row in found["kinds"].items()}
     expected = {kind: spent / 1000 for kind, spent in SPENT.items()}
     assert milliseconds == pytest.approx(expected | {"rest": 1 - sum(expected.values())})
@@ -81,27 +82,35 @@ def test_each_kind_has_the_time_of_its_operators_and_the_kinds_are_the_step(tmp_
         step_split.read(path)
 
 
-def test_a_kernel_of_a_gpu_has_the_kind_of_what_launched_it():
+def test_a_kernel_of_a_gpu_has_the_kind_of_what_launched_it_also_if_it_runs_later(tmp_path):
+    """Two steps in 1000 us."""
     launch = {"cat": "cuda_runtime"}
+    kernel = {"cat": "kernel", "tid": 7}
     events = [
-        event("step 0", 0, 100),
-        event("aten::mm", 1, 5, [16, 64], [64, 64]),
-        event("cudaLaunchKernel", 2, 4, **launch, correlation=1),
-        event("autograd::engine::evaluate_function: CompiledFunctionBackward", 5, 9, tid=2),
-        event("cudaLaunchKernel", 6, 7, **launch, correlation=2, tid=2),
-        event("Optimizer.step#MuonAdamW.step", 10, 20),
-        event("cudaLaunchKernel", 11, 12, **launch, correlation=3),
-        event("nvjet_tst", 10, 40, cat="kernel", tid=7, correlation=1),
-        event(
-            "cudnn_generated_fort_native_sdpa_sm90_flash_bprop", 40, 60, cat="kernel", tid=7, correlation=2
-        ),
-        event("nvjet_tst", 60, 95, cat="kernel", tid=7, correlation=3),
-        event("nvjet_tst", 1, 3, cat="kernel", tid=7, correlation=99),  # launched before the step
+        event("cudaLaunchKernel", -50, -45, **launch, correlation=9),
+        event("nvjet_before", 5, 20, **kernel, correlation=9),  # launched before: not counted
+        event("profiled steps", 0, 1000),
+        event("profiled steps", 0, 1000, cat="gpu_user_annotation", tid=7),
+        event("aten::mm", 9, 13, [16, 64], [64, 64]),
+        event("cudaLaunchKernelExC", 10, 12, **launch, correlation=1),
+        event("nvjet_hsh_1", 50, 250, **kernel, correlation=1),
+        event("autograd::engine::evaluate_function: CompiledFunctionBackward", 20, 80, tid=2),
+        event("cudaLaunchKernel", 30, 31, **launch, correlation=2, tid=2),
+        event("cudnn_generated_native_sdpa_sm90_flash_bprop", 250, 300, **kernel, correlation=2),
+        event("clip", 90, 95),
+        event("cudaLaunchKernel", 92, 93, **launch, correlation=3),
+        event("reduce_kernel_norm", 300, 350, **kernel, correlation=3),
+        event("Optimizer.step#MuonAdamW.step", 100, 150),
+        event("cuLaunchKernelEx", 120, 121, cat="cuda_driver", correlation=4),
+        event("nvjet_hsh_2", 400, 600, **kernel, correlation=4),
     ]
-    found = [
-        (kind_of_piece(piece, CONFIG), piece.end - piece.start) for piece in pieces_of_step(events, events[0])
-    ]
-    assert found == [("products", 30), ("attention backward", 20), ("optimizer", 35)]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    found = step_split.time_split(path, steps=2, config=CONFIG)
+    spent = {"products": 200, "attention backward": 50, "clip": 50, "optimizer": 200, "rest": 500}
+    assert {kind: ms for kind, ms in found["ms"].items() if ms} == {k: v / 2000 for k, v in spent.items()}
+    assert found["share"]["rest"] == 0.5 and found["step_ms"] == 0.5 and found["kernels"] == 2
+    assert found["longest_ms"]["nvjet_hsh_1"] == 0.1
 
 
 def test_an_operator_moves_its_inputs_and_as_much_as_the_largest_of_them():
