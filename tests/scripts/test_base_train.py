@@ -59,7 +59,8 @@ def test_a_run_killed_and_started_again_has_the_losses_of_one_never_killed(corpu
     wait_for_step(process, out, 4)  # past the checkpoint at 3
     process.kill()
     process.wait()
-    assert "going on from" in run(command(corpus, out))
+    assert "going on from" in run(command(corpus, out, "--profile=7"))
+    assert (out / "profile_7.json.gz").exists()  # and it changes no number
     assert losses(out) == losses(undisturbed)
     evaluations = [(r["step"], r["val_bpb"]) for r in records(out) if "val_bpb" in r]
     assert evaluations == [(r["step"], r["val_bpb"]) for r in records(undisturbed) if "val_bpb" in r]
@@ -87,7 +88,8 @@ def test_sigterm_saves_and_exits_with_0_and_the_same_command_goes_on(corpus, und
 
 def test_two_processes_and_other_micro_batches_give_the_losses_of_one(corpus, undisturbed, tmp_path):
     expected = losses(undisturbed)
-    run(command(corpus, tmp_path / "two"), processes=2)
+    run(command(corpus, tmp_path / "two", "--profile=7"), processes=2)
+    assert [path.name for path in (tmp_path / "two").glob("profile*")] == ["profile_7.json.gz"]
     run(command(corpus, tmp_path / "eight", "--device_batch_size=8"))
     for out in (tmp_path / "two", tmp_path / "eight"):
         assert losses(out) == pytest.approx(expected, abs=1e-4)

@@ -81,8 +81,8 @@ def test_a_run_started_again_has_the_losses_of_one_never_stopped(base, chats, un
     out = tmp_path / "run"
     shutil.copytree(undisturbed[0], out)
     shutil.rmtree(out / "step_000008")
-    assert "going on from" in run(mid(base, chats, out))
-    assert losses(out) == expected
+    assert "going on from" in run(mid(base, chats, out, "--profile=7"))
+    assert losses(out) == expected and (out / "profile_7.json.gz").exists()
 
 
 @pytest.mark.parametrize(("processes", "rows"), [(2, 1), pytest.param(3, 2, marks=pytest.mark.slow)])
