@@ -139,9 +139,13 @@ def report(rows: dict, peak: dict, machine):
     speeds = ", ".join(f"{dtype} {flops / 1e12:.3f} TFLOP/s" for dtype, flops in peak.items())
     print(f"matrix products: {speeds}; a copy of 128 MiB: {copy:.1f} GB/s")
     for name, row in rows.items():
-        facts = (f"{k} {v:,.4g}" for k, v in row.items() if k != "split")
-        print(f"\n{name:20s} " + "  ".join(facts))
+        print(f"\n{name:20s} {in_words(row)}")
         print(*table(row["split"]), sep="\n")
+
+
+def in_words(row: dict) -> str:
+    """The figures of a variant in a line."""
+    return "  ".join(f"{k} {v:,.4g}" for k, v in row.items() if isinstance(v, int | float))
 
 
 def table(found: dict) -> list[str]:
@@ -189,7 +193,9 @@ def beside_peer(settings: dict, variant: str, machine) -> dict:
         speeds = [figures(settings, [turn], peak, variant)["tok_per_sec"] for turn in ours]
         row = figures(settings, ours, peak, variant)
     rows = {f"peer, {name}": over_peer(runs, speeds, row) for name, runs in peers.items()}
-    return {f"ours, {variant}": row} | rows | single(row)
+    rows = {f"ours, {variant}": row} | rows
+    print(*(f"{name:22s} {in_words(of_side)}" for name, of_side in rows.items()), sep="\n")
+    return rows | single(row)
 
 
 def over_peer(runs: list[peer_run.Run], our_speeds: list[float], ours: dict) -> dict:

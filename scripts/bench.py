@@ -234,8 +234,7 @@ bench_communication = bench_race = bench_elsewhere
 
 
 results = globals()[f"bench_{what}"]()
-own_lines = what == "gpu" or (what == "train" and not peer)  # these have printed their own
-for name, row in results.items() if not own_lines else ():
+for name, row in results.items() if what not in ("gpu", "train") else ():  # these print their own lines
     row = row if isinstance(row, dict) else {"": row}
     cells = (f"{k} {v:,.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
     print(f"{name:20s} " + "  ".join(cells))
