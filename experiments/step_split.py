@@ -42,19 +42,21 @@ def kind_of_piece(piece: Piece, config) -> str:
         if name.startswith(("Optimizer.step#", "Optimizer.zero_grad#")):
             return "optimizer"
     kinds = [kind_of(name) for name in names]
-    backward = any("ackward" in name for name in names)
-    if any(name.startswith("nanochat::attention") for name in names):  # attention_blocks.py, its softmax too
-        return f"attention {'backward' if backward else 'forward'}"
+    if "attention" in kinds:
+        return f"attention {way(names)}"
     if "loss" in kinds or any(has_vocabulary(event, config) for event in piece.calls):
         return "head and loss"
-    own = kinds[-1]
-    if "attention" in kinds or "bmm" in piece.name:
-        return f"attention {'backward' if backward else 'forward'}"
+    if "bmm" in piece.name:
+        return f"attention {way(names)}"
     if "embedding" in kinds or "EmbeddingBackward" in "".join(names):
         return "embedding"
-    if own == "products" or names[-1] in ("aten::linear", "aten::matmul"):
+    if kinds[-1] == "products" or names[-1] in ("aten::linear", "aten::matmul"):
         return "products"
     return "rest" if BETWEEN.match(piece.name) else "norms and element-wise"
+
+
+def way(names: list[str]) -> str:
+    return "backward" if any("ackward" in name for name in names) else "forward"
 
 
 def has_vocabulary(event: dict, config) -> bool:

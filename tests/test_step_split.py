@@ -45,6 +45,7 @@ STEP = [
     event("nanochat::attention_in_blocks_backward", 440, 500),
     event("cpp_fused_exp_sub_0 [64 bytes]", 442, 448),
     event("aten::bmm", 450, 490, [1, 8, 64], [1, 64, 8]),
+    event("aten::softmax", 491, 499, [1, 8, 512]),
     event("aten::mm", 510, 560, [64, 16], [16, 64]),
     event("cpp_fused__scaled_dot_product_flash_attention_for_cpu_transpose_2 [8192 bytes]", 570, 580),
     event("clip", 610, 630),
