@@ -124,6 +124,16 @@ def give_up(stream):
     os.close(nowhere)
 
 
+def gib(size: int) -> str:
+    """A number of bytes as a person says it."""
+    return f"{size / 2**30:.1f} GiB"
+
+
+def counted(number: int, one: str, many: str) -> str:
+    """1 step, 2 steps."""
+    return f"{number:,} {one if number == 1 else many}"
+
+
 def duration(seconds: float) -> str:
     """A time as a person says it: 45 s, 12 min, 3.5 h, 168 days."""
     if seconds < 100:

@@ -59,15 +59,11 @@ def smaller(plan) -> int:
 def _fits(plan, machine, model, compute_dtype, boundaries, reduction) -> bool:
     """Whether the first micro-steps of a step fit. Only their memory counts, and they leave no trace."""
     before = runtime.random_state(machine.device)
-    shape = plan.device_batch_size, plan.config.max_seq_len
     step = torch.compile(model, dynamic=False) if plan.compiled else model
     try:
         # Several processes have the gradients a second time, in DDP's buckets
         buckets = [torch.empty_like(p) for p in model.parameters() if machine.world_size > 1]
-        inputs = torch.arange(shape[0] * shape[1]).view(shape) % plan.config.vocab_size
-        documents = None if boundaries is None else to_device(boundaries(inputs, 0), machine.device)
-        # Not the same tensor twice: torch.compile would compile code for that, and later other code
-        inputs, targets = to_device(inputs, machine.device), to_device(inputs.clone(), machine.device)
+        inputs, targets, documents = made_up_batch(plan, machine, boundaries)
         for _ in range(min(2, plan.grad_accum_steps)):  # the second one finds the gradients of the first
             with precision.autocast(machine.device, compute_dtype):
                 loss = step(inputs, targets, reduction, documents=documents)
@@ -82,6 +78,15 @@ def _fits(plan, machine, model, compute_dtype, boundaries, reduction) -> bool:
     finally:
         model.zero_grad(set_to_none=True)
         runtime.set_random_state(before, machine.device)
+
+
+def made_up_batch(plan, machine, boundaries) -> tuple:
+    """(inputs, targets, documents) of a micro-batch, as the loader would give them."""
+    shape = plan.device_batch_size, plan.config.max_seq_len
+    inputs = torch.arange(shape[0] * shape[1]).view(shape) % plan.config.vocab_size
+    documents = None if boundaries is None else to_device(boundaries(inputs, 0), machine.device)
+    # Not the same tensor twice: torch.compile would compile code for that, and later other code
+    return to_device(inputs, machine.device), to_device(inputs.clone(), machine.device), documents
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -4,7 +4,7 @@ reason."""
 from dataclasses import asdict, dataclass, replace
 
 from nanochat import UserError, memory_estimate, scaling
-from nanochat.bars import duration
+from nanochat.bars import counted, duration, gib
 from nanochat.data.public import PUBLIC, command
 from nanochat.gpt import GPTConfig
 from nanochat.hardware import Hardware
@@ -23,10 +23,7 @@ class Plan:
     hardware: Hardware
     parameters: dict[str, int]  # by role, see GPT.parameter_counts
     flops_per_token: int
-    num_iterations: int  # optimizer steps
-    horizon_reason: str
-    total_batch_size: int  # tokens of a step, over all micro-steps and processes
-    batch_reason: str
+    horizon: scaling.Horizon
     device_batch_size: int  # rows of a micro-batch
     grad_accum_steps: int  # micro-steps of a step
     scaled: scaling.ScaledRates
@@ -37,6 +34,16 @@ class Plan:
     compiled: bool = False  # what the model is, which decides how much memory it needs (see `fitted`)
     fp8: bool = False  # the large products of the blocks train in 8 bits
     more_text: str = ""  # how to get the public shards that the horizon needs and the run does not have
+
+    @property
+    def num_iterations(self) -> int:
+        """Optimizer steps."""
+        return self.horizon.num_iterations
+
+    @property
+    def total_batch_size(self) -> int:
+        """Tokens of a step, over all micro-steps and processes."""
+        return self.horizon.total_batch_size
 
     @property
     def rates(self) -> dict[str, float]:
@@ -50,7 +57,7 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        return self.num_iterations * self.total_batch_size
+        return self.horizon.tokens
 
     @property
     def epochs(self) -> float:
@@ -78,7 +85,7 @@ class Plan:
     @property
     def expected_seconds(self) -> float:
         """Time of all steps at 30 % of the peak."""
-        return self.flops_per_token * self.tokens / (0.3 * self.hardware.peak_flops)
+        return self.flops_per_token * self.tokens / (scaling.ASSUMED_MFU * self.hardware.peak_flops)
 
     def numbers(self) -> dict[str, int]:
         """What the report needs to know of the plan, for config.json."""
@@ -93,7 +100,15 @@ class Plan:
     @property
     def resolved(self) -> dict:
         """What the checkpoints keep: a resumed run, or one that continues this one, goes on with it."""
-        return {"device_batch_size": self.device_batch_size, "rates": self.rates, "fp8": self.fp8}
+        kept = {"device_batch_size": self.device_batch_size, "rates": self.rates, "fp8": self.fp8}
+        return kept | ({"target_minutes": self.horizon.minutes} if self.horizon.minutes else {})
+
+    def with_iterations(self, num_iterations: int, reason: str, settings: dict) -> "Plan":
+        """The plan for another number of steps, with the learning rates of that number."""
+        horizon = replace(self.horizon, num_iterations=num_iterations, reason=reason, estimated=False)
+        scaled = scaling.scaled_rates(settings, self.config.width, horizon)
+        warmup_steps = scaling.warmup_steps(settings, horizon)
+        return replace(self, horizon=horizon, scaled=scaled, warmup_steps=warmup_steps)
 
     def with_rows(self, rows: int) -> "Plan":
         """The same steps in micro-batches of `rows` rows, which divide those of a process."""
@@ -131,7 +146,8 @@ class Plan:
         tried = (self.rows_are_given and self.hardware.device_type != "cpu") or "memory" in accept.split(",")
         if not tried and (sentence := self.memory_sentence):
             return f"{sentence}; or go on all the same with --accept=memory"
-        if self.epochs > MANY_EPOCHS and not self.horizon_is_given and "epochs" not in accept.split(","):
+        wanted = self.horizon_is_given or self.horizon.estimated  # a guess is no reason to refuse
+        if self.epochs > MANY_EPOCHS and not wanted and "epochs" not in accept.split(","):
             more = self.more_text or (
                 f"get more text with {command('climbmix', self.public_shards)} and give --data=climbmix"
             )
@@ -156,7 +172,7 @@ class Plan:
             said.append(self.memory_sentence)
         if self.more_text:
             said.append(f"the text is read {self.epochs:.2f} times; {self.more_text}")
-        elif self.epochs > FEW_EPOCHS:
+        elif self.epochs > FEW_EPOCHS and not self.horizon.estimated:
             said.append(f"the text is read {self.epochs:.1f} times; above {FEW_EPOCHS} more text is better")
         if self.expected_seconds > HOPELESS_S:
             said.append(
@@ -175,13 +191,27 @@ class Plan:
             "total_batch_size": self.total_batch_size,
         }
 
+    @property
+    def training_section(self) -> dict[str, str]:
+        """How long it trains, in which batches and with which rates."""
+        multiplied, scaled = self.parameters["matrices"] + self.parameters["head"], self.scaled
+        micro_batch = f"{self.device_batch_size} rows x {self.config.max_seq_len} tokens"
+        processes = counted(self.hardware.world_size, "process", "processes")
+        micro_steps = counted(self.grad_accum_steps, "micro-step", "micro-steps")
+        return {
+            "horizon": f"{'about ' * self.horizon.estimated}{self.num_iterations:,} steps, {self.tokens:,} "
+            f"tokens ({self.horizon.reason}); {self.tokens / multiplied:.2f} tokens a parameter",
+            "batch": f"{self.total_batch_size:,} tokens ({self.horizon.batch_reason}) = {micro_batch} x "
+            f"{processes} x {micro_steps}",
+            "rates": ", ".join(f"{name} {rate:.3g}" for name, rate in self.rates.items()),
+            "rate factors": scaled.reason,
+            "weight decay": f"{self.weight_decay:.4g} ({scaled.decay_reason})",
+            "warm-up": counted(self.warmup_steps, "step", "steps"),
+        }
+
     def sections(self, dataset, tokenizer, compiled: bool, compile_reason: str, run_path) -> dict:
         """The plan in words, {section: {name: text}}. `text` shows it."""
         config, counts, hardware = self.config, self.parameters, self.hardware
-        multiplied, scaled = counts["matrices"] + counts["head"], self.scaled
-        micro_batch = f"{self.device_batch_size} rows x {config.max_seq_len} tokens"
-        processes = counted(hardware.world_size, "process", "processes")
-        micro_steps = counted(self.grad_accum_steps, "micro-step", "micro-steps")
         return {
             "machine": {
                 "device": f"{hardware.device_type} x {hardware.world_size}, "
@@ -204,16 +234,7 @@ class Plan:
                 "parameters": f"{counts['total']:,}, of which {counts['matrices']:,} in matrices and "
                 f"{counts['head']:,} in the head; {self.flops_per_token:,} FLOPs a token",
             },
-            "training": {
-                "horizon": f"{self.num_iterations:,} steps, {self.tokens:,} tokens ({self.horizon_reason}); "
-                f"{self.tokens / multiplied:.2f} tokens a parameter",
-                "batch": f"{self.total_batch_size:,} tokens ({self.batch_reason}) = {micro_batch} x "
-                f"{processes} x {micro_steps}",
-                "rates": ", ".join(f"{name} {rate:.3g}" for name, rate in self.rates.items()),
-                "rate factors": scaled.reason,
-                "weight decay": f"{self.weight_decay:.4g} ({scaled.decay_reason})",
-                "warm-up": counted(self.warmup_steps, "step", "steps"),
-            },
+            "training": self.training_section,
             "cost": {
                 "memory": f"{gib(self.expected_bytes)} a process, {gib(hardware.memory)} are free; "
                 + memory_estimate.in_words(self.expected_memory),
@@ -228,7 +249,7 @@ def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dic
     resolved: what a resumed run has decided at its first start. Its device_batch_size stays if it still
     divides the rows. Raises UserError for settings that contradict each other.
     """
-    config, horizon = scaling.horizon_of(settings, tokenizer.vocab_size)
+    config, horizon = scaling.horizon_of(settings, tokenizer.vocab_size, hardware.peak_flops, resolved)
     return _plan(
         settings,
         config,
@@ -300,14 +321,11 @@ def _plan(
         hardware=hardware,
         parameters=model.parameter_counts(),
         flops_per_token=model.flops_per_token(),
-        num_iterations=horizon.num_iterations,
-        horizon_reason=horizon.reason,
-        total_batch_size=batch,
-        batch_reason=horizon.batch_reason,
+        horizon=horizon,
         device_batch_size=device_batch_size,
         grad_accum_steps=rows // device_batch_size,
         scaled=scaled,
-        warmup_steps=min(settings["warmup_steps"], horizon.num_iterations // 10),
+        warmup_steps=scaling.warmup_steps(settings, horizon),
         data_tokens=data_tokens,
         horizon_is_given=horizon_is_given,
         rows_are_given=given,
@@ -329,11 +347,3 @@ def text(sections: dict[str, dict[str, str]], warnings: list[str]) -> str:
 def lines(sections: dict[str, dict[str, str]]) -> list[str]:
     """The same for a file: `name: text`."""
     return [f"{name}: {said}" for section in sections.values() for name, said in section.items()]
-
-
-def gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"
-
-
-def counted(number: int, one: str, many: str) -> str:
-    return f"{number:,} {one if number == 1 else many}"

@@ -7,7 +7,7 @@ rules together.
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,6 +19,7 @@ REFERENCE_BATCH = 2**19  # tokens
 REFERENCE_WIDTH = 768
 HORIZON_EXPONENT = 0.32
 MOST_DECAY = 8.0
+ASSUMED_MFU = 0.3  # share of the peak that training is assumed to reach, before anything is timed
 BATCH_EXPONENT = 0.383  # best batch ~ tokens**0.383: Power Lines, arXiv 2505.13738
 
 
@@ -60,6 +61,8 @@ class Horizon:
     d12_tokens: float  # horizon of the reference model, from which rates are carried over
     reason: str
     batch_reason: str
+    minutes: float = 0.0  # that the run is to take (0: something else decides its length)
+    estimated: bool = False  # num_iterations is a guess; time_budget.py finds the number
 
     @property
     def tokens(self) -> int:
@@ -99,8 +102,8 @@ def derive_horizon(
         reason = f"{target_param_data_ratio:g} tokens for each of {scaling_parameters(config):,} parameters"
     else:
         raise UserError(
-            "the run has no end: give --num_iterations, --target_flops or --target_param_data_ratio "
-            "a positive number"
+            "the run has no end: give --num_iterations, --target_flops, --target_minutes or "
+            "--target_param_data_ratio a positive number"
         )
     batch_reason = "as asked for"
     if total_batch_size == -1:
@@ -114,22 +117,58 @@ def derive_horizon(
     return Horizon(num_iterations, total_batch_size, d12_tokens, reason, batch_reason)
 
 
-def horizon_of(settings: dict, vocab_size: int) -> tuple[GPTConfig, Horizon]:
-    """The model and the horizon for the settings of base_train, {name: value}, and a vocabulary."""
+def is_in_minutes(settings: dict) -> bool:
+    """Whether target_minutes decides how long a run of base_train is."""
+    return max(settings["num_iterations"], settings["target_flops"]) <= 0 < settings["target_minutes"]
+
+
+def horizon_of(
+    settings: dict, vocab_size: int, peak_flops: float, before: dict | None = None
+) -> tuple[GPTConfig, Horizon]:
+    """The model and the horizon for the settings of base_train, {name: value}, and a vocabulary.
+
+    Minutes become FLOPs with peak_flops, of all processes. That is a guess of the number of steps, and good
+    enough for the batch; a new run then times its steps (time_budget.py). before: what a resumed run has
+    resolved; its number of steps and its batch stay.
+    """
     sizes = ("depth", "aspect_ratio", "head_dim", "max_seq_len")
     config = model_config(*(settings[name] for name in sizes), vocab_size, settings["window_pattern"])
     ends = ("num_iterations", "target_flops", "target_param_data_ratio", "total_batch_size")
-    given = (settings[name] for name in ends)
-    return config, derive_horizon(config, *given, on_meta(config).flops_per_token())
+    steps, flops, ratio, batch = (settings[name] for name in ends)
+    minutes = settings["target_minutes"] if is_in_minutes(settings) else 0.0
+    if minutes:
+        flops = max(1.0, 60 * minutes * ASSUMED_MFU * peak_flops)
+    horizon = derive_horizon(config, steps, flops, ratio, batch, on_meta(config).flops_per_token())
+    if minutes and batch == -1 and before:
+        same = {"total_batch_size": before["total_batch_size"], "batch_reason": "as at the run's first start"}
+        horizon = replace(horizon, **same)
+    return config, in_minutes(horizon, minutes, before) if minutes else horizon
 
 
-def horizon_tokens(settings: dict, vocab_size: int = -1) -> int:
-    """How many tokens a run with the settings of base_train reads.
+def in_minutes(horizon: Horizon, minutes: float, before: dict | None) -> Horizon:
+    """The horizon of a run that is to take so many minutes; that of a resumed run is the one it had. Other
+    minutes than before change the number of steps in proportion: it never depends on a second timing."""
+    if not before:
+        reason = f"{minutes:g} minutes, a guess; steps that are timed before the first one decide"
+        return replace(horizon, reason=reason, minutes=minutes, estimated=True)
+    steps, was = before["num_iterations"], before.get("target_minutes", minutes)
+    reason = "as timed at the run's first start"
+    if "target_minutes" not in before:
+        reason = "as at the run's first start; for another number give --num_iterations"
+    if minutes != was:
+        reason = f"{steps:,} steps as timed for {was:g} minutes, times {minutes:g} / {was:g}"
+        steps = max(1, round(steps * minutes / was))
+    return replace(horizon, num_iterations=steps, reason=reason, minutes=minutes)
 
-    vocab_size: of its tokenizer (-1: not known yet; then the setting, or what public text gets).
+
+def horizon_tokens(settings: dict, hardware, vocab_size: int = -1) -> int:
+    """How many tokens a run with the settings of base_train reads; of a horizon in minutes, about how many.
+
+    hardware: a hardware.Hardware. vocab_size: of the tokenizer (-1: not known yet; then the setting, or what
+    public text gets).
     """
     given = [size for size in (vocab_size, settings["vocab_size"], 32768) if size != -1]
-    _, horizon = horizon_of(settings, given[0])
+    _, horizon = horizon_of(settings, given[0], hardware.peak_flops)
     return horizon.num_iterations * horizon.total_batch_size
 
 
@@ -215,6 +254,11 @@ def scaled_rates(settings: dict, width: int, horizon: Horizon) -> ScaledRates:
     reason += f"also x {adam_scale / scale:.3f} (width^-1/2)"
     decay = scaled_weight_decay(settings["weight_decay"], scale, *run)
     return ScaledRates(rates, decay, reason, "rate x decay x steps as at d12; linear to 0")
+
+
+def warmup_steps(settings: dict, horizon: Horizon) -> int:
+    """Steps of linear warm-up: those of the settings, at most a tenth of the run."""
+    return min(settings["warmup_steps"], horizon.num_iterations // 10)
 
 
 def valid_batch_sizes(total_batch_size: int, unit: int) -> str:

@@ -37,6 +37,7 @@ from nanochat.profiler import StepProfiler
 from nanochat.run_output import RunOutput
 from nanochat.scaling import horizon_tokens
 from nanochat.task_scores import in_words, open_tasks, score_tasks
+from nanochat.time_budget import fit_minutes
 
 # Model
 depth = 20  # Transformer layers; every other size follows from it [1..512]
@@ -57,6 +58,7 @@ tokenizer = "auto"  # auto (trained on the data at the first use), a JSON file, 
 # Horizon: exactly one decides, in this order
 num_iterations = -1  # optimizer steps (-1 = off) [-1, 1..1e9]
 target_flops = -1.0  # FLOPs to spend (-1 = off) [-1, 1..1e30]
+target_minutes = -1.0  # minutes from the command to its end, evaluations included (-1 = off) [-1, 0.01..1e6]
 target_param_data_ratio = 12.0  # tokens a parameter of blocks and head (-1 = off) [-1, 1e-6..1e6]
 
 # Optimization
@@ -122,11 +124,12 @@ say, device, world_size = machine.print, machine.device, machine.world_size
 compute_dtype, dtype_reason = precision.resolve_dtype(dtype, device)
 stop = signals.StopSignal()  # ends the set-up; after the first step, it is a note for the end of a step
 machine.check_same_settings(settings.values)
+hardware = survey(machine, compute_dtype, dtype_reason)
 
 base_path = user_path("base_dir", base_dir)
 run_path = user_path("out_dir", out_dir or base_path / "base_checkpoints" / (model_tag or f"d{depth}"))
 with machine.main_first("data", stop):  # the first process builds what is missing; then the others find it
-    public = {"tokens": lambda *size: horizon_tokens(settings.values, *size), "download": download}
+    public = {"tokens": lambda *size: horizon_tokens(settings.values, hardware, *size), "download": download}
     dataset = open_dataset(data, val_data, base_dir=base_path, text_field=text_field, **public)
     wanted = vocab_size if vocab_size != -1 else 4096 if data == "embedded" else 32768
     folder = dataset.tokenizer_folder(base_path)
@@ -135,14 +138,13 @@ with machine.main_first("data", stop):  # the first process builds what is missi
 # Lock the folder and find the checkpoint to continue. What it resolved at its first start stays (compiled or
 # not, rows of a micro-batch), so that a resumed run computes the same numbers.
 resumed, run_id = (None, "") if plan_only else checkpoint.enter(run_path, resume, machine)
-resolved = resumed.state["resolved"] if resumed else {}
+resolved = resumed.resolved if resumed else {}
 check_fp8(fp8, device, compute_dtype, max_seq_len, resolved)
 dataset = dataset.for_run(tokenizer, resumed, machine)  # of public data, the shards that the horizon needs
 
 # ------------------------------------------------------------------------------------------------------
 # Plan: everything that follows from the settings, with its reason
 
-hardware = survey(machine, compute_dtype, dtype_reason)
 plan = planning.derive(settings.values, tokenizer, dataset, hardware, resolved)
 decision = runtime.decide_compile(compile, device, plan.expected_seconds, before=resolved.get("compiled"))
 compiled, compile_reason = min(machine.all_gather(decision))  # False sorts first: one "no" decides for all
@@ -217,6 +219,11 @@ train_model = torch.compile(model, dynamic=False) if compiled else model
 if world_size > 1:  # gradients go to the processes that need them, while the backward pass goes on
     train_model = DistributedDataParallel(train_model, **runtime.DDP_OPTIONS)
     exchange_gradients(train_model, optimizer, gradient_dtype)
+
+# A horizon in minutes: the work is timed, which leaves no trace, to see how many steps fit
+looks = validation, token_bytes, tokenizer, tasks, prompts
+plan = fit_minutes(plan, settings.values, machine, model, train_model, optimizer, boundaries, *looks)
+sections["training"] = plan.training_section
 
 # ------------------------------------------------------------------------------------------------------
 # Log and save

@@ -159,6 +159,13 @@ class Checkpoint:
     files: tuple  # names of all its files
 
     @property
+    def resolved(self):
+        """What the run has decided at its start: settings that were auto, its number of steps, its batch."""
+        numbers = {"num_iterations": max(1, self.state["num_iterations"])}
+        batch = {name: self.state["identity"].get(name) for name in ("total_batch_size",)}
+        return numbers | batch | self.state["resolved"]
+
+    @property
     def fingerprint(self):
         """SHA-256 of the model's file, hexadecimal."""
         return _read_manifest(self.path)["files"][MODEL]["sha256"]

@@ -163,7 +163,7 @@ _SCALER = {"scale": above_zero, "growth_factor": above_zero, "backoff_factor": a
 _SCALER |= {"growth_interval": whole(1), "_growth_tracker": whole()}
 _IDENTITY = {"model": mapping(either(number, truth, nothing, listed(number), text))}
 _STATE = {
-    "identity": fields(_IDENTITY),
+    "identity": fields(_IDENTITY | {"total_batch_size": whole(1)}),
     "resolved": fields(
         {
             "compiled": truth,
@@ -171,6 +171,7 @@ _STATE = {
             "rates": mapping(number),
             "attention": mapping(text),
             "fp8": truth,
+            "target_minutes": above_zero,
         }
     ),
     "num_iterations": whole(),

@@ -1,0 +1,184 @@
+"""A horizon in minutes: how many steps fit, and that finding it out leaves no trace in the run."""
+
+import os
+import shutil
+import time
+
+import pytest
+from helpers import ROOT, command, losses, python_m, records
+from test_planning import make_plan
+
+import configurator
+from nanochat import UserError, scaling
+from nanochat.checkpoint import find
+from nanochat.hardware import Hardware
+from nanochat.time_budget import Cost, Work, seconds_since_command
+
+DEFAULTS = configurator.defaults(ROOT / "scripts" / "base_train.py")
+DIAL = {"depth": 4, "max_seq_len": 512, "target_minutes": 5.0}
+PEAK = 1e12
+
+
+def horizon(before=None, **changes):
+    return scaling.horizon_of(DEFAULTS | DIAL | changes, 4096, PEAK, before)[1]
+
+
+# ------------------------------------------------------------------------------------------------------
+# Which horizon decides, and the guess before anything is timed
+
+
+def test_the_first_positive_one_decides_and_minutes_come_before_the_ratio():
+    assert horizon(num_iterations=7).num_iterations == 7
+    by_flops = horizon(target_flops=1e12)
+    assert by_flops.reason.startswith("1e+12 FLOPs") and not by_flops.estimated and not by_flops.minutes
+    assert horizon().minutes == 5 and horizon().estimated
+    assert "tokens for each of" in horizon(target_minutes=-1.0).reason
+
+
+def test_before_timing_the_minutes_are_a_guess_of_flops_at_the_assumed_share_of_the_peak():
+    config, guessed = scaling.horizon_of(DEFAULTS | DIAL | {"total_batch_size": 2048}, 4096, PEAK)
+    tokens = 0.3 * PEAK * 300 / scaling.on_meta(config).flops_per_token()
+    assert guessed.num_iterations == round(tokens / 2048)
+    same_flops = horizon(target_minutes=-1.0, target_flops=0.3 * PEAK * 300)
+    assert horizon().total_batch_size == same_flops.total_batch_size > 0
+    hardware = Hardware("cpu", 1, None, "", 1, PEAK, "")
+    tokens = scaling.horizon_tokens(DEFAULTS | DIAL | {"total_batch_size": 2048}, hardware, 4096)
+    assert tokens == guessed.tokens
+
+
+def test_a_resumed_run_keeps_its_number_of_steps_and_its_batch_on_any_machine():
+    before = {"num_iterations": 1234, "total_batch_size": 8192, "target_minutes": 5.0}
+    kept = horizon(before)
+    assert (kept.num_iterations, kept.total_batch_size, kept.estimated) == (1234, 8192, False)
+    assert horizon(before, total_batch_size=4096).total_batch_size == 4096
+    longer = horizon(before, target_minutes=12.0)
+    assert longer.num_iterations == round(1234 * 12 / 5) and not longer.estimated
+    assert "1,234 steps as timed for 5 minutes, times 12 / 5" in longer.reason
+    again = {"num_iterations": longer.num_iterations, "total_batch_size": 8192, "target_minutes": 12.0}
+    assert horizon(again, target_minutes=12.0).num_iterations == longer.num_iterations
+    other_horizon = {"num_iterations": 50, "total_batch_size": 8192}  # it was not in minutes
+    assert horizon(other_horizon).num_iterations == 50 and "num_iterations" in horizon(other_horizon).reason
+
+
+def test_a_text_that_is_too_short_is_refused_when_the_number_of_steps_is_known():
+    plan, text = make_plan(10**4, target_minutes=5.0, total_batch_size=4096)
+    assert plan.epochs > 1000 and not plan.refusal("") and "epochs" not in text.partition("warning")[2]
+    assert not plan.with_iterations(1, "timed", DEFAULTS).refusal("")
+    assert "would read its text" in plan.with_iterations(1000, "timed", DEFAULTS).refusal("")
+
+
+# ------------------------------------------------------------------------------------------------------
+# How many steps fit
+
+
+def by_hand(cost: Cost, steps: int) -> float:
+    """Seconds of a run, step by step."""
+    seconds = cost.waited
+    for step in range(steps + 1):
+        for work in cost.work:
+            if step == steps or (work.every > 0 and step > 0 and step % work.every == 0):
+                seconds += work.seconds
+        seconds += cost.step * (step < steps)
+    return seconds
+
+
+@pytest.mark.parametrize("every", [-1, 1, 7, 100, 10**9])
+@pytest.mark.parametrize("minutes", [0.5, 1.0, 3.3])
+def test_the_steps_are_the_most_that_end_in_time(every, minutes):
+    cost = Cost(8.5, 0.25, [Work("validation", 1.5, every), Work("tasks", 0.9, 30), Work("end", 2.0, -1)])
+    steps = cost.steps(minutes)
+    assert by_hand(cost, steps) <= 60 * minutes < by_hand(cost, steps + 1)
+    assert cost.seconds(steps) == pytest.approx(by_hand(cost, steps))
+
+
+def test_minutes_in_which_nothing_fits_are_refused_with_some_that_do():
+    cost = Cost(20.0, 1.0, [Work("validation", 30.0, -1)])
+    with pytest.raises(
+        UserError, match=r"target_minutes 0.5 is too short: .* --target_minutes=1 or more"
+    ) as e:
+        cost.steps(0.5)
+    assert "20 s have gone" in str(e.value) and cost.steps(1.0) == 10
+
+
+def test_the_clock_begins_with_the_process():
+    reading, writing = os.pipe()
+    mine, began = seconds_since_command(), time.monotonic()
+    if not (child := os.fork()):
+        time.sleep(0.5)
+        os.write(writing, str(seconds_since_command()).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    seconds, waited = float(os.read(reading, 99)), time.monotonic() - began
+    tick = 2 / os.sysconf("SC_CLK_TCK")
+    assert 0.5 - tick <= seconds <= waited + tick
+    assert seconds_since_command() - mine == pytest.approx(waited, abs=0.2)
+
+
+# ------------------------------------------------------------------------------------------------------
+# A whole run. The number of steps does not depend on the speed of the machine: the first process finds 10
+
+TIMED = f"""
+import os, runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
+from nanochat import time_budget
+
+time_budget.seconds_since_command = lambda: 10 + int(os.environ.get("RANK", 0))
+time_budget.Cost.steps = lambda cost, minutes: cost.waited
+runpy.run_module("scripts.base_train", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.fixture
+def timed(tmp_path, corpus):
+    """A function that runs base_train with a horizon in minutes; each timing finds 10 steps, one in
+    process 1 finds 11."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "timed.py").write_text(TIMED)
+
+    def timed(out, *more, processes=1):
+        torchrun = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
+        arguments = ["--num_iterations=-1", "--target_minutes=0.01", "--core_metric_every=4", *more]
+        _, *arguments = command(corpus, out, *arguments)
+        arguments = [*(torchrun if processes > 1 else []), "timed", *arguments]
+        done = python_m(arguments, folder=tmp_path / "code")
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return timed
+
+
+def test_timing_leaves_no_trace(timed, corpus, tmp_path):
+    said = timed(tmp_path / "a", "--eval_every=-1")
+    assert "timed\n" in said and "10 steps, 2,560 tokens (0.01 minutes: " in said
+    done = python_m(command(corpus, tmp_path / "b", "--num_iterations=10", "--eval_every=-1"))
+    assert done.returncode == 0
+    assert losses(tmp_path / "a") == losses(tmp_path / "b") and len(losses(tmp_path / "a")) == 10
+    multipliers = [[r["lr_multiplier"] for r in records(tmp_path / run) if "loss" in r] for run in "ab"]
+    assert multipliers[0] == multipliers[1]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_as_it_was_timed_and_other_minutes_change_it_in_proportion(timed, tmp_path):
+    tasks = "--core_metric_every=4"  # their time is taken, too
+    assert " s for tasks" in timed(tmp_path / "a", tasks)
+    whole = losses(tmp_path / "a")
+    shutil.rmtree(tmp_path / "a" / "step_000010")
+    said = timed(tmp_path / "a", tasks)
+    assert "timed\n" not in said and "going on from" in said and "as timed at the run's first start" in said
+    assert losses(tmp_path / "a") == whole
+    said = timed(tmp_path / "a", tasks, "--target_minutes=0.02")
+    assert max(losses(tmp_path / "a")) == 19 and "the horizon grew from 10 to 20 steps" in said
+    assert find(tmp_path / "a").state["resolved"]["target_minutes"] == 0.02
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_number_of_steps_of_the_slower_one(timed, tmp_path):
+    said = timed(tmp_path / "a", "--eval_every=-1", processes=2)
+    assert "  horizon       11 steps" in said and "x 2 processes" in said
+    assert len(losses(tmp_path / "a")) == 11
+
+
+def test_the_plan_in_minutes_says_that_its_number_of_steps_is_a_guess(timed, tmp_path):
+    said = timed(tmp_path / "a", "--plan", "--target_minutes=0.5")
+    assert "horizon       about " in said and "steps that are timed before the first one decide" in said
+    assert not (tmp_path / "a").exists()
