@@ -344,6 +344,7 @@ def text(sections: dict[str, dict[str, str]], warnings: list[str]) -> str:
     return "\n".join([*blocks, *(f"warning: {warning}" for warning in warnings)])
 
 
-def lines(sections: dict[str, dict[str, str]]) -> list[str]:
-    """The same for a file: `name: text`."""
+def lines(sections: dict[str, dict[str, str]], plan: Plan) -> list[str]:
+    """The same for a file: `name: text`. What trials have changed in the plan since is as it is now."""
+    sections = sections | {"training": plan.training_section}
     return [f"{name}: {said}" for section in sections.values() for name, said in section.items()]

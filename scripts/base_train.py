@@ -220,15 +220,13 @@ if world_size > 1:  # gradients go to the processes that need them, while the ba
     train_model = DistributedDataParallel(train_model, **runtime.DDP_OPTIONS)
     exchange_gradients(train_model, optimizer, gradient_dtype)
 
-# A horizon in minutes: the work is timed, which leaves no trace, to see how many steps fit
-looks = validation, token_bytes, tokenizer, tasks, prompts
+looks = validation, token_bytes, tokenizer, tasks, prompts  # a horizon in minutes times them, and some steps
 plan = fit_minutes(plan, settings.values, machine, model, train_model, optimizer, boundaries, *looks)
-sections["training"] = plan.training_section
 
 # ------------------------------------------------------------------------------------------------------
 # Log and save
 
-facts = {"settings": settings.record(), "plan": planning.lines(sections), "identity": identity}
+facts = {"settings": settings.record(), "plan": planning.lines(sections, plan), "identity": identity}
 facts |= {"derived": plan.numbers(), **machine.environment()}
 output = RunOutput(
     run_path, run_id, machine, facts, tokenizer, resumed, progress,

@@ -197,7 +197,7 @@ if world_size > 1:
 # ------------------------------------------------------------------------------------------------------
 # Log and save
 
-facts = {"settings": settings.record(), "plan": planning.lines(sections), "identity": identity}
+facts = {"settings": settings.record(), "plan": planning.lines(sections, plan), "identity": identity}
 facts |= {"derived": plan.numbers(), **machine.environment()}
 output = RunOutput(
     run_path, run_id, machine, facts, tokenizer, resumed, progress,
