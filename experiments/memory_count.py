@@ -10,6 +10,7 @@ graph reads it; what is left is fused into its readers. Both run with the lists 
 """
 
 import contextlib
+from unittest import mock
 
 import torch
 from torch._functorch.aot_autograd import aot_function
@@ -20,7 +21,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.overrides import TorchFunctionMode
 
 import configurator
-from nanochat import memory_estimate, precision, scaling
+from nanochat import loss, memory_estimate, precision, scaling
 from nanochat.gpt import GPT, GPTConfig
 
 aten = torch.ops.aten
@@ -30,7 +31,16 @@ VIEWS = {
     aten.reshape.default, aten.alias.default, aten.as_strided.default, aten._unsafe_view.default,
 }  # fmt: skip
 # Calls of a library, which read their inputs from memory and write their outputs to it; all else is fused
-CALLS = ("mm", "bmm", "addmm", "baddbmm", "scaled_dot_product", "embedding_dense_backward", "index_put")
+CALLS = (
+    "head_and_loss",
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "scaled_dot_product",
+    "embedding_dense_backward",
+    "index_put",
+)
 
 
 class CudaLists(TorchFunctionMode):
@@ -161,6 +171,10 @@ def _is_sum(node: torch.fx.Node) -> bool:
 
 def _size(node: torch.fx.Node) -> int:
     value = node.meta.get("val")
+    if "head_and_loss" in str(node.target):  # what it needs inside, until its results are read
+        x, weight = (source.meta["val"] for source in node.args[:2])
+        rows = loss.chunk_rows(x.size(0), weight.size(0), "cpu", x.dtype, gradients=True)
+        return (2 * rows * weight.size(0) + weight.numel()) * x.element_size()
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
@@ -169,7 +183,8 @@ def compare(config: GPTConfig, rows: int, dtype: torch.dtype, is_compiled: bool)
 
     The optimizer's state and its update are not counted, only estimated, so both sides leave them out.
     """
-    beyond = (compiled if is_compiled else eager)(config, rows, dtype)
+    with mock.patch.dict(loss.CHUNK_LOGITS, cpu=loss.CHUNK_LOGITS["cuda"]):
+        beyond = (compiled if is_compiled else eager)(config, rows, dtype)
     model = 8 * scaling.on_meta(config).parameter_counts()["total"]  # weights and gradients
     needed = memory_estimate.training_bytes(config, rows * config.max_seq_len, dtype, is_compiled)
     estimate = sum(needed.values()) - needed["optimizer state"]

@@ -141,7 +141,6 @@ class GPT(nn.Module):
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         self.register_buffer("cos", None, persistent=False)
         self.register_buffer("sin", None, persistent=False)
-        self.loss_chunk_rows = 0  # tokens whose logits are held at a time (0 = all; loss.py)
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None):
@@ -201,9 +200,7 @@ class GPT(nn.Module):
             x = x.flatten(0, 1)[positions]  # (N, C)
         if targets is None:
             return softcap(self.head(x))
-        return softcapped_cross_entropy(
-            x.flatten(0, 1), self.head.weight, targets.flatten(), reduction, self.loss_chunk_rows
-        )
+        return softcapped_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten(), reduction)
 
     def parameter_counts(self) -> dict[str, int]:
         """Parameters by role. Each token is multiplied with all of `matrices` and `head`."""

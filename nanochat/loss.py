@@ -1,10 +1,24 @@
-"""Softcapped cross-entropy: with all logits in memory, or with some rows of them at a time."""
+"""The head and the softcapped cross-entropy as one operator, which never holds all logits.
+
+A plain loss computes the logits of all tokens, (N, V), and keeps them for the backward pass. With a large
+vocabulary they are most of a step's memory. Here a chunk of rows goes the whole way while its logits are in
+the cache: product, softcap, softmax, loss, and at once the gradients of x and of the head's weight. The
+backward pass only multiplies these two by the gradient of the loss.
+"""
+
+import contextlib
+import functools
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 SOFTCAP = 15.0  # logits are squashed into (-15, 15), so that no token's probability runs away
+# The gradient of a logit is about as small as a probability, and 1e-6 has one digit in float16. There it is
+# multiplied by UP, which makes 256 of its largest value, 1/4 (see chunk_losses). For the weight's gradient, a
+# sum over the rows of a chunk, x is divided by DOWN, so that the sum stays in float16's range.
+UP, DOWN, MOST_FLOAT16_ROWS = 1024, 32, 2048
+# Logits of a chunk: on a CPU 4 MiB in float32, which stay in the cache; else half a GiB: large products
+CHUNK_LOGITS = {"cpu": 2**20, "cuda": 2**27, "mps": 2**27}
 
 
 def softcap(logits):
@@ -13,51 +27,199 @@ def softcap(logits):
     return SOFTCAP * torch.tanh(logits.float() / SOFTCAP)
 
 
-def _plain(x, weight, targets, reduction):
-    return F.cross_entropy(softcap(F.linear(x, weight)), targets, ignore_index=-1, reduction=reduction)
+def softcapped_cross_entropy(x, weight, targets, reduction="mean"):
+    """Cross-entropy of softcap(x @ weight.T), in nats, float32.
+
+    x (N, C), weight (V, C), targets (N,) int64; a target of -1 is not scored. Under autocast the products are
+    in its dtype, else in that of x. `reduction` is that of F.cross_entropy. With gradients "none" keeps all
+    logits: the gradient of each loss is known only in the backward pass. All else holds those of one chunk.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    compiled = torch.compiler.is_compiling()
+    wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weight)]
+    if reduction == "none":
+        if any(wanted):
+            logits = softcap(F.linear(x, weight.to(x.dtype)))
+            return F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
+        return (head_losses if compiled else losses_in_chunks)(x, weight, targets, compiled)
+    if any(wanted):
+        total, *_ = (head_and_loss if compiled else HeadAndLoss.apply)(x, weight, targets, *wanted, compiled)
+    else:
+        total = (head_losses if compiled else losses_in_chunks)(x, weight, targets, compiled).sum()
+    return total if reduction == "sum" else total / (targets != -1).sum()
 
 
-def _without_gradient(x, weight, targets, chunk_rows):
-    """The loss of each target, (N,) float32; only the logits of `chunk_rows` rows are in memory at a time.
+# ------------------------------------------------------------------------------------------------------
+# One chunk
+
+
+def chunk_rows(tokens: int, vocab_size: int, device_type: str, dtype: torch.dtype, gradients: bool) -> int:
+    """Tokens whose logits are in memory at a time, nearly the same number for all chunks."""
+    # Each chunk adds to the whole gradient of the weight: below 512 rows that costs more than the cache gives
+    most = max(512 if gradients else 128, CHUNK_LOGITS[device_type] // vocab_size)
+    most = min(most, MOST_FLOAT16_ROWS) if dtype == torch.float16 else most
+    chunks = max(1, -(-tokens // most))
+    return max(1, -(-tokens // chunks))
+
+
+def chunk_losses(logits, targets, gradient: bool = False, scale: float = 1.0):
+    """Losses (rows,) float32 of logits (rows, V); with `gradient` also that of their sum, x scale / 4.
 
     tanh(z) is 2 sigmoid(2 z) - 1, and a constant added to all logits changes no probability. So
     2 * SOFTCAP * sigmoid(2 * logits / SOFTCAP) has the cross-entropy of softcap(logits), and on a CPU torch
-    computes sigmoid several times as fast as tanh.
+    computes sigmoid several times as fast as tanh. Its derivative is 4 s (1 - s); the 4 is left to others.
+    Rows that are not scored have a loss of 0 and a gradient like any other, which the caller drops. The
+    memory of float32 logits is written over.
     """
-    if not chunk_rows:  # on a CPU what stays in the cache; the head's weights are read again for each chunk
-        chunk_rows = max(128, (2**20 if x.device.type == "cpu" else 2**27) // weight.size(0))
-    losses = []
-    for piece, piece_targets in zip(x.split(chunk_rows), targets.split(chunk_rows), strict=True):
-        logits = F.linear(piece, weight).float().mul_(2 / SOFTCAP).sigmoid_().mul_(2 * SOFTCAP)
-        losses.append(F.cross_entropy(logits, piece_targets, ignore_index=-1, reduction="none"))
-    return torch.cat(losses)
+    s = logits.float().mul_(2 / SOFTCAP).sigmoid_()
+    p = torch.softmax(s * (2 * SOFTCAP), dim=-1)
+    target = targets.clamp_min(0).unsqueeze(1)
+    losses = p.gather(1, target).log_().neg_().squeeze(1).masked_fill_(targets == -1, 0.0)
+    if not gradient:
+        return losses, None
+    p.scatter_add_(1, target, torch.full(target.shape, -1.0, device=p.device))
+    torch.ops.aten.sigmoid_backward.grad_input(p, s, grad_input=s)
+    return losses, (s if scale == 1 else s.mul_(scale)).to(logits.dtype)
 
 
-def softcapped_cross_entropy(x, weight, targets, reduction="mean", chunk_rows=0):
-    """Cross-entropy of softcap(x @ weight.T), in nats, float32.
+def chunk_losses_in_one_pass(logits, targets, gradient: bool = False, scale: float = 1.0):
+    """The same, in the form that suits torch.compile on a GPU: nothing is indexed but the logits.
 
-    x (N, C), weight (V, C), targets (N,) int64; a target of -1 is not scored. With `chunk_rows` > 0 only the
-    logits of so many rows are in memory at a time. The backward pass computes them again: less memory for one
-    third more work in the head. Without gradients there are always such chunks, unless this is compiled.
+    The softcap keeps exponentials between e^-15 and e^15, so no maximum has to be subtracted first.
     """
-    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        losses = _without_gradient(x, weight, targets, chunk_rows)
-        if reduction == "none":
-            return losses
-        return losses.sum() if reduction == "sum" else losses.sum() / (targets != -1).sum()
-    if not chunk_rows or x.size(0) <= chunk_rows:
-        return _plain(x, weight, targets, reduction)
-    partial = "none" if reduction == "none" else "sum"
-    losses = [
-        checkpoint(_plain, *piece, partial, use_reentrant=False)
-        for piece in zip(
-            x.split(chunk_rows),
-            [weight] * -(-x.size(0) // chunk_rows),
-            targets.split(chunk_rows),
-            strict=True,
-        )
+    s = torch.sigmoid(logits.float() * (2 / SOFTCAP))
+    exponentials = torch.exp(2 * SOFTCAP * (s - 0.5))
+    total = exponentials.sum(-1, keepdim=True)
+    target = targets.clamp_min(0).unsqueeze(1)
+    of_target = 2 * SOFTCAP * (torch.sigmoid(logits.gather(1, target).float() * (2 / SOFTCAP)) - 0.5)
+    losses = torch.where(targets == -1, 0.0, (total.log() - of_target).squeeze(1))
+    if not gradient:
+        return losses, None
+    is_target = torch.arange(logits.size(1), device=logits.device) == target
+    return losses, ((exponentials / total - is_target.float()) * s * (1 - s) * scale).to(logits.dtype)
+
+
+@functools.cache
+def compiled_chunk_losses():
+    """chunk_losses_in_one_pass, compiled: for the first number of rows, and for any other one once more."""
+    return torch.compile(chunk_losses_in_one_pass)
+
+
+def _losses_of(device: torch.device, compiled: bool):
+    """What computes a chunk: compiled code helps on a GPU. On a CPU chunk_losses is as fast in the cache."""
+    return compiled_chunk_losses() if compiled and device.type == "cuda" else chunk_losses
+
+
+def head_gradients(gradient, x, weight, dx, dw, down: float):
+    """From the gradient of a chunk's logits: write that of x to dx (rows, C), and add that of the weight,
+    divided by `down`, to dw (V, C) float32. Either is left out if it has no rows."""
+    if dx.size(0):
+        torch.mm(gradient, weight, out=dx)
+    if dw.size(0):
+        dw += gradient.T @ (x if down == 1 else x / down)
+
+
+# ------------------------------------------------------------------------------------------------------
+# All chunks
+
+
+def losses_in_chunks(
+    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, compiled: bool
+) -> torch.Tensor:
+    """The loss of each target, (N,) float32, for a loss without gradients."""
+    rows = chunk_rows(x.size(0), weight.size(0), x.device.type, x.dtype, gradients=False)
+    low, losses_of = weight.to(x.dtype), _losses_of(x.device, compiled)
+    pieces = zip(x.split(rows), targets.split(rows), strict=True)
+    with _every_cast_is_written(x.device):
+        return torch.cat([losses_of(F.linear(piece, low), wanted)[0] for piece, wanted in pieces])
+
+
+def gradients_in_chunks(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    of_x: bool,
+    of_weight: bool,
+    compiled: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sum of the losses, float32, and its two gradients, each divided by its unit (see _units).
+
+    The gradient of x is (N, C) in the dtype of x, that of the weight (V, C) float32 (float64 if x is); empty
+    if not wanted.
+    """
+    rows = chunk_rows(x.size(0), weight.size(0), x.device.type, x.dtype, gradients=True)
+    losses_of = _losses_of(x.device, compiled)
+    scale, down = (UP, DOWN) if x.dtype == torch.float16 else (1, 1)
+    dx, dw = _memory_for_gradients(x, weight, of_x, of_weight)
+    with _every_cast_is_written(x.device):
+        total, low, unscored = torch.zeros((), device=x.device), weight.to(x.dtype), (targets == -1)[:, None]
+        scored = x.masked_fill(unscored, 0)  # a row of zeros adds nothing to the weight's gradient
+        dw.zero_()
+        for i in range(0, x.size(0), rows):
+            piece = slice(i, i + rows)
+            losses, gradient = losses_of(F.linear(x[piece], low), targets[piece], True, scale)
+            total += losses.sum()
+            head_gradients(gradient, scored[piece], low, dx[piece], dw, down)
+        return total, dx.masked_fill_(unscored, 0) if of_x else dx, dw
+
+
+@contextlib.contextmanager
+def _every_cast_is_written(device: torch.device):
+    """Inside, autograd records nothing and autocast decides nothing."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+def _memory_for_gradients(x, weight, of_x: bool, of_weight: bool):
+    dx = torch.empty_like(x) if of_x else x.new_empty(0)
+    shape, dtype = weight.shape if of_weight else (0,), torch.promote_types(x.dtype, torch.float32)
+    return dx, torch.empty(shape, dtype=dtype, device=weight.device)
+
+
+def _units(dtype: torch.dtype) -> tuple[float, float]:
+    """What the two gradients have to be multiplied by: that of x, that of the weight."""
+    return (4 / UP, 4 / UP * DOWN) if dtype == torch.float16 else (4.0, 4.0)
+
+
+def _keep_gradients(ctx, inputs, output):
+    x, weight, _, *ctx.wanted, _ = inputs
+    ctx.dtypes = x.dtype, weight.dtype
+    ctx.save_for_backward(*output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _multiply_gradients(ctx, of_total, *_):
+    """In float32: a 0-dim factor takes the dtype of the tensor it meets, and in float16 1e-9 would be 0."""
+    found = zip(ctx.saved_tensors, _units(ctx.dtypes[0]), ctx.dtypes, ctx.wanted, strict=True)
+    wide = torch.promote_types(ctx.dtypes[0], torch.float32)
+    gradients = [
+        (kept.to(wide) * (of_total * unit)).to(dtype) if wanted else None
+        for kept, unit, dtype, wanted in found
     ]
-    if reduction == "none":
-        return torch.cat(losses)
-    total = torch.stack(losses).sum()
-    return total if reduction == "sum" else total / (targets != -1).sum()
+    return *gradients, None, None, None, None
+
+
+class HeadAndLoss(torch.autograd.Function):
+    """gradients_in_chunks with its backward pass, in eager mode."""
+
+    forward, setup_context = staticmethod(gradients_in_chunks), staticmethod(_keep_gradients)
+    backward = staticmethod(_multiply_gradients)
+
+
+# The same as operators of PyTorch, which torch.compile takes as they are. If it looked inside, it would move
+# the gradients into the backward pass and keep all logits for that.
+head_losses = torch.library.custom_op("nanochat::head_losses", losses_in_chunks, mutates_args=())
+head_and_loss = torch.library.custom_op("nanochat::head_and_loss", gradients_in_chunks, mutates_args=())
+head_and_loss.register_autograd(_multiply_gradients, setup_context=_keep_gradients)
+
+
+@head_losses.register_fake
+def _(x, weight, targets, compiled):
+    return x.new_empty(x.size(0), dtype=torch.float32)
+
+
+@head_and_loss.register_fake
+def _(x, weight, targets, of_x, of_weight, compiled):
+    return x.new_empty((), dtype=torch.float32), *_memory_for_gradients(x, weight, of_x, of_weight)

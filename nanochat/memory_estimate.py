@@ -7,19 +7,20 @@ Not in them: the device's own context and libraries, and what the allocator cann
 
 import torch
 
-from nanochat import scaling
+from nanochat import loss, scaling
 from nanochat.gpt import GPTConfig
 
-# Bytes that a token takes: for each channel of the width in each layer, for each channel once, and for each
-# entry of the vocabulary. The logits are there several times when the backward pass begins: in the compute
-# dtype, and eager also in float32, softcapped, as probabilities, and as two gradients.
-# (compiled, bytes of the compute dtype): layer, once, logit
+# Bytes that a token takes: for each channel of the width in each layer, and for each channel once.
+# (compiled, bytes of the compute dtype): layer, once
 KEPT = {
-    (True, 2): (41.1, 5.5, 4),
-    (True, 4): (82.2, 5.5, 8),
-    (False, 2): (49.1, 11.5, 16),
-    (False, 4): (82.2, 13.0, 16),
+    (True, 2): (41.1, 5.5),
+    (True, 4): (82.2, 5.5),
+    (False, 2): (49.1, 11.5),
+    (False, 4): (82.2, 13.0),
 }
+# Bytes of each logit of a chunk (loss.py) by bytes of the compute dtype: the logits, squashed, times 30, and
+# their softmax. Compiled for a GPU there are only the logits and their gradient.
+EAGER_LOGIT = {2: 14, 4: 12}
 MUON_COPIES = 5  # float32 tensors of the size of its largest group, a third of all matrices, in Muon's update
 BUCKET_BYTES = 25 * 2**20  # DDP sends gradients in such pieces
 
@@ -41,7 +42,7 @@ def training_bytes(
     """
     counts, size = scaling.on_meta(config).parameter_counts(), torch.finfo(dtype).bits // 8
     total, matrices = counts["total"], counts["matrices"]
-    layer, once, logit = KEPT[compiled, size]
+    layer, once = KEPT[compiled, size]
     state = (8 * total - 4 * matrices) // world_size  # one moment for Muon's matrices, two for the rest
     casts = size * (matrices + counts["head"]) if size < 4 else 0  # autocast's copies of the weights
     needed = {
@@ -49,7 +50,7 @@ def training_bytes(
         "gradients": 4 * total,
         "optimizer state": state,
         "activations": round(micro_batch_tokens * config.width * (layer * config.depth + once)) + casts,
-        "logits": micro_batch_tokens * config.vocab_size * logit,
+        "logits": logit_bytes(config, micro_batch_tokens, dtype, compiled, on_cpu=saves_here),
         "save copies": saves_here * (4 * total + state),
         "gradient exchange": 2 * min(BUCKET_BYTES, 4 * total) if world_size > 1 else 0,
     }
@@ -57,6 +58,15 @@ def training_bytes(
     late = max(4 * total * compiled, MUON_COPIES * 4 * matrices // 3 // world_size)
     needed["update"] = max(0, late - needed["activations"] - needed["logits"])  # beyond what it takes over
     return needed
+
+
+def logit_bytes(config: GPTConfig, tokens: int, dtype: torch.dtype, compiled: bool, on_cpu: bool) -> int:
+    """Bytes of a chunk's logits, and of the head's gradient, which is made with them and kept in float32."""
+    size, head = torch.finfo(dtype).bits // 8, config.width * config.vocab_size
+    rows = loss.chunk_rows(tokens, config.vocab_size, "cpu" if on_cpu else "cuda", dtype, gradients=True)
+    logit = 2 * size if compiled and not on_cpu else EAGER_LOGIT[size]
+    # The backward pass writes the gradient once more, multiplied
+    return 4 * head + max(rows * config.vocab_size * logit, 4 * head)
 
 
 def in_words(needed: dict[str, int]) -> str:

@@ -78,7 +78,8 @@ def test_flops_are_those_that_the_flop_counter_sees_and_that_a_formula_gives(win
     forward, backward = counted_flops(model, 3)
     hidden = 12 * C * sum(window for window in windows if window < T)
     assert forward + backward == 3 * T * (by_hand + hidden)
-    assert backward == 2 * forward
+    head = 4 * 3 * T * counts["head"]  # its gradients are made with the loss, in the forward pass
+    assert backward + head == 2 * (forward - head)
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -210,7 +211,7 @@ def test_windows_follow_the_pattern_and_the_last_layer_sees_everything():
 # Logits and losses
 
 
-def test_loss_is_that_of_the_logits_for_every_reduction_and_in_chunks():
+def test_loss_is_that_of_the_logits_for_every_reduction():
     model = make_model()
     idx = random_tokens(model)
     targets = idx.roll(-1, 1)
@@ -220,13 +221,14 @@ def test_loss_is_that_of_the_logits_for_every_reduction_and_in_chunks():
         assert logits.shape == (2, 32, 67) and logits.dtype == torch.float32
         log_p = logits.double().log_softmax(-1)
         picked = -log_p.gather(-1, targets.clamp_min(0)[..., None])[..., 0] * (targets >= 0)
-        for model.loss_chunk_rows in (0, 10):
-            by_reduction = {r: model(idx, targets, reduction=r).double() for r in ("mean", "sum", "none")}
-            torch.testing.assert_close(by_reduction["none"], picked.flatten(), rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(by_reduction["sum"], picked.sum(), rtol=1e-5, atol=0)
-            torch.testing.assert_close(
-                by_reduction["mean"], picked.sum() / (targets >= 0).sum(), rtol=1e-5, atol=0
-            )
+    mean = picked.sum() / (targets >= 0).sum()
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients):
+            none, total, of_mean = (model(idx, targets, reduction=r) for r in ("none", "sum", "mean"))
+        assert [loss.requires_grad for loss in (none, total, of_mean)] == [gradients] * 3
+        torch.testing.assert_close(none.double(), picked.flatten(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(total.double(), picked.sum(), rtol=1e-5, atol=0)
+        torch.testing.assert_close(of_mean.double(), mean, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,10 +1,14 @@
-"""The softcapped cross-entropy: against one written out in float64, and in pieces against whole."""
+"""The softcapped cross-entropy: against one written out in float64, in chunks of any size, and compiled."""
 
 import math
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+import nanochat.loss
 from nanochat.loss import SOFTCAP, softcap, softcapped_cross_entropy
 
 REDUCTIONS = ["mean", "sum", "none"]
@@ -40,51 +44,227 @@ def gradients(loss, x, weight):
     )
 
 
+@pytest.fixture
+def in_chunks_of(monkeypatch):
+    """in_chunks_of(n): from now on n rows are a chunk, on any device and in any dtype."""
+    return lambda rows: monkeypatch.setattr(nanochat.loss, "chunk_rows", lambda *_, **__: rows)
+
+
+def distance(found, expected):
+    return ((found.double() - expected).norm() / expected.norm()).item()
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("chunk_rows", [0, 1, 4, 22, 23, 100])
-def test_value_and_gradients_are_those_written_out_in_any_chunks(reduction, chunk_rows):
+@pytest.mark.parametrize("rows", [1, 4, 22, 23, 100])
+def test_value_and_gradients_are_those_written_out_in_chunks_of_any_size(reduction, rows, in_chunks_of):
+    in_chunks_of(rows)
     x, weight, targets = random_problem()
-    loss = softcapped_cross_entropy(x, weight, targets, reduction, chunk_rows)
+    loss = softcapped_cross_entropy(x, weight, targets, reduction)
     assert loss.dtype == torch.float32
     expected = reduced(slow_losses(x, weight, targets), targets, reduction)
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=5e-6)
     for ours, slow in zip(gradients(loss, x, weight), gradients(expected, x, weight), strict=True):
         torch.testing.assert_close(ours, slow, rtol=1e-4, atol=1e-5)
+        assert distance(ours, slow.double()) < 2e-6
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_chunks_give_the_plain_loss_under_bfloat16_autocast_too(reduction):
+@pytest.mark.parametrize("rows", [1, 5, 100])
+def test_without_gradients_the_value_is_the_same(reduction, rows, in_chunks_of):
+    in_chunks_of(rows)
     x, weight, targets = random_problem()
-    results = []
-    for chunk_rows in (0, 5):
-        with torch.amp.autocast("cpu", torch.bfloat16):
-            loss = softcapped_cross_entropy(x, weight, targets, reduction, chunk_rows)
-        assert loss.dtype == torch.float32
-        results.append((loss, *gradients(loss, x, weight)))
-    for whole, pieces in zip(*results, strict=True):
-        torch.testing.assert_close(pieces, whole, rtol=0.02, atol=0.02)
+    with torch.no_grad():
+        loss = softcapped_cross_entropy(x, weight, targets, reduction)
+    assert loss.dtype == torch.float32
+    expected = reduced(slow_losses(x, weight, targets), targets, reduction)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=5e-6)
 
 
-def test_chunks_whose_targets_are_all_unscored_count_for_nothing():
+@pytest.mark.parametrize("vocab_size, N", [(257, 1), (4099, 300), (50_021, 3), (7, 1025)])
+def test_sizes_that_nothing_divides_give_the_plain_loss_and_its_gradients(vocab_size, N):
+    x, weight, targets = random_problem(N=N, V=vocab_size, scale=0.3)
+    targets[0] = 1
+    loss = softcapped_cross_entropy(x, weight, targets)
+    plain = F.cross_entropy(
+        SOFTCAP * torch.tanh(x.double() @ weight.double().T / SOFTCAP), targets, ignore_index=-1
+    )
+    assert loss.item() == pytest.approx(plain.item(), rel=1e-6)
+    for ours, theirs in zip(gradients(loss, x, weight), gradients(plain, x, weight), strict=True):
+        assert distance(ours, theirs.double()) < 5e-6  # float32's rounding in a sum of V exponentials
+
+
+def rounding(problem, dtype, loss_of, scale=1.0):
+    """How far the gradients of x and of the weight are from float64's, if x has `dtype` and the loss is
+    multiplied by `scale`, and one of them divided by it."""
+    x, weight, targets = problem
+    low = x.detach().to(dtype).requires_grad_()
+    exact = low.detach().double().requires_grad_(), weight.detach().to(dtype).double().requires_grad_()
+    expected = gradients(reduced(slow_losses(*exact, targets), targets, "mean"), *exact)
+    found = torch.autograd.grad(scale * loss_of(low, weight, targets), (low, weight))
+    assert [g.dtype for g in found] == [dtype, weight.dtype]
+    return [distance(g.double() / scale, e) for g, e in zip(found, expected, strict=True)]
+
+
+def plain(x, weight, targets):
+    return F.cross_entropy(softcap(F.linear(x, weight.to(x.dtype))), targets, ignore_index=-1)
+
+
+@pytest.mark.parametrize("dtype, scale, most", [(torch.bfloat16, 1, 8e-3), (torch.float16, 2.0**16, 1e-3)])
+def test_16_bit_gradients_are_as_near_to_float64_as_those_of_the_plain_loss(dtype, scale, most, in_chunks_of):
+    problem = random_problem(N=70, C=16, V=513, scale=0.5)
+    in_chunks_of(32)
+    ours = rounding(problem, dtype, softcapped_cross_entropy, scale)
+    for a, b in zip(ours, rounding(problem, dtype, plain, scale), strict=True):
+        assert a < most and a < 1.5 * b
+
+
+def test_float16_keeps_gradients_as_small_as_those_of_a_large_vocabulary():
+    # All logits are equal, so each gradient of a logit is 1 / V = 1.5e-5: eight bits in float16
+    x, weight, targets = random_problem(N=64, C=4, V=65_537)
+    weight.data.mul_(1e-4)
+    targets[:] = 5
+    x = x.detach().half().requires_grad_()
+    (gradient,) = torch.autograd.grad(softcapped_cross_entropy(x, weight, targets, "sum"), weight)
+    p = (x.double() @ weight.double().T).softmax(-1).detach()
+    assert distance(gradient[6:], (p.T @ x.detach().double())[6:]) < 1e-3
+
+
+def test_a_gradient_far_below_float16s_range_reaches_x_if_the_scaler_lifts_it():
+    x, weight, targets = random_problem()
+    (whole,) = torch.autograd.grad(softcapped_cross_entropy(x, weight, targets, "sum"), x)
+    low = x.detach().half().requires_grad_()
+    share = softcapped_cross_entropy(low, weight, targets, "sum") / 2.0**30  # of a step of 2^30 targets
+    (gradient,) = torch.autograd.grad(share * 2.0**30, low)
+    assert distance(gradient, whole.double()) < 2e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_the_products_are_in_its_dtype_and_float32_gets_float32_gradients(dtype):
+    x, weight, targets = random_problem()
+    with torch.amp.autocast("cpu", dtype):
+        loss = softcapped_cross_entropy(x, weight, targets)
+    low = x.detach().to(dtype).requires_grad_()
+    same = softcapped_cross_entropy(low, weight.detach().to(dtype).requires_grad_(), targets)
+    assert loss.dtype == torch.float32 and torch.equal(loss, same)
+    assert all(g.dtype == torch.float32 for g in gradients(loss, x, weight))
+
+
+def test_chunks_whose_targets_are_all_unscored_count_for_nothing(in_chunks_of):
     x, weight, targets = random_problem()
     targets[:10] = -1
-    whole = softcapped_cross_entropy(x, weight, targets)
-    torch.testing.assert_close(softcapped_cross_entropy(x, weight, targets, chunk_rows=5), whole)
+    x.data[:10] = 1e4  # so that any share of theirs would be seen
+    expected = softcapped_cross_entropy(x[10:], weight, targets[10:])
+    in_chunks_of(5)
+    loss = softcapped_cross_entropy(x, weight, targets)
+    torch.testing.assert_close(loss, expected)
+    (dx, dw), (slow_dx, slow_dw) = gradients(loss, x, weight), gradients(expected, x, weight)
+    assert not dx[:10].any()
+    torch.testing.assert_close(dx, slow_dx)
+    torch.testing.assert_close(dw, slow_dw)
 
 
-def test_in_chunks_nothing_of_the_size_of_all_logits_is_kept_for_the_backward_pass():
-    x, weight, targets = random_problem(N=64, C=4, V=512)  # x and weight are kept in any case: 1/14 of it
-    kept = {}
+def test_a_frozen_head_or_an_x_without_gradient_leaves_the_other_gradient_as_it_is():
+    x, weight, targets = random_problem()
+    both = gradients(softcapped_cross_entropy(x, weight, targets), x, weight)
+    for wanted, expected in ((x, both[0]), (weight, both[1])):
+        frozen = [tensor if tensor is wanted else tensor.detach() for tensor in (x, weight)]
+        loss = softcapped_cross_entropy(*frozen, targets)
+        (found,) = torch.autograd.grad(loss, wanted)
+        assert torch.equal(found, expected)
 
-    def remember(tensor):
-        kept[tensor.data_ptr()] = tensor.numel()
-        return tensor
 
-    for chunk_rows, holds in ((0, True), (8, False)):
-        kept.clear()
-        with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
-            softcapped_cross_entropy(x, weight, targets, chunk_rows=chunk_rows)
-        assert (sum(kept.values()) >= 64 * 512) == holds
+def test_losses_of_several_micro_steps_add_up_in_the_gradients():
+    x, weight, targets = random_problem(N=24)
+    whole = gradients(softcapped_cross_entropy(x, weight, targets, "sum"), x, weight)
+    parts = [softcapped_cross_entropy(x[i : i + 8], weight, targets[i : i + 8], "sum") for i in (0, 8, 16)]
+    for part in parts:
+        part.backward()
+    for found, expected in zip((x.grad, weight.grad), whole, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor that an operator of PyTorch gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.numel = max([self.numel, *(t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor))])
+        return out
+
+
+def largest(function) -> int:
+    with Largest() as mode:
+        function()
+    return mode.numel
+
+
+def test_nothing_of_the_size_of_all_logits_exists_forward_or_backward(in_chunks_of):
+    x, weight, targets = random_problem(N=64, C=4, V=512)
+    in_chunks_of(8)
+    assert largest(lambda: plain(x, weight, targets).backward()) == 64 * 512  # so such tensors are seen
+    assert largest(lambda: softcapped_cross_entropy(x, weight, targets).backward()) == 8 * 512
+    with torch.no_grad():
+        assert largest(lambda: softcapped_cross_entropy(x, weight, targets)) == 8 * 512
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_chunk_is_small_and_all_chunks_are_nearly_equal(device):
+    for N, vocab_size in ((1, 50_257), (2048, 4096), (2049, 4096), (8192, 65_536), (100_000, 300), (0, 300)):
+        for gradients in (False, True):
+            rows = nanochat.loss.chunk_rows(N, vocab_size, device, torch.float32, gradients)
+            assert rows >= 1 and rows * (-(-N // rows)) - N <= -(-N // rows)
+            assert rows <= 512 or rows * vocab_size <= (2**20 if device == "cpu" else 2**27)
+
+
+def test_the_form_for_a_gpu_computes_the_same_as_the_form_for_a_cpu():
+    generator = torch.Generator().manual_seed(0)
+    logits = 20 * torch.randn(9, 301, generator=generator)
+    targets = torch.randint(-1, 301, (9,), generator=generator)
+    for gradient, scale in ((False, 1), (True, 1), (True, 1024)):
+        forms = nanochat.loss.chunk_losses, nanochat.loss.chunk_losses_in_one_pass
+        (losses, d), (expected, e) = (form(logits.clone(), targets, gradient, scale) for form in forms)
+        torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-5)
+        assert (d is None) == (e is None) == (not gradient)
+        if gradient:
+            torch.testing.assert_close(d, e, rtol=1e-4, atol=1e-6 * scale)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "dtype, as_on_a_gpu", [(torch.float32, False), (torch.float16, False), (torch.bfloat16, True)]
+)
+def test_compiled_it_is_one_graph_that_gives_the_same_and_keeps_no_logits(
+    dtype, as_on_a_gpu, monkeypatch, in_chunks_of
+):
+    in_chunks_of(8)
+    if as_on_a_gpu:  # the chunk's part is then compiled too
+        monkeypatch.setattr(nanochat.loss, "_losses_of", lambda *_: nanochat.loss.compiled_chunk_losses())
+    x, weight, targets = random_problem(N=21, C=8, V=131)
+    low = x.detach().to(dtype).requires_grad_()
+    torch._dynamo.reset()
+
+    def model(low, weight, targets):  # with something before it, as in a model
+        return softcapped_cross_entropy(2 * low, weight, targets)
+
+    kept = []
+    compiled = torch.compile(model, fullgraph=True, dynamic=False)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        loss = compiled(low, weight, targets)
+    assert 0 < max(kept) <= max(low.numel(), weight.numel())
+    monkeypatch.undo()
+    in_chunks_of(8)
+    expected = model(low, weight, targets)
+    close = 1e-2 if as_on_a_gpu else 1e-6  # such code does not round to bfloat16 where eager code does
+    torch.testing.assert_close(loss, expected, rtol=close, atol=close)
+    for ours, eager in zip(gradients(loss, low, weight), gradients(expected, low, weight), strict=True):
+        assert distance(ours, eager.double()) < close
+    with torch.no_grad():
+        found = torch.compile(model, fullgraph=True, dynamic=True)(low, weight, targets)
+    torch.testing.assert_close(found, expected.detach(), rtol=close, atol=close)
 
 
 def test_softcap_is_bounded_odd_rising_and_the_identity_near_zero():
@@ -102,14 +282,3 @@ def test_no_loss_is_larger_than_the_softcap_allows():
     x, weight, targets = random_problem(scale=1e4)
     losses = softcapped_cross_entropy(x, weight, targets.clamp_min(0), "none")
     assert losses.max() <= 2 * SOFTCAP + math.log(weight.size(0))
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("chunk_rows", [0, 1, 5, 100])
-def test_without_gradients_the_value_is_the_same(reduction, chunk_rows):
-    x, weight, targets = random_problem()
-    with torch.no_grad():
-        loss = softcapped_cross_entropy(x, weight, targets, reduction, chunk_rows)
-    assert loss.dtype == torch.float32
-    expected = reduced(slow_losses(x, weight, targets), targets, reduction)
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=5e-6)

@@ -8,6 +8,7 @@ from nanochat.precision import name_of
 
 NORMS = {"mean", "rsqrt", "_fused_rms_norm", "native_layer_norm", "native_group_norm", "native_batch_norm"}
 CROSS_ENTROPY = {"_log_softmax", "nll_loss_forward", "nll_loss2d_forward"}
+OUR_CROSS_ENTROPY = {"_softmax", "log_"}  # in the phase "loss": loss.py writes it out
 FUSED_ATTENTION = ("scaled_dot_product", "_flash_attention", "_efficient_attention")
 _FLASH = (
     "fused attention, which never holds the whole matrix of scores. By {source} it sums the products of its "
@@ -124,7 +125,8 @@ def _forward_parts(record):
     forward = [op for op in record.ops if op.phase in ("forward", "loss")]
     norms = [op for op in forward if op.name in NORMS]
     residual = [op for op in forward if op.name == "add" and re.fullmatch(r"blocks\.\d+", op.module)]
-    cross_entropy = [op for op in forward if op.name in CROSS_ENTROPY]
+    ours = [op for op in forward if op.phase == "loss" and op.name in OUR_CROSS_ENTROPY]
+    cross_entropy = [op for op in forward if op.name in CROSS_ENTROPY] + ours
     for subject, ops in (
         ("norms (the mean of squares and its root)", norms),
         ("the residual stream (sums in `blocks.*`)", residual),
@@ -137,7 +139,8 @@ def _forward_parts(record):
 
 
 def _backward(record):
-    products = [op for op in record.ops if op.phase == "backward" and op.flops]
+    early = [op for op in record.ops if op.phase == "loss" and op.flops]
+    products = early + [op for op in record.ops if op.phase == "backward" and op.flops]
     matched = [(op, record.ops[op.differentiates]) for op in products if op.differentiates is not None]
     matched = [(op, forward) for op, forward in matched if forward.flops]
     other = [(op, forward) for op, forward in matched if op.dtype != forward.dtype]
@@ -152,6 +155,14 @@ def _backward(record):
             f"{len(other)} of {len(matched)} backward matmuls ran in another dtype than their forward "
             f"matmul, such as `{example.module or example.name}`: {name_of(forward.dtype)} forward, "
             f"{name_of(example.dtype)} backward."
+        )
+    if early:
+        modules = ", ".join(dict.fromkeys(f"`{op.module}`" for op in early))
+        sums = [op for op in record.ops if op.phase == "loss" and op.name == "add_"]
+        added = f" The parts of the weight's gradient were added in {names_of(compute_dtypes(sums))}."
+        yield (
+            f"{len(early)} of them (of {modules}) ran with the loss, in {names_of(compute_dtypes(early))}, "
+            f"because the logits are at hand there.{added if sums else ''}"
         )
     if len(matched) < len(products):
         yield f"{len(products) - len(matched)} backward matmuls have no recorded forward matmul."
@@ -284,10 +295,13 @@ HOW_TO_READ = """\
   end. A cast is an operator of its own, `_to_copy`.
 - **FLOPs** is its share of the phase's FLOPs. Matrix products and attention are counted (attention in full,
   not half for causality); everything else has very few.
-- **Module**: in the backward pass it is the module of the forward operator whose gradient is computed. It is
+- **Module**: of a gradient it is the module of the forward operator whose gradient is computed. It is
   empty for code of the model outside of its submodules, and for code outside of the model.
-- **Phases**: *clip* includes the division by GradScaler's scale. *Generation* makes tokens under autocast, as
-  base_train.py makes its samples; *chat* makes them with weights cast once, as scripts/chat.py does.
+- **Phases**: *loss* is what follows the head's product, and it is part of the forward pass: softcap and
+  cross-entropy, and the gradients of the head's product, which loss.py makes while the logits are at hand. It
+  does so for one chunk of tokens after another. *Clip* includes the division by GradScaler's scale.
+  *Generation* makes tokens under autocast, as base_train.py makes its samples; *chat* makes them with weights
+  cast once, as scripts/chat.py does.
 - **Left out**: `view`, `transpose` and others that only give memory another shape.
 - **Not seen**: what happens inside one kernel. A fused operator (attention, AdamW) is one row. A product, a
   sum or a softmax of bfloat16 numbers may add up in float32 (docs/precision.md).

@@ -30,14 +30,14 @@ class Op:
     """One call of one operator of ATen, PyTorch's core. `inputs` and `outputs` are its tensors' dtypes."""
 
     phase: str
-    module: str  # the nn.Module it ran in; in the backward pass, that of the forward operator
+    module: str  # the nn.Module it ran in; of a gradient, that of the forward operator
     name: str  # PyTorch's name, without "aten." and the overload
     inputs: tuple[torch.dtype, ...] = ()
     outputs: tuple[torch.dtype, ...] = ()
     flops: int = 0  # matrix products and attention, by torch.utils.flop_counter; 0 for everything else
     is_view: bool = False  # it only gives memory another shape or name
     parameter: str = ""  # if it casts a parameter: its name
-    differentiates: int | None = None  # in the backward pass: index of the forward operator
+    differentiates: int | None = None  # of a gradient: index of the forward operator
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -81,6 +81,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, model: torch.nn.Module):
         super().__init__()
         self.model, self.ops, self.phase, self.module = model, [], "forward", ""
+        self.gradients_of = None  # index of the forward product whose gradients are made in the forward pass
         self.autocast = defaultdict(set)  # phase -> dtypes of autocast when modules are called, None = off
         self._device_type = next(model.parameters()).device.type
         self._by_number = defaultdict(list)  # autograd's sequence number -> indices of forward operators
@@ -165,6 +166,8 @@ class Recorder(TorchDispatchMode):
         Several operators may have one number: the one that made the node, and those after it that made none.
         The gradient of a matrix product belongs to the matrix product among them.
         """
+        if self.gradients_of is not None:
+            return self.gradients_of if flops else None
         node = torch._C._current_autograd_node()
         if (
             node is None or torch.is_grad_enabled()
@@ -190,27 +193,44 @@ class Record:
 
 @contextlib.contextmanager
 def _loss_apart(recorder):
-    """While this is active, the phase "loss" begins after the head's matrix product.
-
-    There must be one such product: with `loss_chunk_rows` those of later chunks would count as loss.
-    """
-    softcapped_cross_entropy, softcap = nanochat.gpt.softcapped_cross_entropy, nanochat.loss.softcap
+    """While this is active, what follows the head's product in a chunk is in the phase "loss": the loss, and
+    the gradients of that product, which loss.py makes at once."""
+    whole, losses, gradients = _functions_of_the_loss()
 
     def at_head(*args, **kwargs):
         with recorder.at(module="head"):
-            return softcapped_cross_entropy(*args, **kwargs)
+            return whole(*args, **kwargs)
 
-    def at_loss(logits):
-        if recorder.phase == "forward":
-            recorder.phase, recorder.module = "loss", "loss"  # until at_head is left
+    def at_loss(*args, **kwargs):
+        if recorder.phase != "forward":
+            return losses(*args, **kwargs)
+        with recorder.at("loss", "loss"):
             recorder.note_autocast()
-        return softcap(logits)
+            return losses(*args, **kwargs)
 
-    nanochat.gpt.softcapped_cross_entropy, nanochat.loss.softcap = at_head, at_loss
+    def at_gradients(*args, **kwargs):
+        products = (i for i, op in enumerate(recorder.ops) if op.module == "head" and op.flops)
+        *_, recorder.gradients_of = (i for i in products if recorder.ops[i].differentiates is None)
+        try:
+            with recorder.at("loss"):
+                return gradients(*args, **kwargs)
+        finally:
+            recorder.gradients_of = None
+
+    _replace_functions_of_the_loss(at_head, at_loss, at_gradients)
     try:
         yield
     finally:
-        nanochat.gpt.softcapped_cross_entropy, nanochat.loss.softcap = softcapped_cross_entropy, softcap
+        _replace_functions_of_the_loss(whole, losses, gradients)
+
+
+def _functions_of_the_loss():
+    return nanochat.gpt.softcapped_cross_entropy, nanochat.loss.chunk_losses, nanochat.loss.head_gradients
+
+
+def _replace_functions_of_the_loss(whole, losses, gradients):
+    nanochat.gpt.softcapped_cross_entropy = whole
+    nanochat.loss.chunk_losses, nanochat.loss.head_gradients = losses, gradients
 
 
 def record_step(model, optimizer, scaler, dtype, inputs, targets, prompt=(), max_tokens=2, grad_clip=1.0):

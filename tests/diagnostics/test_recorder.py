@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn as nn
-from small_model import BF16, CPU, F16, F32, gpt, optimizer_of
+from small_model import BF16, CPU, F16, F32, gpt, optimizer_of, record_gpt
 
 import nanochat.gpt
 import nanochat.loss
@@ -191,12 +191,30 @@ def test_the_loss_begins_after_the_heads_product_and_the_phases_follow_each_othe
     phases = list(dict.fromkeys(op.phase for op in record.ops))
     assert phases == ["forward", "loss", "backward", "clip", "optimizer", "generation", "chat"]
     forward = [op for op in record.ops if op.phase == "forward"]
-    assert (forward[-1].name, forward[-1].module) == ("mm", "head")
-    loss = [op.name for op in record.ops if op.phase == "loss" and not op.is_view and op.name != "detach"]
-    assert loss == ["_to_copy", "div", "tanh", "mul", "_log_softmax", "nll_loss_forward"]
+    (head,) = (i for i, op in enumerate(record.ops) if op.module == "head" and op in forward and op.flops)
+    loss = [op for op in record.ops[head + 1 :] if op.phase == "loss" and not op.is_view]
+    assert [op for op in record.ops[:head] if op.phase == "loss"] == []
+    names = [op.name for op in loss if op.module == "loss" and op.dtype is not None]
+    assert names[:5] == ["_to_copy", "mul_", "sigmoid_", "mul", "_softmax"] and names[-1] == "_to_copy"
+    assert [(loss[i].cast, loss[i].module) for i in (0, -4)] == [((BF16, F32), "loss"), ((F32, BF16), "loss")]
+    products = [(op.name, op.module, op.differentiates) for op in loss if op.flops]
+    assert products == [("mm", "head", head)] * 2
+    assert (loss[-1].name, loss[-1].inputs) == ("add_", (F32, BF16))  # the weight's gradient, over chunks
     # What the recorder patches for the time of the step is as before
     assert nanochat.gpt.softcapped_cross_entropy is nanochat.loss.softcapped_cross_entropy
-    assert nanochat.gpt.softcap is nanochat.loss.softcap
+    assert nanochat.loss.chunk_losses.__module__ == nanochat.loss.head_gradients.__module__ == "nanochat.loss"
+
+
+def test_with_several_chunks_each_gradient_belongs_to_the_product_of_its_chunk(monkeypatch):
+    monkeypatch.setattr(nanochat.loss, "chunk_rows", lambda *_, **__: 12)
+    ops = record_gpt(BF16).ops  # 32 tokens: chunks of 12, 12 and 8
+    products = [
+        i for i, op in enumerate(ops) if op.module == "head" and op.flops and op.phase in ("forward", "loss")
+    ]
+    assert [ops[i].phase for i in products] == ["forward", "loss", "loss"] * 3
+    assert [ops[i].differentiates for i in products[1::3]] == products[::3]
+    assert [ops[i].differentiates for i in products[2::3]] == products[::3]
+    assert sum(ops[i].flops for i in products) == 3 * 2 * 32 * 32 * 64
 
 
 def test_recording_does_not_change_what_is_computed():
