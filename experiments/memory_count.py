@@ -173,8 +173,8 @@ def _size(node: torch.fx.Node) -> int:
     value = node.meta.get("val")
     if "head_and_loss" in str(node.target):  # what it needs inside, until its results are read
         x, weight = (source.meta["val"] for source in node.args[:2])
-        rows = loss.chunk_rows(x.size(0), weight.size(0), "cpu", x.dtype, gradients=True)
-        return (2 * rows * weight.size(0) + weight.numel()) * x.element_size()
+        rows = loss.chunk_rows(x.size(0), weight.size(0), "cpu", x.dtype)
+        return (rows * weight.size(0) + weight.numel()) * x.element_size()
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 

@@ -17,8 +17,10 @@ SOFTCAP = 15.0  # logits are squashed into (-15, 15), so that no token's probabi
 # multiplied by UP, which makes 256 of its largest value, 1/4 (see chunk_losses). For the weight's gradient, a
 # sum over the rows of a chunk, x is divided by DOWN, so that the sum stays in float16's range.
 UP, DOWN, MOST_FLOAT16_ROWS = 1024, 32, 2048
-# Logits of a chunk: on a CPU 4 MiB in float32, which stay in the cache; else half a GiB: large products
+# Logits of a chunk: on a CPU 4 MiB in float32, which stay in the cache; else half a GiB: large products.
 CHUNK_LOGITS = {"cpu": 2**20, "cuda": 2**27, "mps": 2**27}
+# Where a compiled model's chunks are compiled too. On a CPU they would be no faster: the logits are in the cache
+COMPILED_ON = {"cuda"}
 
 
 def softcap(logits):
@@ -54,33 +56,37 @@ def softcapped_cross_entropy(x, weight, targets, reduction="mean"):
 # One chunk
 
 
-def chunk_rows(tokens: int, vocab_size: int, device_type: str, dtype: torch.dtype, gradients: bool) -> int:
+def chunk_rows(tokens: int, vocab_size: int, device_type: str, dtype: torch.dtype) -> int:
     """Tokens whose logits are in memory at a time, nearly the same number for all chunks."""
     # Each chunk adds to the whole gradient of the weight: below 512 rows that costs more than the cache gives
-    most = max(512 if gradients else 128, CHUNK_LOGITS[device_type] // vocab_size)
+    most = max(512, CHUNK_LOGITS[device_type] // vocab_size)
     most = min(most, MOST_FLOAT16_ROWS) if dtype == torch.float16 else most
     chunks = max(1, -(-tokens // most))
     return max(1, -(-tokens // chunks))
 
 
-def chunk_losses(logits, targets, gradient: bool = False, scale: float = 1.0):
-    """Losses (rows,) float32 of logits (rows, V); with `gradient` also that of their sum, x scale / 4.
+def chunk_losses(logits, targets, gradient: bool = False, scale: float = 1.0, *, memory):
+    """Losses (rows,) float32 of logits (rows, V). With `gradient` the gradient of their sum, x scale / 4, takes
+    the place of the logits.
 
     tanh(z) is 2 sigmoid(2 z) - 1, and a constant added to all logits changes no probability. So
     2 * SOFTCAP * sigmoid(2 * logits / SOFTCAP) has the cross-entropy of softcap(logits), and on a CPU torch
     computes sigmoid several times as fast as tanh. Its derivative is 4 s (1 - s); the 4 is left to others.
-    Rows that are not scored have a loss of 0 and a gradient like any other, which the caller drops. The
-    memory of float32 logits is written over.
+    Rows that are not scored have a loss of 0 and a gradient like any other, which the caller drops.
+    memory: two float32 tensors (rows, V) to work in. New memory for each chunk would cost as much time as the
+    arithmetic, because the system clears it page by page.
     """
-    s = logits.float().mul_(2 / SOFTCAP).sigmoid_()
-    p = torch.softmax(s * (2 * SOFTCAP), dim=-1)
+    s, p = (piece[: logits.size(0)] for piece in memory)
+    s.copy_(logits).mul_(2 / SOFTCAP).sigmoid_()
+    torch.mul(s, 2 * SOFTCAP, out=p)
+    torch.softmax(p, dim=-1, out=p)
     target = targets.clamp_min(0).unsqueeze(1)
     losses = p.gather(1, target).log_().neg_().squeeze(1).masked_fill_(targets == -1, 0.0)
-    if not gradient:
-        return losses, None
-    p.scatter_add_(1, target, torch.full(target.shape, -1.0, device=p.device))
-    torch.ops.aten.sigmoid_backward.grad_input(p, s, grad_input=s)
-    return losses, (s if scale == 1 else s.mul_(scale)).to(logits.dtype)
+    if gradient:
+        p.scatter_add_(1, target, torch.full(target.shape, -1.0, device=p.device))
+        torch.ops.aten.sigmoid_backward.grad_input(p, s, grad_input=s)
+        logits.copy_(s if scale == 1 else s.mul_(scale))
+    return losses
 
 
 def chunk_losses_in_one_pass(logits, targets, gradient: bool = False, scale: float = 1.0):
@@ -94,10 +100,10 @@ def chunk_losses_in_one_pass(logits, targets, gradient: bool = False, scale: flo
     target = targets.clamp_min(0).unsqueeze(1)
     of_target = 2 * SOFTCAP * (torch.sigmoid(logits.gather(1, target).float() * (2 / SOFTCAP)) - 0.5)
     losses = torch.where(targets == -1, 0.0, (total.log() - of_target).squeeze(1))
-    if not gradient:
-        return losses, None
-    is_target = torch.arange(logits.size(1), device=logits.device) == target
-    return losses, ((exponentials / total - is_target.float()) * s * (1 - s) * scale).to(logits.dtype)
+    if gradient:
+        is_target = torch.arange(logits.size(1), device=logits.device) == target
+        logits.copy_((exponentials / total - is_target.float()) * s * (1 - s) * scale)
+    return losses
 
 
 @functools.cache
@@ -106,33 +112,45 @@ def compiled_chunk_losses():
     return torch.compile(chunk_losses_in_one_pass)
 
 
-def _losses_of(device: torch.device, compiled: bool):
-    """What computes a chunk: compiled code helps on a GPU. On a CPU chunk_losses is as fast in the cache."""
-    return compiled_chunk_losses() if compiled and device.type == "cuda" else chunk_losses
-
-
-def head_gradients(gradient, x, weight, dx, dw, down: float):
+def head_gradients(gradient, x, weight, dx, dw, product, down: float):
     """From the gradient of a chunk's logits: write that of x to dx (rows, C), and add that of the weight,
-    divided by `down`, to dw (V, C) float32. Either is left out if it has no rows."""
+    divided by `down`, to dw (V, C) float32 by way of `product`, (V, C) in the dtype of x. Either is left out
+    if it has no rows."""
     if dx.size(0):
         torch.mm(gradient, weight, out=dx)
     if dw.size(0):
-        dw += gradient.T @ (x if down == 1 else x / down)
+        dw += torch.mm(gradient.T, x if down == 1 else x / down, out=product)
 
 
 # ------------------------------------------------------------------------------------------------------
 # All chunks
 
 
+def _chunks(x, weight, targets, gradient: bool, scale: float, compiled: bool):
+    """For each chunk: which rows it has, their losses, and the gradient of their logits (without `gradient` nothing of use).
+    The memory of one chunk serves all."""
+    rows = chunk_rows(x.size(0), weight.size(0), x.device.type, x.dtype)
+    memory = x.new_empty(rows, weight.size(0))
+    if compiled and x.device.type in COMPILED_ON:
+        losses_of = compiled_chunk_losses()
+    else:
+        in_float32 = memory if x.dtype == torch.float32 else torch.empty_like(memory, dtype=torch.float32)
+        losses_of = functools.partial(chunk_losses, memory=(in_float32, torch.empty_like(in_float32)))
+    for i in range(0, x.size(0), rows):
+        piece = slice(i, i + rows)
+        logits = torch.mm(x[piece], weight.T, out=memory[: x.size(0) - i])
+        yield piece, losses_of(logits, targets[piece], gradient, scale), logits
+
+
 def losses_in_chunks(
     x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, compiled: bool
 ) -> torch.Tensor:
     """The loss of each target, (N,) float32, for a loss without gradients."""
-    rows = chunk_rows(x.size(0), weight.size(0), x.device.type, x.dtype, gradients=False)
-    low, losses_of = weight.to(x.dtype), _losses_of(x.device, compiled)
-    pieces = zip(x.split(rows), targets.split(rows), strict=True)
     with _every_cast_is_written(x.device):
-        return torch.cat([losses_of(F.linear(piece, low), wanted)[0] for piece, wanted in pieces])
+        all_losses = x.new_empty(x.size(0), dtype=torch.float32)
+        for piece, losses, _ in _chunks(x, weight.to(x.dtype), targets, False, 1, compiled):
+            all_losses[piece] = losses
+        return all_losses
 
 
 def gradients_in_chunks(
@@ -148,19 +166,16 @@ def gradients_in_chunks(
     The gradient of x is (N, C) in the dtype of x, that of the weight (V, C) float32 (float64 if x is); empty
     if not wanted.
     """
-    rows = chunk_rows(x.size(0), weight.size(0), x.device.type, x.dtype, gradients=True)
-    losses_of = _losses_of(x.device, compiled)
     scale, down = (UP, DOWN) if x.dtype == torch.float16 else (1, 1)
     dx, dw = _memory_for_gradients(x, weight, of_x, of_weight)
     with _every_cast_is_written(x.device):
         total, low, unscored = torch.zeros((), device=x.device), weight.to(x.dtype), (targets == -1)[:, None]
         scored = x.masked_fill(unscored, 0)  # a row of zeros adds nothing to the weight's gradient
         dw.zero_()
-        for i in range(0, x.size(0), rows):
-            piece = slice(i, i + rows)
-            losses, gradient = losses_of(F.linear(x[piece], low), targets[piece], True, scale)
+        product = torch.empty_like(dw, dtype=x.dtype)
+        for piece, losses, gradient in _chunks(x, low, targets, True, scale, compiled):
             total += losses.sum()
-            head_gradients(gradient, scored[piece], low, dx[piece], dw, down)
+            head_gradients(gradient, scored[piece], low, dx[piece], dw, product, down)
         return total, dx.masked_fill_(unscored, 0) if of_x else dx, dw
 
 

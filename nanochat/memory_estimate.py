@@ -18,9 +18,9 @@ KEPT = {
     (False, 2): (49.1, 11.5),
     (False, 4): (82.2, 13.0),
 }
-# Bytes of each logit of a chunk (loss.py) by bytes of the compute dtype: the logits, squashed, times 30, and
-# their softmax. Compiled for a GPU there are only the logits and their gradient.
-EAGER_LOGIT = {2: 14, 4: 12}
+# Bytes of each logit of a chunk (loss.py) by bytes of the compute dtype: the logits in that dtype and two
+# float32 tensors, one of which is the logits if they are float32. Compiled for a GPU it is the logits alone.
+EAGER_LOGIT = {2: 10, 4: 8}
 MUON_COPIES = 5  # float32 tensors of the size of its largest group, a third of all matrices, in Muon's update
 BUCKET_BYTES = 25 * 2**20  # DDP sends gradients in such pieces
 
@@ -63,10 +63,10 @@ def training_bytes(
 def logit_bytes(config: GPTConfig, tokens: int, dtype: torch.dtype, compiled: bool, on_cpu: bool) -> int:
     """Bytes of a chunk's logits, and of the head's gradient, which is made with them and kept in float32."""
     size, head = torch.finfo(dtype).bits // 8, config.width * config.vocab_size
-    rows = loss.chunk_rows(tokens, config.vocab_size, "cpu" if on_cpu else "cuda", dtype, gradients=True)
-    logit = 2 * size if compiled and not on_cpu else EAGER_LOGIT[size]
-    # The backward pass writes the gradient once more, multiplied
-    return 4 * head + max(rows * config.vocab_size * logit, 4 * head)
+    rows = loss.chunk_rows(tokens, config.vocab_size, "cpu" if on_cpu else "cuda", dtype)
+    logit = size if compiled and not on_cpu else EAGER_LOGIT[size]
+    # A product of a chunk is added to it. The backward pass writes it once more, multiplied
+    return 4 * head + max(rows * config.vocab_size * logit + size * head, 4 * head)
 
 
 def in_words(needed: dict[str, int]) -> str:
