@@ -78,7 +78,7 @@ class FirstBad(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
-        if self.found != "none" or "empty" in name:  # uninitialised memory may hold anything
+        if self.found != "none" or "empty" in name or func.is_view:  # new memory may hold anything
             return result
         for tensor in (t for t in tree_leaves(result) if isinstance(t, torch.Tensor)):
             if tensor.is_floating_point() and not tensor.isfinite().all():

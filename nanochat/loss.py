@@ -19,7 +19,7 @@ SOFTCAP = 15.0  # logits are squashed into (-15, 15), so that no token's probabi
 UP, DOWN, MOST_FLOAT16_ROWS = 1024, 32, 2048
 # Logits of a chunk: on a CPU 4 MiB in float32, which stay in the cache; else half a GiB: large products.
 CHUNK_LOGITS = {"cpu": 2**20, "cuda": 2**27, "mps": 2**27}
-# Where a compiled model's chunks are compiled too. On a CPU they would be no faster: the logits are in the cache
+# Where a compiled model's chunks are compiled too. On a CPU, in the cache, they would be no faster.
 COMPILED_ON = {"cuda"}
 
 
@@ -66,8 +66,8 @@ def chunk_rows(tokens: int, vocab_size: int, device_type: str, dtype: torch.dtyp
 
 
 def chunk_losses(logits, targets, gradient: bool = False, scale: float = 1.0, *, memory):
-    """Losses (rows,) float32 of logits (rows, V). With `gradient` the gradient of their sum, x scale / 4, takes
-    the place of the logits.
+    """Losses (rows,) float32 of logits (rows, V). With `gradient` the gradient of their sum, x scale / 4,
+    takes the place of the logits.
 
     tanh(z) is 2 sigmoid(2 z) - 1, and a constant added to all logits changes no probability. So
     2 * SOFTCAP * sigmoid(2 * logits / SOFTCAP) has the cross-entropy of softcap(logits), and on a CPU torch
@@ -127,8 +127,8 @@ def head_gradients(gradient, x, weight, dx, dw, product, down: float):
 
 
 def _chunks(x, weight, targets, gradient: bool, scale: float, compiled: bool):
-    """For each chunk: which rows it has, their losses, and the gradient of their logits (without `gradient` nothing of use).
-    The memory of one chunk serves all."""
+    """For each chunk: which rows it has, their losses, and the gradient of their logits (without `gradient`
+    nothing of use). The memory of one chunk serves all."""
     rows = chunk_rows(x.size(0), weight.size(0), x.device.type, x.dtype)
     memory = x.new_empty(rows, weight.size(0))
     if compiled and x.device.type in COMPILED_ON:

@@ -8,7 +8,7 @@ from nanochat.precision import name_of
 
 NORMS = {"mean", "rsqrt", "_fused_rms_norm", "native_layer_norm", "native_group_norm", "native_batch_norm"}
 CROSS_ENTROPY = {"_log_softmax", "nll_loss_forward", "nll_loss2d_forward"}
-OUR_CROSS_ENTROPY = {"_softmax", "log_"}  # in the phase "loss": loss.py writes it out
+OUR_CROSS_ENTROPY = {"softmax", "log_"}  # in the phase "loss": loss.py writes it out
 FUSED_ATTENTION = ("scaled_dot_product", "_flash_attention", "_efficient_attention")
 _FLASH = (
     "fused attention, which never holds the whole matrix of scores. By {source} it sums the products of its "

@@ -89,7 +89,7 @@ def test_with_all_dtypes_swapped_every_sentence_says_the_other_dtype(record):
 
 
 FLIPS = [  # phase, the operators whose dtype is flipped, and what sentences then say
-    ("loss", lambda op: op.name == "_softmax", ["Cross-entropy ran in bfloat16 and float32."]),
+    ("loss", lambda op: op.name == "softmax", ["Cross-entropy ran in bfloat16 and float32."]),
     ("forward", lambda op: op.name == "rsqrt", ["its root) ran in float32 and bfloat16."]),
     ("forward", lambda op: op.module == "head" and op.flops, ["of forward FLOPs ran in"]),
     ("forward", lambda op: "attention" in op.name, ["q, k and v in float32"]),

@@ -195,7 +195,7 @@ def test_the_loss_begins_after_the_heads_product_and_the_phases_follow_each_othe
     loss = [op for op in record.ops[head + 1 :] if op.phase == "loss" and not op.is_view]
     assert [op for op in record.ops[:head] if op.phase == "loss"] == []
     names = [op.name for op in loss if op.module == "loss" and op.dtype is not None]
-    assert names[:5] == ["_to_copy", "mul_", "sigmoid_", "mul", "_softmax"] and names[-1] == "_to_copy"
+    assert names[:5] == ["copy_", "mul_", "sigmoid_", "mul", "softmax"] and names[-1] == "copy_"
     assert [(loss[i].cast, loss[i].module) for i in (0, -4)] == [((BF16, F32), "loss"), ((F32, BF16), "loss")]
     products = [(op.name, op.module, op.differentiates) for op in loss if op.flops]
     assert products == [("mm", "head", head)] * 2
