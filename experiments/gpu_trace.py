@@ -19,7 +19,7 @@ KINDS = [
     ("attention", r"^cpp_fused.*softmax"),
     ("embedding", r"^cpp_fused\w*embedding|^aten::(embedding|index_select)|^EmbeddingBackward"),
     ("element-wise", r"^cpp_"),
-    ("loss", r"^triton_.*(softmax|nll_loss|tanh)"),
+    ("loss", r"^triton_.*(softmax|nll_loss|tanh|_exp_)"),  # exp of logits: loss.py
     ("element-wise", r"^triton_"),
     ("attention", r"flash|fmha|sdpa|attention|_mha_"),
     (

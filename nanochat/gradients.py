@@ -51,7 +51,10 @@ def clip_grad_norm_(
     the norm before, 0-dim and the same on all processes; nothing waits for the device.
     """
     if not isinstance(optimizer, MuonAdamW) or optimizer.world_size == 1:
-        return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        _limit(gradients, norm, max_norm)
+        return norm
     by_owner, everywhere = _parts([p for g in optimizer.param_groups for p in g["params"]], optimizer)
     owned = by_owner[optimizer.rank]
     counted = owned + everywhere if optimizer.rank == 0 else owned
@@ -60,8 +63,15 @@ def clip_grad_norm_(
     square = torch.stack(norms).square().sum()
     dist.all_reduce(square)
     norm = square.sqrt()
-    torch._foreach_mul_(owned + everywhere, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    _limit(owned + everywhere, norm, max_norm)
     return norm
+
+
+def _limit(gradients: list[torch.Tensor], norm: torch.Tensor, max_norm: float):
+    """Scale gradients, unless the factor is 1. A CPU knows it at once; for a GPU Python would have to wait."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if factor.device.type != "cpu" or factor != 1:
+        torch._foreach_mul_(gradients, factor)
 
 
 class Exchange:

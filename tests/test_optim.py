@@ -470,5 +470,26 @@ def test_a_step_neither_makes_a_tensor_of_python_s_numbers_nor_reads_one():
         grad_norm = clip_grad_norm_(model, optimizer, 1.0)
         skip_if_not_finite(optimizer, grad_norm)
         optimizer.step()
-    allowed = ["aten._to_copy.default"]  # the bool of isfinite to float32, on the device
-    assert transfers.seen == allowed
+    # On a CPU, whether there is anything to clip; the bool of isfinite to float32, on the device
+    assert transfers.seen == ["aten._local_scalar_dense.default", "aten._to_copy.default"]
+
+
+@pytest.mark.parametrize("share", [0.5, 0.999, 1.001, math.inf, math.nan])
+def test_clipping_gives_the_bits_of_torchs_and_on_a_cpu_leaves_small_gradients_alone(share):
+    model, other = tiny_model(), tiny_model()
+    optimizer = make_optimizer(model)
+    random_gradients(model, seed=0)
+    random_gradients(other, seed=0)
+    if math.isnan(share):
+        for one in (model, other):
+            one.head.weight.grad[0, 0] = math.nan
+    whole = torch.nn.utils.get_total_norm([p.grad for p in other.parameters()])
+    limit = 1.0 if math.isnan(share) else share * whole.item()
+    versions = [p.grad._version for p in model.parameters()]
+    norm = clip_grad_norm_(model, optimizer, limit)
+    assert torch.equal(norm.nan_to_num(), whole.nan_to_num())
+    torch.nn.utils.clip_grad_norm_(other.parameters(), limit)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p.grad.nan_to_num(), q.grad.nan_to_num())
+    left_alone = versions == [p.grad._version for p in model.parameters()]
+    assert left_alone == (share in (1.001, math.inf))
