@@ -68,7 +68,7 @@ def clip_grad_norm_(
 
 
 def _limit(gradients: list[torch.Tensor], norm: torch.Tensor, max_norm: float):
-    """Scale gradients, unless the factor is 1. A CPU knows it at once; for a GPU Python would have to wait."""
+    """Scale gradients, unless the factor is 1: a CPU knows it at once, a GPU would have to be waited for."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if factor.device.type != "cpu" or factor != 1:
         torch._foreach_mul_(gradients, factor)
