@@ -36,26 +36,8 @@ def in_blocks(q, k, v, window: int, visible=None):
     T = q.size(2)
     if visible is not None:
         visible = visible.expand(-1, 1, T, T)
-    if torch.is_grad_enabled():
-        return InBlocks.apply(q, k, v, min(window, T), visible)
-    return torch.ops.nanochat.attention_in_blocks(q, k, v, min(window, T), visible, False)[0]
-
-
-class InBlocks(torch.autograd.Function):
-    """The two operations as one function with a gradient."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, window, visible):
-        y, kept = torch.ops.nanochat.attention_in_blocks(q, k, v, window, visible, q.size(2) <= LONG)
-        ctx.save_for_backward(q, k, v, kept, visible)
-        ctx.window = window
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        q, k, v, kept, visible = ctx.saved_tensors
-        gradients = torch.ops.nanochat.attention_in_blocks_backward(dy, q, k, v, kept, ctx.window, visible)
-        return *gradients, None, None
+    keep = torch.is_grad_enabled() and T <= LONG
+    return torch.ops.nanochat.attention_in_blocks(q, k, v, min(window, T), visible, keep)[0]
 
 
 def forward(q, k, v, window: int, visible, keep: bool):
@@ -180,3 +162,20 @@ _register(
     backward,
     lambda dy, q, k, v, kept, window, visible: (_empty(q), _empty(k), _empty(v)),
 )
+
+
+def _keep(ctx, inputs, output):
+    q, k, v, ctx.window, visible, _ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, output[1], visible)
+
+
+def _gradients(ctx, dy, _):
+    q, k, v, kept, visible = ctx.saved_tensors
+    gradients = torch.ops.nanochat.attention_in_blocks_backward(dy, q, k, v, kept, ctx.window, visible)
+    return *gradients, None, None, None
+
+
+# Not as a torch.autograd.Function: torch keeps no compiled code that has one, and would make the graphs of
+# the backward pass at each start
+torch.library.register_autograd("nanochat::attention_in_blocks", _gradients, setup_context=_keep, lib=LIBRARY)
