@@ -60,7 +60,7 @@ device_batch_size = 8  # rows of a micro-batch, one micro-batch a step [1..2**20
 variants = "bfloat16+compile,bfloat16,float32+compile"  # train: dtypes, with +compile or without
 gradient_dtype: Literal["float32", "bfloat16"] = "float32"  # communication: as in base_train
 dtypes = "bfloat16,float32"  # optimizer, generate, evaluate: compute dtypes
-peer: str | None = None  # train, optimizer, generate, race, gpu: karpathy/nanochat's folder, for turns
+peer: str | None = None  # train, start, optimizer, generate, race, gpu: karpathy/nanochat's, for turns
 parts = ""  # gpu: only these parts, separated by commas (empty = all)
 minutes = 9.5  # gpu: all parts together; what is not done by then is stopped. race: of each run [0.01..1e4]
 shapes = "8x512,32x2048"  # loader: rows of a step x positions of a row
