@@ -1,9 +1,13 @@
-"""How soon a run begins: what an eager run does not load."""
+"""How soon a run begins: what an eager run does not load, and what a compiled one need not compile again."""
 
 import subprocess
 import sys
 
+import torch
 from helpers import ROOT
+
+from nanochat import attention, precision, runtime
+from nanochat.gpt import GPT, GPTConfig, materialize
 
 # The imports of the training script, then a first step as it takes it, without compiled code
 FIRST_STEP = """
@@ -16,11 +20,15 @@ exec(compile(imports, "imports", "exec"))
 with torch.device("meta"):
     model = GPT(planning.GPTConfig(2, 32, 2, 300, 32, "SL"))
 materialize(model, torch.device("cpu"), 0)
+machine = runtime.start("cpu", seed=0)
+attention.use(model, attention.choose(model.config, machine, torch.bfloat16, False, False, {}))
 rates = dict.fromkeys(("embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr"), 0.1)
-optimizer = optim.MuonAdamW(optim.parameter_groups(model, rates, 0.1))
-scaler = precision.make_scaler(torch.device("cpu"), torch.float32)
+optimizer = optim.MuonAdamW(optim.parameter_groups(model, rates, 0.1), torch.bfloat16)
+scaler = precision.make_scaler(machine.device, torch.bfloat16)
 tokens = torch.arange(64).view(2, 32)
-scaler.scale(model(tokens, tokens)).backward()
+with precision.autocast(machine.device, torch.bfloat16):
+    loss = model(tokens, tokens)
+scaler.scale(loss).backward()
 scaler.unscale_(optimizer)
 optim.skip_if_not_finite(optimizer, clip_grad_norm_(model, optimizer, 1.0))
 scaler.step(optimizer)
@@ -33,3 +41,24 @@ print(sys.modules.keys() & {"torch._dynamo", "torch._inductor", "sympy", "matplo
 def test_the_first_step_of_an_eager_run_loads_no_compiler():
     done = subprocess.run([sys.executable, "-c", FIRST_STEP], cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("set()\n", "")
+
+
+def test_torch_can_keep_the_compiled_model_for_the_next_start():
+    """torch keeps no graph with a higher-order operator in it, such as one made from an autograd.Function."""
+    machine = runtime.start("cpu", seed=0)
+    model = materialize(GPT(GPTConfig(2, 32, 2, 300, 32, "SL")), machine.device, 0)
+    attention.use(model, attention.choose(model.config, machine, torch.bfloat16, True, False, {}))
+    found = []
+
+    def backend(graph, inputs):
+        found.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    tokens = torch.arange(64).view(2, 32)
+    with precision.autocast(machine.device, torch.bfloat16):
+        torch.compile(model, dynamic=False, fullgraph=True, backend=backend)(
+            tokens, tokens.clone()
+        ).backward()
+    names = [str(target) for target in found]
+    assert "nanochat.attention_in_blocks" in " ".join(names)
+    assert not [target for target in found if isinstance(target, torch._ops.HigherOrderOperator)]
