@@ -146,7 +146,7 @@ def test_the_optimizer_state_of_the_base_run_can_be_taken_over(base, chats, undi
     ("place", "value", "sentence"),
     [
         (("identity", "model"), {"depth": "x"}, "holds no model that this nanochat knows"),
-        (("identity", "total_batch_size"), None, "give --total_batch_size"),
+        (("identity", "total_batch_size"), ..., "give --total_batch_size"),
         (("resolved", "rates"), ..., "does not say its learning rates"),
         (("identity",), ..., "holds no model"),
     ],
