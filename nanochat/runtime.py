@@ -260,9 +260,10 @@ def decide_compile(
 ) -> tuple[bool, str]:
     """Whether to compile the model, for the setting `compile` (auto, on, off), and why: (decision, reason).
 
-    On a CPU compiling takes half a minute and makes steps about 1.5 times as fast; for a GPU, where nobody
-    has measured it, a minute is assumed. expected_seconds: the time of all steps without it. before: the
-    decision of the run that is resumed (None: a new run); it stands, if this machine can compile.
+    On a CPU compiling takes 30 to 45 s and makes steps 1.2 times as fast (docs/benchmarks.md), so it pays
+    from about 200 s of steps on; for a GPU, where nobody has measured it, 90 s are assumed. expected_seconds:
+    the time of all steps without it. before: the decision of the run that is resumed (None: a new run); it
+    stands, if this machine can compile.
     """
     if setting != "auto":
         return setting == "on", "as asked for"
@@ -280,7 +281,7 @@ def decide_compile(
         return False, f"{device.type} runs eager"
     if before is not None:
         return before, "as at the run's first start"
-    worth = expected_seconds > 90
+    worth = expected_seconds > (200 if device.type == "cpu" else 90)
     verdict = "pays" if worth else "would take longer"
     return worth, f"about {expected_seconds:,.0f} s of steps: compiling {verdict}"
 
