@@ -3,14 +3,12 @@
 import ast
 import json
 import pickle
-import signal
-import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import ROOT, python_m
 
 from experiments import peer_run
 from nanochat import UserError
@@ -147,24 +145,40 @@ def test_a_run_that_fails_says_why(checkout, prepared, tmp_path):
         peer_run.check(tmp_path)
 
 
+INTERRUPTED = f"""
+import signal, sys, threading, time
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+from experiments import peer_run
+
+def interrupt():
+    while not Path("pids").exists():
+        time.sleep(0.01)
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+threading.Thread(target=interrupt).start()
+try:
+    peer_run.watch([sys.executable, "-S", "sleeps.py"])
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+SLEEPS = """
+import os, subprocess, sys, time
+
+child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+with open("new", "w") as file:
+    file.write(f"{os.getpid()} {child.pid}")
+os.rename("new", "pids")
+time.sleep(60)
+"""
+
+
 def test_what_is_interrupted_leaves_no_process(tmp_path):
-    """An alarm comes while the command sleeps, and the command has started a process of its own."""
-    script = (
-        "import os, subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])\n"
-        f"open({str(tmp_path / 'new')!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\n"
-        f"os.rename({str(tmp_path / 'new')!r}, {str(tmp_path / 'pids')!r})\n"
-        "time.sleep(60)\n"
-    )
-
-    def interrupt():
-        while not (tmp_path / "pids").exists():
-            time.sleep(0.01)
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-    threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        peer_run.watch([sys.executable, "-S", "-c", script])
+    """SIGINT comes while the command sleeps, and the command has started a process of its own."""
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED)
+    (tmp_path / "sleeps.py").write_text(SLEEPS)
+    done = python_m(["interrupted"], tmp_path)
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     deadline = time.monotonic() + 10
     while any(map(runs, pids)) and time.monotonic() < deadline:

@@ -12,7 +12,7 @@ import configurator
 from nanochat import UserError, scaling
 from nanochat.checkpoint import find
 from nanochat.hardware import Hardware
-from nanochat.time_budget import Cost, Work, seconds_since_command
+from nanochat.time_budget import Cost, Work
 
 DEFAULTS = configurator.defaults(ROOT / "scripts" / "base_train.py")
 DIAL = {"depth": 4, "max_seq_len": 512, "target_minutes": 5.0}
@@ -100,22 +100,25 @@ def test_minutes_in_which_nothing_fits_are_refused_with_some_that_do():
     assert "20 s have gone" in str(e.value) and cost.steps(1.0) == 10
 
 
-def test_the_clock_begins_with_the_process():
-    reading, writing = os.pipe()
-    began, mine = time.monotonic(), seconds_since_command()
-    if not (child := os.fork()):
-        try:
-            time.sleep(0.5)
-            os.write(writing, str(seconds_since_command()).encode())
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    os.close(writing)
-    with open(reading) as answer:
-        seconds, later, tick = float(answer.read()), seconds_since_command(), 2 / os.sysconf("SC_CLK_TCK")
-    waited = time.monotonic() - began
-    assert 0.5 - tick <= seconds <= waited + tick
-    assert seconds - tick <= later - mine <= waited + tick
+CLOCK = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from nanochat.time_budget import seconds_since_command
+
+began, first = time.monotonic(), seconds_since_command()
+time.sleep(0.5)
+print(first, seconds_since_command() - first, time.monotonic() - began)
+"""
+
+
+def test_the_clock_begins_with_the_process(tmp_path):
+    (tmp_path / "clock.py").write_text(CLOCK)
+    began = time.monotonic()
+    done = python_m(["clock"], tmp_path)
+    seconds, tick = time.monotonic() - began, 2 / os.sysconf("SC_CLK_TCK")
+    assert done.returncode == 0, done.stderr
+    first, later, waited = map(float, done.stdout.split())
+    assert 0 <= first <= seconds + tick and 0.5 - tick <= later <= waited + tick
 
 
 # ------------------------------------------------------------------------------------------------------
