@@ -76,14 +76,14 @@ def in_words(needed: dict[str, int]) -> str:
     return ", ".join(f"{kind} {size / 2**30:.2f}" for kind, size in large)
 
 
-def sentence(needed: int, memory: int) -> str:
+def sentence(
+    needed: int, memory: int, advice: str = "lower --device_batch_size, --max_seq_len or --depth"
+) -> str:
     """What to do if a process needs more bytes than it may take; empty if it does not."""
     if needed <= memory:
         return ""
-    return (
-        f"this run needs about {needed / 2**30:.1f} GiB a process and {memory / 2**30:.1f} are free; "
-        "lower --device_batch_size, --max_seq_len or --depth"
-    )
+    said = f"this run needs about {needed / 2**30:.1f} GiB a process and {memory / 2**30:.1f} are free"
+    return f"{said}; {advice}"
 
 
 def pick_device_batch_size(

@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from nanochat import UserError, precision, runtime
+from nanochat import UserError, memory_advice, precision, runtime
 from nanochat.transfers import to_device
 
 
@@ -28,7 +28,7 @@ def fit_micro_batch(
     """
     if machine.device.type != "cpu" and plan.device_batch_size != resolved.get("device_batch_size"):
         plan = shrink(plan, machine, model, compute_dtype, boundaries, reduction)
-    explain(plan)
+    explain(plan)  # the plan may have fewer rows by now
     return plan
 
 
@@ -97,15 +97,25 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def explain(plan):
-    """From here on an error that ends the process for lack of memory is one sentence, with status 2."""
+def check_plan(plan, accept: str):
+    """Raise UserError if the run must not begin. While it is built, lack of memory is one sentence, too.
+    accept: the setting of that name."""
+    plan.check(accept)
+    explain(plan, in_training=False)
+
+
+def explain(plan, in_training: bool = True):
+    """From here on an error that ends the process for lack of memory is one sentence, with status 2.
+
+    in_training: else it is being built, and fewer rows may not help.
+    """
     hook = getattr(sys.excepthook, "without_memory_sentence", sys.excepthook)
 
     def end(kind, error, trace):
         if is_out_of_memory(error):
             with contextlib.suppress(Exception):
                 _report(error)
-            kind, error = UserError, UserError(_sentence(plan))
+            kind, error = UserError, UserError(_sentence(plan, in_training))
         hook(kind, error, trace)
 
     end.without_memory_sentence = hook
@@ -116,10 +126,12 @@ def _report(error):
     print(str(error).strip().splitlines()[0], file=sys.stderr, flush=True)
 
 
-def _sentence(plan) -> str:
-    if rows := smaller(plan):
+def _sentence(plan, in_training: bool = True) -> str:
+    if in_training and (rows := smaller(plan)):
         return (
             f"out of memory with {plan.device_batch_size} rows a micro-batch; give the same command with "
             f"--device_batch_size={rows}: it goes on from the newest checkpoint, with the same batch"
         )
-    return "out of memory with one row a micro-batch; lower --max_seq_len or --depth"
+    # The estimate was wrong, or the memory is not free: what to lower to need three quarters of it
+    when = "with one row a micro-batch" if in_training else "before the first step"
+    return f"out of memory {when}; {memory_advice.advice(plan, plan.expected_bytes * 3 // 4)}"

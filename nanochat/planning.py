@@ -3,7 +3,7 @@ reason."""
 
 from dataclasses import asdict, dataclass, replace
 
-from nanochat import UserError, memory_estimate, scaling
+from nanochat import UserError, memory_advice, memory_estimate, scaling
 from nanochat.bars import counted, duration, gib
 from nanochat.data.public import PUBLIC, command
 from nanochat.gpt import GPTConfig
@@ -32,6 +32,7 @@ class Plan:
     horizon_is_given: bool  # in steps: then any number of epochs is what the person asked for
     rows_are_given: bool = False  # of a micro-batch: by the user, or by the checkpoint of this run
     compiled: bool = False  # what the model is, which decides how much memory it needs (see `fitted`)
+    aspect_ratio: int = 0  # width for each layer (0: the model is given, and has its depth)
     fp8: bool = False  # the large products of the blocks train in 8 bits
     more_text: str = ""  # how to get the public shards that the horizon needs and the run does not have
 
@@ -76,11 +77,6 @@ class Plan:
     def expected_bytes(self) -> int:
         """Memory of a process."""
         return sum(self.expected_memory.values())
-
-    @property
-    def memory_sentence(self) -> str:
-        """What to do if this needs more memory than there is; empty if it does not."""
-        return memory_estimate.sentence(self.expected_bytes, self.hardware.memory)
 
     @property
     def expected_seconds(self) -> float:
@@ -144,7 +140,7 @@ class Plan:
         # A GPU says when it has no more memory, and the estimate may be wrong: what is given may be tried. On
         # a CPU the system would end the process without a word
         tried = (self.rows_are_given and self.hardware.device_type != "cpu") or "memory" in accept.split(",")
-        if not tried and (sentence := self.memory_sentence):
+        if not tried and (sentence := memory_advice.sentence(self)):
             return f"{sentence}; or go on all the same with --accept=memory"
         wanted = self.horizon_is_given or self.horizon.estimated  # a guess is no reason to refuse
         if self.epochs > MANY_EPOCHS and not wanted and "epochs" not in accept.split(","):
@@ -168,8 +164,8 @@ class Plan:
     def warnings(self, accept: str) -> list[str]:
         """What a person should know before the run begins, a line each."""
         said = [f"this run is refused: {refusal}"] if (refusal := self.refusal(accept)) else []
-        if self.memory_sentence and not said:
-            said.append(self.memory_sentence)
+        if not said and (sentence := memory_advice.sentence(self)):
+            said.append(sentence)
         if self.more_text:
             said.append(f"the text is read {self.epochs:.2f} times; {self.more_text}")
         elif self.epochs > FEW_EPOCHS and not self.horizon.estimated:
@@ -329,6 +325,7 @@ def _plan(
         data_tokens=data_tokens,
         horizon_is_given=horizon_is_given,
         rows_are_given=given,
+        aspect_ratio=settings.get("aspect_ratio", 0),
         fp8=settings.get("fp8", False),
         more_text=more_text,
     )

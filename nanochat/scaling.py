@@ -194,10 +194,13 @@ def rows_per_process(total_batch_size: int, max_seq_len: int, device_batch_size:
             if device_batch_size > 0
             else "max_seq_len x processes"
         )
-        raise UserError(
-            f"total_batch_size {total_batch_size} is not a multiple of {shape} = {unit}; "
-            f"use {valid_batch_sizes(total_batch_size, unit)}"
-        )
+        said = f"total_batch_size {total_batch_size} is not a multiple of {shape} = {unit}; "
+        said += f"use {valid_batch_sizes(total_batch_size, unit)}"
+        own = total_batch_size // (max_seq_len * world_size)  # rows of a process, if they come out even
+        if device_batch_size > 0 and own * max_seq_len * world_size == total_batch_size:
+            fewer = next(n for n in range(min(device_batch_size, own), 0, -1) if own % n == 0)
+            said += f"; or use --device_batch_size={fewer}"
+        raise UserError(said)
     return rows // world_size
 
 

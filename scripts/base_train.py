@@ -31,7 +31,7 @@ from nanochat.fp8 import check_fp8, convert_to_fp8
 from nanochat.gpt import GPT, materialize
 from nanochat.gradients import clip_grad_norm_, exchange_gradients
 from nanochat.hardware import survey
-from nanochat.memory_trial import fit_micro_batch
+from nanochat.memory_trial import check_plan, fit_micro_batch
 from nanochat.paths import user_path
 from nanochat.profiler import StepProfiler
 from nanochat.run_output import RunOutput
@@ -155,7 +155,7 @@ sections["machine"]["attention"] = attend.reason
 say(planning.text(sections, plan.warnings(accept)))
 if plan_only:
     machine.exit()
-plan.check(accept)  # a run that must not begin ends here
+check_plan(plan, accept)  # a run that must not begin ends here
 
 # ------------------------------------------------------------------------------------------------------
 # Begin or continue

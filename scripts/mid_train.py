@@ -32,7 +32,7 @@ from nanochat.evaluate import bits_per_byte
 from nanochat.gpt import GPT, materialize
 from nanochat.gradients import clip_grad_norm_, exchange_gradients
 from nanochat.hardware import survey
-from nanochat.memory_trial import fit_micro_batch
+from nanochat.memory_trial import check_plan, fit_micro_batch
 from nanochat.paths import user_path
 from nanochat.profiler import StepProfiler
 from nanochat.run_output import RunOutput
@@ -137,7 +137,7 @@ sections["machine"]["attention"] = attend.reason
 say(planning.text(sections, plan.warnings(accept)))
 if plan_only:
     machine.exit()
-plan.check(accept)
+check_plan(plan, accept)
 
 # ------------------------------------------------------------------------------------------------------
 # Begin or continue

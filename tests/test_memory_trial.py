@@ -87,7 +87,7 @@ def test_the_training_goes_on_with_the_code_that_the_trial_has_compiled(monkeypa
 
 
 def test_no_row_fits_is_a_sentence(trial):
-    with pytest.raises(UserError, match="with one row a micro-batch; lower --max_seq_len or --depth"):
+    with pytest.raises(UserError, match="with one row a micro-batch; lower --max_seq_len and --depth"):
         trial.shrink(most=0)
 
 

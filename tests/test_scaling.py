@@ -131,7 +131,7 @@ def test_more_tokens_a_parameter_or_more_depth_never_mean_fewer_tokens(ratio, de
 
 
 def numbers_offered(refusal):
-    offer = re.search(r"use (.+)$", str(refusal.value)).group(1)
+    offer = re.search(r"use (.+?)(; or use --device_batch_size=\d+)?$", str(refusal.value)).group(1)
     numbers = [int(n) for n in offer.split(" or ")]
     assert all(n > 0 for n in numbers)
     return numbers
@@ -154,6 +154,11 @@ def test_batches_that_do_not_come_out_even_are_refused_with_some_that_do(batch, 
         scaling.rows_per_process(batch, T, device_rows, world_size)
     for n in numbers_offered(refusal):
         assert scaling.rows_per_process(n, T, device_rows, world_size) * world_size * T == n
+    if fewer := re.search(r"--device_batch_size=(\d+)$", str(refusal.value)):
+        even = [n for n in range(1, device_rows) if batch % (n * T * world_size) == 0]
+        assert int(fewer[1]) == even[-1]
+    else:
+        assert device_rows == -1 or batch % (T * world_size)
 
 
 def test_the_sentence_of_the_design_page():

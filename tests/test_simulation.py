@@ -194,7 +194,7 @@ def test_what_cannot_be_imagined_is_one_sentence(change, sentence):
 
 
 def test_a_run_that_does_not_fit_is_planned_with_a_warning():
-    assert "free; lower --device_batch_size" in simulation.page(settings(depth=60, world_size=1))
+    assert "are free; lower --depth to " in simulation.page(settings(depth=60, world_size=1))
 
 
 def test_base_train_imagines_without_data_tokenizer_or_folder(tmp_path):

@@ -150,7 +150,7 @@ def test_plan_prints_the_derivation_and_leaves_nothing(corpus, tmp_path):
         (["--device_type=cuda"], "this machine has: cpu"),
         (["--num_iterations=-1", "--target_param_data_ratio=-1"], "the run has no end"),
         (["--init_from=auto"], "no checkpoint in auto"),
-        (["--depth=400", "--aspect_ratio=400"], "lower --device_batch_size"),
+        (["--depth=400", "--aspect_ratio=400"], "are free; lower --depth to "),
         (["--data=/no/such/place"], "/no/such/place"),
         (["--core_metric_every=x"], "core_metric_every"),
     ],
