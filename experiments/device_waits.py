@@ -28,7 +28,7 @@ from nanochat import run_output, signals
 FIRST = 2  # steps of a process that are not watched
 READS = ("tolist", "cpu", "numpy")  # methods of a tensor that copy it to the host, besides item()
 CPU_ONLY = {("gradients.py", "_limit")}  # file and function of reads that are not made on a GPU
-ROOT = str(Path(__file__).parent.parent)
+OURS = tuple(str(Path(__file__).parent.parent / name) for name in ("nanochat", "scripts"))
 
 
 class Waits:
@@ -42,7 +42,7 @@ class Waits:
     def add(self, what: str):
         if threading.get_ident() == self.thread:
             frames = traceback.extract_stack()
-            ours = [f for f in frames if f.filename.startswith(ROOT) and f.filename != __file__]
+            ours = [frame for frame in frames if frame.filename.startswith(OURS)]
             if ours and (Path(ours[-1].filename).name, ours[-1].name) in CPU_ONLY:
                 return
             place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno} in {ours[-1].name}" if ours else "?"

@@ -30,9 +30,10 @@ from pathlib import Path
 import torch
 
 from nanochat import UserError
+from nanochat.data.dataset import open_dataset
 from nanochat.data.imported import Dataset, writing
 from nanochat.data.parquet import iterate_documents, write_sorted
-from nanochat.data.tokenizer import Tokenizer
+from nanochat.data.tokenizer import Tokenizer, open_tokenizer
 
 FORMAT = 1  # of the folder that `prepare` makes; part of its name
 VALIDATION = "shard_06542.parquet"  # the peer validates on the shard that is last by name
@@ -79,6 +80,13 @@ def prepare(dataset: Dataset, tokenizer: Tokenizer, base_dir: str | Path, short:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return target
+
+
+def text_of(data: str, vocab_size: int, base_dir: Path) -> Path:
+    """`prepare` for a data set by its name or path, with the tokenizer that base_train would take."""
+    dataset = open_dataset(data, base_dir=base_dir)
+    folder = dataset.tokenizer_folder(base_dir)
+    return prepare(dataset, open_tokenizer("auto", vocab_size, folder, dataset.train_texts), base_dir)
 
 
 def ours_arguments(text: Path) -> list[str]:

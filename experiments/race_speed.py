@@ -24,10 +24,10 @@ import torch
 
 from experiments import peer_run
 from nanochat import UserError
-from nanochat.data.dataset import open_dataset
 from nanochat.data.parquet import iterate_documents
-from nanochat.data.tokenizer import Tokenizer, open_tokenizer
+from nanochat.data.tokenizer import Tokenizer
 from nanochat.metrics import read_metrics
+from nanochat.paths import user_path
 
 ROOT = Path(__file__).resolve().parent.parent
 ROUNDS = 3  # at most; a round has a run of each side
@@ -75,11 +75,8 @@ def bench(settings: dict) -> dict:
     """
     if not settings["peer"]:
         raise UserError("give --peer=FOLDER, a checkout of karpathy/nanochat")
-    peer, base_dir = peer_run.check(settings["peer"]), Path(settings["base_dir"]).expanduser()
-    dataset = open_dataset(settings["data"], base_dir=base_dir)
-    place = dataset.tokenizer_folder(base_dir)
-    tokenizer = open_tokenizer("auto", settings["vocab_size"], place, dataset.train_texts)
-    text = peer_run.prepare(dataset, tokenizer, base_dir)
+    peer, base_dir = peer_run.check(settings["peer"]), user_path("base_dir", settings["base_dir"])
+    text = peer_run.text_of(settings["data"], settings["vocab_size"], base_dir)
     with tempfile.TemporaryDirectory(dir=settings["folder"]) as folder:
         race = Race(peer, text, settings["recipe"], base_dir, settings["minutes"], Path(folder), {})
         race.shape = warm_up(race)

@@ -19,8 +19,6 @@ from pathlib import Path
 import configurator
 from experiments import peer_run
 from nanochat import UserError
-from nanochat.data.dataset import open_dataset
-from nanochat.data.tokenizer import open_tokenizer
 from nanochat.paths import user_path
 
 TRAIN = [sys.executable, "-m", "scripts.base_train"]
@@ -68,16 +66,21 @@ def own_cache():
 def first_step(recipe: str, base: Path, run: Path) -> float:
     """Seconds until a run has written the record of its first step; then it is killed."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    records, began = run / "metrics.jsonl", time.perf_counter()
+    began = time.perf_counter()
     process = subprocess.Popen([*TRAIN, recipe, f"--base_dir={base}", f"--out_dir={run}"], **pipes)
-    while not (records.exists() and records.stat().st_size):
-        if process.poll() is not None:
-            raise UserError(f"base_train ended early: {process.stderr.read().strip()[-500:]}")
-        time.sleep(0.01)
-    seconds = time.perf_counter() - began
+    seconds = until_first_step(process, records := run / "metrics.jsonl") - began
+    if not (records.exists() and records.stat().st_size):
+        raise UserError(f"base_train ended early: {process.stderr.read().strip()[-500:]}")
     process.kill()
     process.communicate()
     return seconds
+
+
+def until_first_step(process: subprocess.Popen, records: Path) -> float:
+    """When, on time.perf_counter(), a run's records have their first one, or the process has ended."""
+    while process.poll() is None and not (records.exists() and records.stat().st_size):
+        time.sleep(0.01)
+    return time.perf_counter()
 
 
 def first_output(command: list[str]) -> float:
@@ -93,9 +96,7 @@ def first_output(command: list[str]) -> float:
 def peer_first_step(checkout: str, recipe: str, base: Path, place: Path) -> float:
     """Seconds until karpathy/nanochat prints its first step, a run of one step at the recipe's shape."""
     values = configurator.defaults(Path("scripts/base_train.py")) | configurator.defaults(Path(recipe))
-    dataset = open_dataset(values["data"], base_dir=base)
     size = values["vocab_size"] if values["vocab_size"] != -1 else 4096
-    folder = dataset.tokenizer_folder(base)
-    text = peer_run.prepare(dataset, open_tokenizer("auto", size, folder, dataset.train_texts), base)
+    text = peer_run.text_of(values["data"], size, base)
     shape = {name: values[name] for name in SHAPE} | {"num_iterations": 1}
     return peer_run.train(peer_run.check(checkout), text, place, shape, "bfloat16").first_step_s

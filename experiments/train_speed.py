@@ -19,9 +19,8 @@ from pathlib import Path
 
 import configurator
 from experiments import peer_run, step_floors, step_split
+from experiments.start_speed import until_first_step
 from nanochat import UserError, precision, runtime, scaling
-from nanochat.data.dataset import open_dataset
-from nanochat.data.tokenizer import open_tokenizer
 from nanochat.metrics import read_metrics
 from nanochat.paths import user_path
 
@@ -84,13 +83,6 @@ def train(settings: dict, variant: str, run: Path, more: dict | None = None) -> 
         "peak_memory_bytes": evaluated["peak_memory"],
         "first_step_s": first_step_s,
     }
-
-
-def until_first_step(process: subprocess.Popen, records: Path) -> float:
-    """When, on time.perf_counter(), a run's records have their first one, or the process has ended."""
-    while process.poll() is None and not (records.exists() and records.stat().st_size):
-        time.sleep(0.01)
-    return time.perf_counter()
 
 
 def figures(settings: dict, turns: list[dict], peak: dict, variant: str) -> dict:
@@ -173,10 +165,7 @@ def table(found: dict) -> list[str]:
 def beside_peer(settings: dict, variant: str, machine) -> dict:
     """Ours, and the peer's in bfloat16 and float32, in turns: medians, and ratios of neighbouring turns."""
     checkout, base = peer_run.check(settings["peer"]), user_path("base_dir", settings["base_dir"])
-    dataset = open_dataset(settings["data"], base_dir=base)
-    folder = dataset.tokenizer_folder(base)
-    tokenizer = open_tokenizer("auto", settings["vocab_size"], folder, dataset.train_texts)
-    text = peer_run.prepare(dataset, tokenizer, base)
+    text = peer_run.text_of(settings["data"], settings["vocab_size"], base)
     same = dict(argument[2:].split("=", 1) for argument in peer_run.ours_arguments(text))
     names = ("depth", "aspect_ratio", "head_dim", "max_seq_len", "device_batch_size", "window_pattern")
     shape = {name: settings[name] for name in names} | {"num_iterations": settings["steps"]}

@@ -1,6 +1,6 @@
 """Pretrain a GPT from --depth, on whatever machine this is. Reads from top to bottom.
 
-    python -m scripts.base_train runs/laptop.py                    # minutes on two CPU cores
+    python -m scripts.base_train runs/laptop.py                    # five minutes on two CPU cores
     python -m scripts.base_train --depth=12 --data=climbmix        # one GPU
     torchrun --standalone --nproc_per_node=8 -m scripts.base_train --depth=20 --data=climbmix
     python -m scripts.base_train --depth=20 --plan                 # print what it would do, and exit

@@ -100,6 +100,7 @@ def test_the_peer_reads_the_same_documents_of_the_same_splits(prepared):
 
 def test_the_peers_tokenizer_gives_our_tokens_and_our_bytes(prepared):
     _, tokenizer, text = prepared
+    # The peer reads a pickle, so one is written for it; nothing of ours reads it but this test
     encoding = pickle.loads((text / "tokenizer" / "tokenizer.pkl").read_bytes())
     sample = functions(5) + "äöü 12345\n"
     assert encoding.encode_ordinary(sample) == tokenizer.encode_ordinary(sample)

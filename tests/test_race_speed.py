@@ -170,6 +170,6 @@ def test_a_race_with_a_tiny_peer(tmp_path, monkeypatch):
     assert found["ours_over_peer"]["median"] == pytest.approx(found["ours"]["bpb"] / uniform, rel=1e-6)
     for side in ("ours", "peer"):
         points = found[f"{side}, round 1"]["points"]
-        assert len(points) > 3 and points == sorted(points)
+        assert points and points == sorted(points)
         assert points[-1][0] <= found[side]["seconds"]
     assert found["peer"]["seconds"] == pytest.approx(6, rel=0.3)
