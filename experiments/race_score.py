@@ -1,8 +1,9 @@
 """Scores saved models, ours or karpathy/nanochat's, in the same way: for `scripts.bench --what=race`.
 
-race_speed.py starts this file: ours with this project on PYTHONPATH, the peer's in the peer's folder, so
-`nanochat` is another package in each. The first line of stdin is the job, a JSON object; the answer is a line
-of JSON for each checkpoint, its bits per byte.
+race_speed.py starts `race_score.py ours` with this project on PYTHONPATH, and `race_score.py peer` with the
+peer's folder there, so `nanochat` is another package in each. Stdin has one line, a JSON object:
+`checkpoints`, and `job`, the file of a job (see bits_per_byte). The answer is a line for each checkpoint, its
+bits per byte.
 
 Every token of every document is scored once. A document is cut into windows. A window is a row of its own,
 which begins with <|bos|> and sees nothing else. Both compute in float32, whatever the training used.
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 
 BATCH_TOKENS = 4096  # of a forward pass
-MULTIPLE = 16  # rows are as long as a multiple of this
+MULTIPLE = 16  # rows have a multiple of so many tokens: windows of about the same length share a batch
 
 Window = tuple[torch.Tensor, torch.Tensor]  # inputs and targets, (n,) int64
 
@@ -31,14 +32,15 @@ def windows(documents: list[torch.Tensor], bos_id: int, length: int) -> list[Win
     return sorted(found, key=lambda window: -len(window[1]))
 
 
-def batches(found: list[Window], bos_id: int):
-    """(inputs, targets), (rows, length) int64, of windows of about the same length; padding has target -1."""
+def batches(found: list[Window], bos_id: int, length: int):
+    """(inputs, targets), (rows, T) int64, of windows of about the same length; T is at most `length`.
+    Padding has target -1."""
     while found:
-        length = math.ceil(len(found[0][1]) / MULTIPLE) * MULTIPLE
-        rows = max(1, BATCH_TOKENS // length)
+        T = min(length, math.ceil(len(found[0][1]) / MULTIPLE) * MULTIPLE)
+        rows = max(1, BATCH_TOKENS // T)
         batch, found = found[:rows], found[rows:]
-        inputs = torch.full((len(batch), length), bos_id)
-        targets = torch.full((len(batch), length), -1)
+        inputs = torch.full((len(batch), T), bos_id)
+        targets = torch.full((len(batch), T), -1)
         for row, (tokens, wanted) in enumerate(batch):
             inputs[row, : len(tokens)], targets[row, : len(wanted)] = tokens, wanted
         yield inputs, targets
@@ -51,8 +53,8 @@ def bits_per_byte(losses, job: dict) -> float:
     job: documents, a list of (n,) int64; bos_id; length, the most tokens of a window; token_bytes (V,) int64.
     """
     nats, scored_bytes = torch.zeros((), dtype=torch.float64), 0
-    found = windows(job["documents"], job["bos_id"], job["length"])
-    for inputs, targets in batches(found, job["bos_id"]):
+    bos_id, length = job["bos_id"], job["length"]
+    for inputs, targets in batches(windows(job["documents"], bos_id, length), bos_id, length):
         scored = targets >= 0
         nats += losses(inputs, targets).view_as(targets)[scored].double().sum()
         scored_bytes += int(job["token_bytes"][targets[scored]].sum())
@@ -76,7 +78,7 @@ def peer(checkpoint: str):
     with torch.device("meta"):
         model = GPT(GPTConfig(**meta["model_config"]))
     model.to_empty(device="cpu")
-    model.init_weights()
+    model.init_weights()  # makes what no checkpoint holds, too
     model.load_state_dict(torch.load(path, map_location="cpu"))
     model.eval()
     return lambda inputs, targets: model(inputs, targets, loss_reduction="none")

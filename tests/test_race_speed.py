@@ -30,8 +30,8 @@ def test_every_token_is_scored_once_in_rows_that_begin_with_bos():
     probabilities /= probabilities.sum(-1, keepdim=True)
 
     def losses(inputs, targets):
-        assert inputs.shape[1] >= 2 and (inputs[:, 0] == bos).all()
-        positions = torch.arange(inputs.shape[1]).clamp_max(length - 1)
+        assert 2 <= inputs.shape[1] <= length and (inputs[:, 0] == bos).all()
+        positions = torch.arange(inputs.shape[1])
         return -probabilities[positions, inputs, targets].log().flatten()  # of padding too: some number
 
     job = {"documents": [torch.tensor(d) for d in documents], "bos_id": bos, "length": length}
