@@ -7,6 +7,7 @@ changes the numbers that a run computes: the schedules know the number of steps 
 machine becomes slower later, the run takes longer.
 """
 
+import bisect
 import contextlib
 import itertools
 import math
@@ -24,10 +25,11 @@ from nanochat.gradients import clip_grad_norm_
 from nanochat.memory_trial import made_up_batch
 from nanochat.task_scores import score_tasks
 
+MOST_STEPS = 10**9  # of a run, as in base_train's num_iterations
 WARM_UP = 2  # steps that are not counted: they compile, and fill caches
 TIMED_SHARE = 0.02  # of the minutes goes into timed steps
 FEWEST, LONGEST_S = 3, 30.0  # timed steps, and seconds of them
-PART, PART_OF_TASK = 3, 16  # validation batches that are timed; a question in so many
+PART, PART_OF_TASK = 3, 16  # validation batches that are timed; of the tasks one question in so many
 REPORT_S = 0.4  # seconds of a report with its plots
 SAVE_BYTES_S = 200e6  # bytes a second of the last save, which the run waits for
 END_S = 1.0  # seconds in which processes and Python end
@@ -63,19 +65,13 @@ class Cost:
     def steps(self, minutes: float) -> int:
         """The most steps with which the run ends in time. UserError if not even one fits."""
         if self.seconds(1) > 60 * minutes:
-            needed = math.ceil(self.seconds(10) / 6) / 10
+            needed = math.ceil(self.seconds(10) / 6) / 10  # minutes: ten steps fit
             raise UserError(
                 f"target_minutes {minutes:g} is too short: {self.waited:.0f} s have gone before the first "
                 f"step, and what comes after the last one takes {self.seconds(1) - self.waited:.0f} s; use "
                 f"--target_minutes={needed:g} or more, or give --num_iterations"
             )
-        fits, too_many = 1, 2
-        while self.seconds(too_many) <= 60 * minutes:
-            fits, too_many = too_many, 2 * too_many
-        while too_many - fits > 1:
-            middle = (fits + too_many) // 2
-            fits, too_many = (middle, too_many) if self.seconds(middle) <= 60 * minutes else (fits, middle)
-        return fits
+        return bisect.bisect(range(1, MOST_STEPS), 60 * minutes, key=self.seconds)
 
     def reason(self, minutes: float, steps: int) -> str:
         """How the number of steps was found."""
@@ -146,8 +142,8 @@ def _step(plan, machine, model, train_model, optimizer, inputs, targets, documen
     """A step as in the loop of the script."""
     for micro_step in range(plan.grad_accum_steps):
         last_micro_step = micro_step == plan.grad_accum_steps - 1
-        alone = machine.world_size == 1 or last_micro_step
-        with contextlib.nullcontext() if alone else train_model.no_sync():
+        sync = machine.world_size == 1 or last_micro_step
+        with contextlib.nullcontext() if sync else train_model.no_sync():
             with precision.autocast(machine.device, plan.hardware.dtype):
                 loss = train_model(inputs, targets, documents=documents) / plan.grad_accum_steps
             loss.backward()
@@ -172,7 +168,7 @@ def _work(
     yield Work("validation", _timed(validate) * len(validation) / max(1, batches), settings["eval_every"])
     if settings["core_metric_every"] > 0 and any(tasks):
         parts = [[replace(task, examples=task.examples[::PART_OF_TASK]) for task in some] for some in tasks]
-        count, part = (sum(len(t.examples) for some in of for t in some) for of in (tasks, parts))
+        count, part = (sum(len(task.examples) for task in itertools.chain(*of)) for of in (tasks, parts))
         seconds = _timed(lambda: score_tasks(model, tokenizer, *parts, dtype, machine)) * count / part
         yield Work("tasks", seconds, settings["core_metric_every"])
     if prompts:
