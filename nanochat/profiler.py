@@ -22,18 +22,18 @@ class StepProfiler:
     def __init__(self, wanted: int, num_iterations: int, folder: Path, machine, say=print):
         if wanted >= num_iterations:
             raise UserError(f"profile={wanted}: the last of {num_iterations} steps is {num_iterations - 1}")
-        self._wanted, self._folder = wanted if machine.is_main else -1, folder
-        self._machine, self._say, self._open = machine, say, None
+        self._wanted = wanted if machine.is_main else -1
+        self._folder, self._machine, self._say = folder, machine, say
+        self._open = None  # what `end` has to close, while the trace is made
 
     def begin(self, step: int):
         """Start the trace if this is the step."""
         if step != self._wanted:
             return
-        activities, on_gpu = [ProfilerActivity.CPU], self._machine.device.type == "cuda"
+        on_gpu = self._machine.device.type == "cuda"
+        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
         self._machine.synchronize()  # what the GPU still has to do is not of this step
-        self._profile = torch.profiler.profile(
-            activities=activities + [ProfilerActivity.CUDA] * on_gpu, record_shapes=True
-        )
+        self._profile = torch.profiler.profile(activities=activities, record_shapes=True)
         self._open = contextlib.ExitStack()
         self._open.enter_context(named_kernels())
         self._profile.start()
@@ -49,7 +49,8 @@ class StepProfiler:
             return
         self._machine.synchronize()
         self._open.close()
-        self._open, path = None, self._folder / f"profile_{self._wanted}.json.gz"
+        self._open = None
+        path = self._folder / f"profile_{self._wanted}.json.gz"
         try:
             self._profile.export_chrome_trace(str(path))
             self._say(f"step {self._wanted}: trace in {path}")
