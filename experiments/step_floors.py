@@ -2,20 +2,21 @@
 
 `could_ms` is what this machine can do: for matrix products the same products alone, one at a time, at their
 real sizes; for attention the multiplications of the pairs that see each other, at the peak of a square
-product; for all that moves numbers the time of a copy of as many bytes. None: the trace does not tell.
+product; for all that moves numbers the time of a copy of as many bytes; for the rest, data and log nothing.
+None: the trace does not tell.
 """
 
 import functools
 import math
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from experiments.gpu_ceilings import seconds_of
 from experiments.gpu_trace import Piece, pieces_of_step
 from experiments.step_split import KINDS, add_up, kind_of_piece, read
+from nanochat.gpt import GPT, GPTConfig
 
 DTYPES = {"float": torch.float32, "c10::BFloat16": torch.bfloat16, "c10::Half": torch.float16}
 PRODUCTS = {"aten::mm": torch.mm, "aten::bmm": torch.bmm, "aten::addmm": torch.addmm}
@@ -30,27 +31,18 @@ VIEWS = re.compile(
 )
 
 
-class Model(NamedTuple):
-    """What the floors need to know of the run."""
-
-    config: object  # GPTConfig
-    tokens: int  # of a micro-batch
-    micro_steps: int
-    matrices: int  # parameters that Muon updates
-    others: int  # that AdamW updates
-
-
-def split(path: Path, model: Model, device: torch.device, peak_flops: float) -> dict:
+def split(path: Path, model: GPT, tokens: int, device: torch.device, peak_flops: float) -> dict:
     """{"step_ms", "kinds": {kind: {"ms", "share", "could_ms"}}, "products": [...], "longest_ms"}.
 
-    `products` are those of the blocks, by size: what, how many, ms, alone_ms. peak_flops: of the run's dtype.
+    `products` are those of the blocks, by size: what, how many, ms, alone_ms. model: its shapes are enough.
+    tokens: of the step, which is one micro-batch. peak_flops: of the run's dtype.
     """
     events, step = read(path)
     pieces, total = pieces_of_step(events, step), step["dur"] / 1000
     spent, longest = add_up(pieces, step, model.config)
     calls, leaves = calls_of_kinds(pieces, model.config)
     products = product_table(calls["products"], device)
-    could = floors(calls, leaves, products, model, device, peak_flops)
+    could = floors(calls, leaves, products, model, tokens, device, peak_flops)
     kinds = {
         kind: {"ms": ms, "share": ms / total, "could_ms": could.get(kind, 0.0)} for kind, ms in spent.items()
     }
@@ -74,33 +66,37 @@ def calls_of_kinds(pieces: list[Piece], config) -> tuple[dict, dict]:
 # What it could be
 
 
-def floors(calls: dict, leaves: dict, products: list, model: Model, device, peak_flops: float) -> dict:
+def floors(
+    calls: dict, leaves: dict, products: list, model: GPT, tokens: int, device, peak_flops: float
+) -> dict:
     """Milliseconds that each kind would take at what the machine can do."""
     on_cpu = device.type == "cpu"
-    of_muon = product_table(calls["optimizer"], device)
-    numbers = 4 * (5 * model.matrices + 7 * model.others)  # weight and state read and written, gradient read
-    forward = model.micro_steps * attention_flops(model) / peak_flops * 1000
+    counts = model.parameter_counts()
+    of_muon, of_adamw = counts["matrices"], counts["total"] - counts["matrices"]
+    moved = 4 * (5 * of_muon + 7 * of_adamw)  # bytes: weight and state read and written, gradient read
+    forward = attention_flops(model.config, tokens) / peak_flops * 1000
     return {
         "products": alone_ms(products),
         "attention forward": forward,
-        "attention backward": 2.5 * forward,  # five products of the scores' size where forward has two
-        "head and loss": model.micro_steps * head_ms(model, device, calls["products"]),
+        "attention backward": 2 * forward,  # four products of the scores' size where forward has two
+        "head and loss": head_ms(model.config, tokens, device, calls["products"]),
         "norms and element-wise": moved_ms(leaves["norms and element-wise"], device) if on_cpu else None,
         "embedding": moved_ms(leaves["embedding"], device) if on_cpu else None,
-        "optimizer": alone_ms(of_muon) + copy_ms(numbers, device),
-        "clip": copy_ms(3 * 4 * (model.matrices + model.others), device),  # read; read and write
+        "optimizer": alone_ms(product_table(calls["optimizer"], device)) + copy_ms(moved, device),
+        "clip": copy_ms(3 * 4 * counts["total"], device),  # the norm reads; the factor reads and writes
     }
 
 
 def alone_ms(products: list[dict]) -> float:
+    """Of all products of a table, each by itself."""
     return sum(row["count"] * row["alone_ms"] for row in products)
 
 
-def attention_flops(model: Model) -> float:
-    """Of the two products in forward, for the pairs of a query and a key that it sees, of a micro-batch."""
-    T, C = model.config.max_seq_len, model.config.width
-    seen = sum(T * window - window * (window - 1) // 2 for window in model.config.windows)
-    return 4 * C * seen * (model.tokens / T)
+def attention_flops(config: GPTConfig, tokens: int) -> float:
+    """Of the two products in the forward pass of all layers, for the pairs that see each other."""
+    T = config.max_seq_len
+    seen = sum(T * window - window * (window - 1) // 2 for window in config.windows)  # in a row
+    return 4 * config.width * seen * (tokens / T)
 
 
 def product_table(calls, device: torch.device) -> list[dict]:
@@ -139,12 +135,12 @@ def product_ms(name: str, operands: tuple, device: torch.device) -> float:
     return 1000 * seconds_of(lambda: PRODUCTS[name](*tensors), device, of=min)
 
 
-def head_ms(model: Model, device: torch.device, calls) -> float:
+def head_ms(config: GPTConfig, tokens: int, device: torch.device, calls) -> float:
     """The head's three products alone, in the dtype of the blocks' products."""
     found = (operands_of(event) for event, _ in calls if event["name"] in PRODUCTS)
     dtypes = [operands[-1][2] for operands in found if operands]
     dtype = max(dtypes, key=dtypes.count, default=torch.float32)
-    N, C, V = model.tokens, model.config.width, model.config.vocab_size
+    N, C, V = tokens, config.width, config.vocab_size
     x, weight, logits = ((N, C), (C, 1), dtype), ((V, C), (C, 1), dtype), ((N, V), (V, 1), dtype)
     turned = ((C, V), (1, C), dtype), ((V, N), (1, V), dtype)
     pairs = (x, turned[0]), (logits, weight), (turned[1], x)
@@ -174,7 +170,7 @@ def bytes_of(event: dict) -> int:
 
 def copy_ms(size: int, device: torch.device) -> float:
     """Of a copy that reads and writes `size` bytes together; between two measured sizes in proportion."""
-    if size < 2**12:
+    if size < 2**12:  # the call would be all that is measured
         return 0.0
     power = min(30 if device.type == "cuda" else 28, int(math.log2(size)))
     return measured_copy_ms(power, device) * size / 2**power
@@ -182,6 +178,7 @@ def copy_ms(size: int, device: torch.device) -> float:
 
 @functools.cache
 def measured_copy_ms(power: int, device: torch.device) -> float:
+    """Of a copy that reads and writes 2**power bytes together."""
     source = torch.ones(2**power // 8, device=device)
     target = torch.empty_like(source)
     return 1000 * seconds_of(lambda: target.copy_(source), device, of=min)

@@ -62,6 +62,7 @@ def way(names: list[str]) -> str:
 def has_vocabulary(event: dict, config) -> bool:
     """Whether one of an operator's inputs has a side of the vocabulary's size, and it is no embedding."""
     V, C = config.vocab_size, config.width
+    # V may be a width too; then only the names of operators tell
     if V in (C, 4 * C) or kind_of(event["name"]) == "embedding" or event["cat"] != "cpu_op":
         return False
     sizes = event.get("args", {}).get("Input Dims") or []

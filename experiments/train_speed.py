@@ -117,12 +117,9 @@ def split(settings: dict, turns: list[dict], machine, peak_flops: float) -> dict
     """step_floors.split of the profiled step of median length."""
     traces = [next(turn["run"].glob("profile_*.json.gz")) for turn in turns]
     traces.sort(key=lambda path: step_split.read(path)[1]["dur"])
-    model = model_of(settings)
-    matrices = model.parameter_counts()["matrices"]
-    others = sum(p.numel() for p in model.parameters()) - matrices
     tokens = settings["device_batch_size"] * settings["max_seq_len"]
-    facts = step_floors.Model(model.config, tokens, 1, matrices, others)
-    return step_floors.split(traces[(len(traces) - 1) // 2], facts, machine.device, peak_flops)
+    middle = traces[(len(traces) - 1) // 2]
+    return step_floors.split(middle, model_of(settings), tokens, machine.device, peak_flops)
 
 
 def report(rows: dict, peak: dict, machine):
