@@ -1,9 +1,9 @@
 """Trains karpathy/nanochat on a CPU, on our text with our tokenizer, for the benches that set ours beside it.
 
-    text = peer_run.prepare(dataset, tokenizer, base_dir)      # once; the peer's form of text and tokenizer
+    text = peer_run.text_of("embedded", 4096, base_dir)     # made once: the peer's form of text and tokenizer
     settings = {"depth": 4, "max_seq_len": 512, "device_batch_size": 4, "total_batch_size": 2048}
     run = peer_run.train(checkout, text, place, settings | {"num_iterations": 30}, "bfloat16")
-    run.tok_per_sec, run.losses, run.peak_memory_bytes, run.first_step_s, run.seconds
+    run.tok_per_sec, run.peak_memory_bytes, run.first_step_s, run.seconds
 
 checkout: a folder with its source, commit 92d63d4 or one near it. Nothing of it is changed or imported here:
 its own `python -m scripts.base_train` runs in a process of its own. Not on Windows, which has no os.wait4.
@@ -38,7 +38,8 @@ from nanochat.data.tokenizer import Tokenizer, open_tokenizer
 FORMAT = 1  # of the folder that `prepare` makes; part of its name
 VALIDATION = "shard_06542.parquet"  # the peer validates on the shard that is last by name
 SHORT = 1000  # characters that a short document has at least
-STEP = re.compile(r"step (\d+)/\d+ .*? loss: ([\d.a-z]+) .*? dt: ([\d.]+)ms \| tok/sec: ([\d,]+)")
+STEP = re.compile(r"step \d+/\d+ .*? tok/sec: ([\d,]+)")  # the peer's line about a step
+OUR_FIRST_STEP = "step 1/"  # what ours begins with
 # What it imports, and a run on a CPU that logs to the terminal does not use
 UNUSED = ("rustbpe", "wandb")
 # Nothing but training; a checkpoint at the end
@@ -58,22 +59,21 @@ def check(checkout: str | Path) -> Path:
 # The same text and tokens
 
 
-def prepare(dataset: Dataset, tokenizer: Tokenizer, base_dir: str | Path, short: bool = True) -> Path:
+def prepare(dataset: Dataset, tokenizer: Tokenizer, base_dir: str | Path) -> Path:
     """The folder with our text and tokenizer in the peer's form; made at the first use, for both to read.
 
-    `short`: documents of Python code are cut into pieces (`pieces`). The peer trains on the first row of a
-    document only, so with whole files it sees little of the text. Our base_train reads the same documents
-    with `ours_arguments`. Raises UserError if the folder cannot be written.
+    Documents of Python code are cut into `pieces`: the peer trains on the first row of a document only, so
+    with whole files it would see little of the text. Our base_train reads the same documents with
+    `our_settings`. Raises UserError if the folder cannot be written.
     """
-    kind = "short" if short else "whole"
-    target = dataset.tokenizer_folder(Path(base_dir)) / f"peer-{FORMAT}-{kind}-{tokenizer.fingerprint[:12]}"
+    target = dataset.tokenizer_folder(Path(base_dir)) / f"peer-{FORMAT}-short-{tokenizer.fingerprint[:12]}"
     if target.exists():
         return target
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
         try:
-            _write_text(dataset, temporary / "base_data_climbmix", short)
+            _write_text(dataset, temporary / "base_data_climbmix")
             _write_tokenizer(tokenizer, temporary / "tokenizer")
             with contextlib.suppress(FileExistsError):  # another process was faster
                 os.rename(temporary, target)
@@ -89,25 +89,19 @@ def text_of(data: str, vocab_size: int, base_dir: Path) -> Path:
     return prepare(dataset, open_tokenizer("auto", vocab_size, folder, dataset.train_texts), base_dir)
 
 
-def ours_arguments(text: Path) -> list[str]:
+def our_settings(text: Path) -> dict:
     """Settings of our base_train for the text and the tokenizer of `prepare`."""
-    data = text / "base_data_climbmix"
-    tokenizer = text / "tokenizer" / "tokenizer.json"
+    data, tokenizer = text / "base_data_climbmix", text / "tokenizer" / "tokenizer.json"
     size = Tokenizer.load(tokenizer).vocab_size
-    return [
-        f"--data={data}",
-        f"--val_data={data / VALIDATION}",
-        f"--tokenizer={tokenizer}",
-        f"--vocab_size={size}",
-    ]
+    return {"data": data, "val_data": data / VALIDATION, "tokenizer": tokenizer, "vocab_size": size}
 
 
-def _write_text(dataset: Dataset, folder: Path, short: bool):
+def _write_text(dataset: Dataset, folder: Path):
     """Parquet shards in the order of the documents' hashes, which is as good as random."""
     folder.mkdir()
     splits = {"train": dataset.train_shards, "val": dataset.val_shards}
     texts = ((split, text) for split, shards in splits.items() for text in iterate_documents(shards))
-    cut = ((split, piece) for split, text in texts for piece in (pieces(text) if short else [text]))
+    cut = ((split, piece) for split, text in texts for piece in pieces(text))
     written = write_sorted(cut, folder)
     for number, name in enumerate(sorted(written["train"])):
         os.rename(folder / name, folder / f"shard_{number:05d}.parquet")
@@ -174,15 +168,13 @@ class Finished:
     began: float  # time.time() of the command
 
     def tail(self) -> str:
-        return "\n".join(line for _, line in self.lines)[-1500:]
+        return "\n".join(line for _, line in self.lines).strip()[-1500:]
 
 
 @dataclass
 class Run(Finished):
     """A run of the peer. Lists have one value for each step."""
 
-    losses: list[float] = field(default_factory=list)  # nats per token, smoothed by the peer
-    step_s: list[float] = field(default_factory=list)
     step_tok_per_sec: list[float] = field(default_factory=list)
     step_done_s: list[float] = field(default_factory=list)  # from the command
 
@@ -197,14 +189,12 @@ class Run(Finished):
         return statistics.median(self.step_tok_per_sec[len(self.step_tok_per_sec) // 3 :])
 
 
-def train(
-    checkout: Path, text: Path, place: Path, settings: dict, dtype: str, threads: int | None = None
-) -> Run:
+def train(checkout: Path, text: Path, place: Path, settings: dict, dtype: str) -> Run:
     """Run the peer's base_train on the CPU; `settings` are its options, with _ for -.
 
     It neither evaluates nor samples unless `settings` say so. place: an empty or missing folder; checkpoints
-    go to place / "base_checkpoints" / "run". dtype: what it computes in. threads: None = its own choice.
-    Raises UserError, with the end of what it printed, if it fails.
+    go to place / "base_checkpoints" / "run". dtype: what it computes in. Raises UserError, with the end of
+    what it printed, if it fails.
     """
     Path(place).mkdir(parents=True, exist_ok=True)
     place = Path(place).resolve()
@@ -214,17 +204,13 @@ def train(
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     environment = os.environ | {"NANOCHAT_BASE_DIR": str(place), "NANOCHAT_DTYPE": dtype}
     environment |= {"PYTHONPATH": str(_stand_ins(place)), "PYTHONUNBUFFERED": "1"}
-    if threads:
-        environment["OMP_NUM_THREADS"] = str(threads)
     done = watch([sys.executable, "-m", "scripts.base_train", *arguments], check(checkout), environment)
     run = Run(**vars(done))
     steps = [(second, found) for second, line in run.lines if (found := STEP.match(line))]
     if run.status or not steps:
         raise UserError(f"the peer's base_train in {checkout} failed: {run.tail()}")
     run.step_done_s = [second for second, _ in steps]
-    run.losses = [float(found[2]) for _, found in steps]
-    run.step_s = [float(found[3]) / 1000 for _, found in steps]
-    run.step_tok_per_sec = [float(found[4].replace(",", "")) for _, found in steps]
+    run.step_tok_per_sec = [float(found[1].replace(",", "")) for _, found in steps]
     return run
 
 
@@ -244,27 +230,52 @@ STARTER = """
 import os, sys
 pid = os.spawnvp(os.P_NOWAIT, sys.argv[1], sys.argv[1:])
 _, status, usage = os.wait4(pid, 0)
+print()  # the command's last line may have no end
 print(os.waitstatus_to_exitcode(status), usage.ru_maxrss)
 """
 
 
 def watch(command: list, folder: Path | None = None, environment: dict | None = None) -> Finished:
     """Run a command to its end, in `folder`. If we are interrupted, it and what it started are killed."""
-    at, began = time.time(), time.perf_counter()
+    at = time.time()
+    with contextlib.closing(lines_of(command, folder, environment)) as running:
+        *lines, (seconds, last) = running
+    status, peak = map(int, last.split())
+    peak *= 1 if sys.platform == "darwin" else 1024  # KiB, on macOS bytes
+    return Finished(status, seconds, peak, lines, at)
+
+
+def until_first_step(command: list, folder: Path | None = None) -> float:
+    """Seconds until our base_train, run by the command, prints its first step; then it is killed.
+
+    Raises UserError, with the end of what it printed, if it ends before.
+    """
+    said = []
+    with contextlib.closing(lines_of(command, folder)) as running:
+        for seconds, line in running:
+            if line.startswith(OUR_FIRST_STEP):
+                return seconds
+            said.append(line)
+    end = "\n".join(said[:-1]).strip()[-1500:]
+    raise UserError(f"base_train ended before its first step: {end}")
+
+
+def lines_of(
+    command: list, folder: Path | None = None, environment: dict | None = None
+) -> Iterator[tuple[float, str]]:
+    """Run a command: for each line of its stdout and stderr the seconds since the command, and the line. The
+    last line is STARTER's. Closing the generator kills the command and what it started."""
+    began = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", STARTER, *command], cwd=folder, env=environment, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace",
         start_new_session=True,
     )  # fmt: skip
-    lines = []
     try:
         for line in process.stdout:
-            lines.append((time.perf_counter() - began, line.rstrip("\n")))
+            yield time.perf_counter() - began, line.rstrip("\n")
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         process.stdout.close()
-    status, peak = map(int, lines.pop()[1].split())
-    peak *= 1 if sys.platform == "darwin" else 1024  # KiB, on macOS bytes
-    return Finished(status, time.perf_counter() - began, peak, lines, at)

@@ -104,8 +104,9 @@ def ours(race: Race, **more) -> tuple[Path, peer_run.Finished]:
     run = race.new_place() / "run"
     chosen = {"base_dir": race.base_dir, "out_dir": run, "keep_checkpoints": -1, "eval_tokens": 1} | more
     chosen |= dict.fromkeys(("eval_every", "core_metric_every", "sample_every", "save_every"), -1)
-    command = [sys.executable, "-m", "scripts.base_train", race.recipe, *peer_run.ours_arguments(race.text)]
-    done = peer_run.watch([*command, *(f"--{name}={value}" for name, value in chosen.items())], ROOT)
+    chosen |= peer_run.our_settings(race.text)
+    arguments = (f"--{name}={value}" for name, value in chosen.items())
+    done = peer_run.watch([sys.executable, "-m", "scripts.base_train", race.recipe, *arguments], ROOT)
     if done.status:
         raise UserError(f"base_train failed with {race.recipe}: {done.tail()}")
     return run, done

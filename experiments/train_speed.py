@@ -11,15 +11,12 @@ float32, its default: the same text, tokenizer, shape and batch, in turns (peer_
 """
 
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import configurator
 from experiments import peer_run, step_floors, step_split
-from experiments.start_speed import until_first_step
 from nanochat import UserError, precision, runtime, scaling
 from nanochat.metrics import read_metrics
 from nanochat.paths import user_path
@@ -68,20 +65,16 @@ def train(settings: dict, variant: str, run: Path, more: dict | None = None) -> 
     chosen |= {"eval_every": steps, "save_every": steps, "eval_tokens": 1}
     chosen |= {"sample_every": -1, "core_metric_every": -1, "sample_prompts": ""} | (more or {})
     arguments = (f"--{name}={value}" for name, value in chosen.items())
-    command = [sys.executable, "-m", "scripts.base_train", *arguments]
-    began, pipes = time.perf_counter(), {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, text=True, **pipes)
-    first_step_s = until_first_step(process, run / "metrics.jsonl") - began
-    _, error = process.communicate()
-    if process.returncode:
-        raise UserError(f"base_train failed in {variant}: {error.strip()[-1000:]}")
+    done = peer_run.watch([sys.executable, "-m", "scripts.base_train", *arguments])
+    if done.status:
+        raise UserError(f"base_train failed in {variant}: {done.tail()}")
     records = read_metrics(run / "metrics.jsonl")
     evaluated = next(record for record in records if "peak_memory" in record)
     return {
         "run": run,
         "records": [r for r in records if "loss" in r and steps // 3 <= r["step"] < steps],
         "peak_memory_bytes": evaluated["peak_memory"],
-        "first_step_s": first_step_s,
+        "first_step_s": next(s for s, line in done.lines if line.startswith(peer_run.OUR_FIRST_STEP)),
     }
 
 
@@ -163,7 +156,6 @@ def beside_peer(settings: dict, variant: str, machine) -> dict:
     """Ours, and the peer's in bfloat16 and float32, in turns: medians, and ratios of neighbouring turns."""
     checkout, base = peer_run.check(settings["peer"]), user_path("base_dir", settings["base_dir"])
     text = peer_run.text_of(settings["data"], settings["vocab_size"], base)
-    same = dict(argument[2:].split("=", 1) for argument in peer_run.ours_arguments(text))
     names = ("depth", "aspect_ratio", "head_dim", "max_seq_len", "device_batch_size", "window_pattern")
     shape = {name: settings[name] for name in names} | {"num_iterations": settings["steps"]}
     shape["total_batch_size"] = settings["device_batch_size"] * settings["max_seq_len"]
@@ -172,7 +164,7 @@ def beside_peer(settings: dict, variant: str, machine) -> dict:
     with tempfile.TemporaryDirectory() as place:
         for number in range(settings["rounds"]):
             peaks.append(runtime.measured_flops(machine.device, precision.DTYPES[dtype])[0])
-            ours.append(train(settings, variant, Path(place) / f"ours{number}", same))
+            ours.append(train(settings, variant, Path(place) / f"ours{number}", peer_run.our_settings(text)))
             for name, of_peer in peers.items():
                 of_peer.append(peer_run.train(checkout, text, Path(place) / f"{name}{number}", shape, name))
         peak = {dtype: statistics.median(peaks)}

@@ -3,6 +3,7 @@
 import ast
 import json
 import pickle
+import sys
 import time
 from pathlib import Path
 
@@ -22,7 +23,7 @@ import json, os, sys
 import rustbpe
 held = bytearray(80 << 20)
 held[::4096] = b"x" * len(held[::4096])
-names = "NANOCHAT_BASE_DIR", "NANOCHAT_DTYPE", "OMP_NUM_THREADS"
+names = "NANOCHAT_BASE_DIR", "NANOCHAT_DTYPE"
 base = os.environ["NANOCHAT_BASE_DIR"]
 found = sorted(os.listdir(base + "/base_data_climbmix")), sorted(os.listdir(base + "/tokenizer"))
 print(json.dumps([sys.argv[1:], {name: os.environ.get(name) for name in names}, *found]))
@@ -112,28 +113,24 @@ def test_the_peers_tokenizer_gives_our_tokens_and_our_bytes(prepared):
     assert lengths.tolist() == of_each + [0] * len(tokenizer.special_tokens)
 
 
-def test_whole_files_are_offered_too_and_our_own_script_reads_both(prepared, tmp_path):
+def test_our_own_script_reads_the_same_documents(prepared, tmp_path):
     dataset, tokenizer, text = prepared
-    whole = peer_run.prepare(dataset, tokenizer, tmp_path, short=False)
-    for folder, more_documents in ((whole, False), (text, True)):
-        data, val, own, size = (argument.partition("=")[2] for argument in peer_run.ours_arguments(folder))
-        opened = open_dataset(data, val, base_dir=tmp_path)
-        assert (len(opened.train_texts()) > len(dataset.train_texts())) == more_documents
-        assert "".join(sorted(opened.train_texts())).count("\n") == "".join(dataset.train_texts()).count("\n")
-        assert int(size) == tokenizer.vocab_size and Path(own).exists()
+    ours = peer_run.our_settings(text)
+    opened = open_dataset(ours["data"], ours["val_data"], base_dir=tmp_path)
+    assert len(opened.train_texts()) > len(dataset.train_texts())
+    assert "".join(sorted(opened.train_texts())).count("\n") == "".join(dataset.train_texts()).count("\n")
+    assert ours["vocab_size"] == tokenizer.vocab_size and ours["tokenizer"].exists()
 
 
 def test_a_run_has_the_settings_asked_for_and_its_figures_are_read(checkout, prepared, tmp_path):
     place = tmp_path / "place"
     settings = {"depth": 4, "num_iterations": 4, "window_pattern": "SSSL"}
-    run = peer_run.train(checkout, prepared[2], place, settings, "bfloat16", threads=2)
+    run = peer_run.train(checkout, prepared[2], place, settings, "bfloat16")
     options, environment, shards, tokenizer = json.loads(run.lines[0][1])
     assert {"--depth=4", "--num-iterations=4", "--window-pattern=SSSL", "--eval-every=-1"} < set(options)
-    assert environment == {
-        "NANOCHAT_BASE_DIR": str(place), "NANOCHAT_DTYPE": "bfloat16", "OMP_NUM_THREADS": "2"
-    }  # fmt: skip
+    assert environment == {"NANOCHAT_BASE_DIR": str(place), "NANOCHAT_DTYPE": "bfloat16"}
     assert shards[-1] == peer_run.VALIDATION and {"tokenizer.pkl", "token_bytes.pt"} <= set(tokenizer)
-    assert run.losses == [8.5, 7.5, 6.5, 5.5] and run.step_s == [0.025, 0.125, 0.225, 0.325]
+    assert len(run.step_done_s) == 4 and run.step_done_s == sorted(run.step_done_s)
     assert run.tok_per_sec == 2000  # the median of 1,000, 3,000 and 2,000
     assert 80 << 20 < run.peak_memory_bytes < 140 << 20  # it holds 80 MiB
     assert 0 < run.first_step_s <= run.seconds
@@ -144,6 +141,25 @@ def test_a_run_that_fails_says_why(checkout, prepared, tmp_path):
         peer_run.train(checkout, prepared[2], tmp_path / "place", {"depth": 13}, "float32")
     with pytest.raises(UserError, match=r"has no scripts/base_train.py; --peer is"):
         peer_run.check(tmp_path)
+
+
+def test_the_last_line_of_a_command_needs_no_end():
+    done = peer_run.watch(
+        [sys.executable, "-S", "-c", "print('one'); print('two', end=''); raise SystemExit(3)"]
+    )
+    assert done.status == 3 and done.tail() == "one\ntwo" and done.peak_memory_bytes > 1 << 20
+    assert [line for _, line in done.lines[:2]] == ["one", "two"]
+
+
+def test_a_run_of_ours_is_killed_after_its_first_step(tmp_path):
+    prints = "print('step 10/12 | another')\nprint('step 1/12 | loss 8.3', flush=True)\n"
+    (tmp_path / "sleeps.py").write_text(SLEEPS.replace("time.sleep(60)\n", prints + "time.sleep(60)\n"))
+    began = time.monotonic()
+    seconds = peer_run.until_first_step([sys.executable, "-S", "sleeps.py"], tmp_path)
+    assert 0 < seconds <= time.monotonic() - began < 50
+    assert_ended(tmp_path / "pids")
+    with pytest.raises(UserError, match=r"ended before its first step: no such depth$"):
+        peer_run.until_first_step([sys.executable, "-S", "-c", "raise SystemExit('no such depth')"])
 
 
 INTERRUPTED = f"""
@@ -180,7 +196,12 @@ def test_what_is_interrupted_leaves_no_process(tmp_path):
     (tmp_path / "sleeps.py").write_text(SLEEPS)
     done = python_m(["interrupted"], tmp_path)
     assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
-    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert_ended(tmp_path / "pids")
+
+
+def assert_ended(file: Path):
+    """The two processes whose numbers are in the file end, or have ended."""
+    pids = [int(pid) for pid in file.read_text().split()]
     deadline = time.monotonic() + 10
     while any(map(runs, pids)) and time.monotonic() < deadline:
         time.sleep(0.01)

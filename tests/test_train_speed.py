@@ -1,0 +1,48 @@
+"""bench --what=train and --what=start: medians, and ratios of runs that belong together."""
+
+import pytest
+
+from experiments import peer_run, start_speed, train_speed
+
+SETTINGS = {"depth": 1, "aspect_ratio": 64, "head_dim": 64, "max_seq_len": 100, "vocab_size": 512}
+SETTINGS |= {"window_pattern": "L", "device_batch_size": 2}
+
+
+def turn(*step_s: float, **more) -> dict:
+    records = [{"step_time_s": seconds, "mfu": seconds} for seconds in step_s]
+    return {"records": records, "peak_memory_bytes": 2**30, "first_step_s": 5.0} | more
+
+
+def test_a_variants_figures_are_of_all_its_steps_and_its_largest_memory():
+    slow_start = turn(0.3, 0.4, first_step_s=9.0, peak_memory_bytes=2**31)
+    turns = [turn(0.5, 0.1, 0.2), slow_start, turn(first_step_s=6.0)]
+    found = train_speed.figures(SETTINGS, turns, {"float32": 1e9}, "float32+compile")
+    assert found["step_ms"] == 300 and found["mfu"] == 0.3  # the median of five steps
+    assert found["tok_per_sec"] == pytest.approx(200 / 0.3)
+    flops = train_speed.model_of(SETTINGS).flops_per_token()
+    assert found["mfu_of_measured_peak"] == pytest.approx(200 / 0.3 * flops / 1e9)
+    assert found["peak_memory_gib"] == 2 and found["first_step_s"] == 6
+
+
+def test_ours_over_the_peers_is_of_the_same_round():
+    def run(speed: float, memory: int, first_step_s: float) -> peer_run.Run:
+        done = [first_step_s, first_step_s + 1]
+        return peer_run.Run(0, 60, memory, [], 0.0, step_tok_per_sec=[speed] * 3, step_done_s=done)
+
+    runs = [run(100, 10, 3.0), run(200, 40, 5.0), run(50, 20, 4.0)]
+    found = train_speed.over_peer(runs, [150, 200, 100], {"peak_memory_bytes": 30})
+    assert found["of_each_round"] == [1.5, 1, 2] and found["ours_over_peer"] == 1.5
+    assert found["tok_per_sec"] == 100 and found["first_step_s"] == 4
+    assert found["peak_memory_bytes"] == 40 and found["our_memory_over_peers"] == 0.75
+
+
+def test_the_first_run_of_a_start_is_the_cold_one_and_no_median_has_it(monkeypatch, tmp_path):
+    ours, peers, phases = iter([40.0, 3.0, 9.0, 4.0]), iter([50.0, 7.0, 6.0, 8.0]), iter(range(100, 112))
+    monkeypatch.setattr(peer_run, "until_first_step", lambda command: next(ours))
+    monkeypatch.setattr(start_speed, "peer_first_step", lambda *_: next(peers))
+    monkeypatch.setattr(start_speed, "first_line", lambda command: next(phases))
+    settings = {"recipe": "recipe.py", "base_dir": str(tmp_path), "rounds": 3, "peer": "peer"}
+    assert start_speed.bench(settings) == {
+        "first_s": 40, "median_s": 4, "slowest_s": 9, "peer_first_s": 50, "peer_median_s": 7,
+        "torch_s": 106, "imports_s": 107, "plan_s": 108,  # medians of 103, 106, 109 and so on
+    }  # fmt: skip
