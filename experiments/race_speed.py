@@ -12,6 +12,7 @@ same time at the speed of its last run. The sides take turns, and change places 
 
 import hashlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -47,7 +48,7 @@ class Race:
     recipe: str
     base_dir: Path
     minutes: float
-    folder: Path  # for the runs
+    folder: Path  # for the runs, and job.pt, the text to score
     shape: dict  # of the recipe: depth, aspect_ratio, head_dim, max_seq_len
 
     def new_place(self) -> Path:
@@ -71,15 +72,18 @@ class Lap:
 def bench(settings: dict) -> dict:
     """Medians of each side, the ratio of the bits per byte in each round, and a plot, docs/race.png.
 
-    Raises UserError if `peer` is no folder of karpathy/nanochat, or if a run fails.
+    Raises UserError if `peer` is no folder of karpathy/nanochat, `folder` is none, or a run fails.
     """
     if not settings["peer"]:
         raise UserError("give --peer=FOLDER, a checkout of karpathy/nanochat")
+    if settings["folder"] and not Path(settings["folder"]).is_dir():
+        raise UserError(f"--folder={settings['folder']} is no folder; make it, or name another one")
     peer, base_dir = peer_run.check(settings["peer"]), user_path("base_dir", settings["base_dir"])
     text = peer_run.text_of(settings["data"], settings["vocab_size"], base_dir)
     with tempfile.TemporaryDirectory(dir=settings["folder"]) as folder:
         race = Race(peer, text, settings["recipe"], base_dir, settings["minutes"], Path(folder), {})
         race.shape = warm_up(race)
+        write_job(race)
         best = best_settings(race)
         laps = run_rounds(race, best, min(ROUNDS, settings["rounds"]))
     picture = Path(settings["folder"] or ROOT / "docs") / "race.png"
@@ -99,29 +103,31 @@ def say(text: str):
 # Ours
 
 
-def ours(race: Race, **more) -> tuple[Path, peer_run.Finished]:
-    """A run of our base_train with the recipe, and its folder. `more`: further settings."""
-    run = race.new_place() / "run"
-    chosen = {"base_dir": race.base_dir, "out_dir": run, "keep_checkpoints": -1, "eval_tokens": 1} | more
+def our_command(race: Race, run: Path) -> list:
+    """Our base_train with the recipe, for the time of the race, into the folder `run`."""
+    chosen = {"base_dir": race.base_dir, "out_dir": run, "keep_checkpoints": -1, "eval_tokens": 1}
+    chosen |= {"num_iterations": -1, "target_flops": -1, "target_minutes": race.minutes}
+    chosen |= {"save_minutes": race.minutes / (POINTS + 1), "sample_prompts": ""}
     chosen |= dict.fromkeys(("eval_every", "core_metric_every", "sample_every", "save_every"), -1)
     chosen |= peer_run.our_settings(race.text)
     arguments = (f"--{name}={value}" for name, value in chosen.items())
-    done = peer_run.watch([sys.executable, "-m", "scripts.base_train", race.recipe, *arguments], ROOT)
-    if done.status:
-        raise UserError(f"base_train failed with {race.recipe}: {done.tail()}")
-    return run, done
+    return [sys.executable, "-m", "scripts.base_train", race.recipe, *arguments]
 
 
 def warm_up(race: Race) -> dict:
-    """Fill our caches by a short run. Returns the shape of the recipe, as base_train has read it."""
-    run, _ = ours(race, num_iterations=3)
+    """Fill our caches by the first step of a run as long as the others: a shorter one may not compile at all.
+    Returns the shape of the recipe, as base_train has read it."""
+    run = race.new_place() / "run"
+    peer_run.until_first_step(our_command(race, run), ROOT)
     used = json.loads((run / "config.json").read_text("utf-8"))["settings"]
     return {name: used[name]["value"] for name in ("depth", "aspect_ratio", "head_dim", "max_seq_len")}
 
 
 def our_lap(race: Race) -> Lap:
-    horizon = {"num_iterations": -1, "target_minutes": race.minutes}
-    run, done = ours(race, **horizon, save_minutes=race.minutes / (POINTS + 1))
+    run = race.new_place() / "run"
+    done = peer_run.watch(our_command(race, run), ROOT)
+    if done.status:
+        raise UserError(f"base_train failed with {race.recipe}: {done.tail()}")
     checkpoints = sorted(run.glob("step_*"))
     saved = [(path, (path / "manifest.json").stat().st_mtime - done.began) for path in checkpoints]
     tokens = [record["tokens"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
@@ -176,27 +182,28 @@ def best_settings(race: Race) -> dict:
     if kept.exists():
         say(f"the peer's best settings are in {kept}; remove it to look for them again")
         return json.loads(kept.read_text("utf-8"))
-    tried = []
+    tried: list[dict] = []
 
-    def attempt(dtype: str = "bfloat16", **changed):
-        settings = (best()["settings"] if tried else race.shape) | changed
-        settings["total_batch_size"] = settings["device_batch_size"] * race.shape["max_seq_len"]
+    def attempt(settings: dict, dtype: str = "bfloat16"):
+        settings = settings | {"total_batch_size": settings["device_batch_size"] * settings["max_seq_len"]}
         found = {"settings": settings, "dtype": dtype}
         lap, run = peer_lap(race, found, SEARCH * race.minutes, peer_trial(race, settings, dtype))
         tried.append(found | {"bpb": lap.bpb, "seconds": lap.seconds, "tok_per_sec": run.tok_per_sec})
         say(f"the peer with {named(found)}: {lap.bpb:.4f} bits per byte after {lap.seconds:.0f} s")
 
-    def best() -> dict:
-        return min(tried, key=lambda found: found["bpb"])
-
     for rows in ROWS:
-        attempt(device_batch_size=rows)
+        attempt(race.shape | {"device_batch_size": rows})
     if race.shape["aspect_ratio"] != 64:
-        attempt(aspect_ratio=64)
-    attempt("float32")
-    found = best() | {"tried": tried}
+        attempt(best_of(tried)["settings"] | {"aspect_ratio": 64})
+    attempt(best_of(tried)["settings"], "float32")
+    found = best_of(tried) | {"tried": tried}
     kept.write_text(json.dumps(found, indent=1), "utf-8")
     return found
+
+
+def best_of(tried: list[dict]) -> dict:
+    """The one with the lowest bits per byte; a run that diverged has none."""
+    return min(tried, key=lambda found: (math.isnan(found["bpb"]), found["bpb"]))
 
 
 def named(best: dict) -> str:
@@ -225,8 +232,8 @@ def run_rounds(race: Race, best: dict, rounds: int) -> dict[str, list[Lap]]:
     return laps
 
 
-def score(race: Race, side: str, saved: list[tuple[Path, float]]) -> list[tuple[float, float]]:
-    """The points of a run. saved: its checkpoints, and how many seconds after the command each was there."""
+def write_job(race: Race):
+    """The validation text as tokens, for race_score.py."""
     tokenizer = Tokenizer.load(race.text / "tokenizer" / "tokenizer.json")
     texts = list(iterate_documents([race.text / "base_data_climbmix" / peer_run.VALIDATION]))
     documents = tokenizer.encode_batch(texts, os.cpu_count() or 1)
@@ -237,6 +244,10 @@ def score(race: Race, side: str, saved: list[tuple[Path, float]]) -> list[tuple[
         "length": race.shape["max_seq_len"],
     }
     torch.save(job, race.folder / "job.pt")
+
+
+def score(race: Race, side: str, saved: list[tuple[Path, float]]) -> list[tuple[float, float]]:
+    """The points of a run. saved: its checkpoints, and how many seconds after the command each was there."""
     order = {"job": str(race.folder / "job.pt"), "checkpoints": [str(path) for path, _ in saved]}
     folder = ROOT if side == "ours" else race.peer
     environment = os.environ | {"PYTHONPATH": str(folder), "NANOCHAT_DTYPE": "float32"}
@@ -280,8 +291,9 @@ def plot(laps: dict[str, list[Lap]], minutes: float, path: Path):
         for number, lap in enumerate(laps[side]):
             seconds, values = zip(*lap.points, strict=True)
             axes.plot(seconds, values, "o-", color=color, label=None if number else name, markersize=4)
-        at = sorted(lap.points[-1][::-1] for lap in laps[side])[len(laps[side]) // 2][::-1]
-        axes.annotate(f"{at[1]:.2f}", at, (0, 8), textcoords="offset points", ha="center", color=color)
+        middle = sorted(laps[side], key=lambda lap: lap.bpb)[len(laps[side]) // 2]
+        where = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
+        axes.annotate(f"{middle.bpb:.2f}", middle.points[-1], color=color, **where)
     axes.axvline(60 * minutes, color="black", linestyle=":", linewidth=1)
     axes.set(xlabel="seconds since the command", ylabel="validation bits per byte", xlim=(0, None))
     axes.legend()
