@@ -225,10 +225,20 @@ def _stand_ins(place: Path) -> Path:
 
 
 # A small process between us and the command. The largest memory that the system counts for a process begins
-# with that of the process which started it, and ours holds torch
+# with that of the process which started it, and ours holds torch. When we are gone, our end of its stdin is
+# closed, and it kills itself, the command and what that has started
 STARTER = """
-import os, sys
+import os, signal, sys, threading
+
+parent = os.dup(0)
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 pid = os.spawnvp(os.P_NOWAIT, sys.argv[1], sys.argv[1:])
+
+def end_with_parent():
+    os.read(parent, 1)
+    os.killpg(0, signal.SIGKILL)
+
+threading.Thread(target=end_with_parent, daemon=True).start()
 _, status, usage = os.wait4(pid, 0)
 print()  # the command's last line may have no end
 print(os.waitstatus_to_exitcode(status), usage.ru_maxrss)
@@ -268,7 +278,7 @@ def lines_of(
     began = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", STARTER, *command], cwd=folder, env=environment, text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace",
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace",
         start_new_session=True,
     )  # fmt: skip
     try:
@@ -278,4 +288,5 @@ def lines_of(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        process.stdin.close()
         process.stdout.close()

@@ -2,12 +2,12 @@
 
     python -m scripts.bench --what=race --minutes=5 --peer=FOLDER    # FOLDER: a checkout of karpathy/nanochat
 
-Both train on the same documents with the same tokenizer, each with its own script in a process of its own,
-and neither evaluates: each saves checkpoints on its way, and all of them are scored afterwards, outside of
-the time, by race_score.py. Ours is the settings file --recipe with --target_minutes. The peer has the
-recipe's shape, or its own width; batch, width and dtype are those with which it is best in short runs
-(`best_settings`; kept beside the text, so the next race begins at once). It gets as many steps as fill the
-same time at the speed of its last run. The sides take turns, and change places every round. Caches are warm.
+Both train on the same documents with the same tokenizer, each with its own script in a process of its own.
+Each saves checkpoints on its way; race_score.py scores all of them afterwards, outside of the time. Ours is
+the settings file --recipe with --target_minutes. The peer has the recipe's shape, or its own width; batch,
+width and dtype are those with which it is best in short runs (`best_settings`). It gets as many steps as fill
+the same time at the speed of its last run. The sides take turns, and change places every round. Caches are
+warm. Neither samples, and only ours evaluates: one batch, at its end.
 """
 
 import hashlib
@@ -76,8 +76,8 @@ def bench(settings: dict) -> dict:
     """
     if not settings["peer"]:
         raise UserError("give --peer=FOLDER, a checkout of karpathy/nanochat")
-    if settings["folder"] and not Path(settings["folder"]).is_dir():
-        raise UserError(f"--folder={settings['folder']} is no folder; make it, or name another one")
+    if (folder := settings["folder"]) and not Path(folder).is_dir():
+        raise UserError(f"--folder={folder} is no folder; make it, or name another one")
     peer, base_dir = peer_run.check(settings["peer"]), user_path("base_dir", settings["base_dir"])
     text = peer_run.text_of(settings["data"], settings["vocab_size"], base_dir)
     with tempfile.TemporaryDirectory(dir=settings["folder"]) as folder:
@@ -292,8 +292,8 @@ def plot(laps: dict[str, list[Lap]], minutes: float, path: Path):
             seconds, values = zip(*lap.points, strict=True)
             axes.plot(seconds, values, "o-", color=color, label=None if number else name, markersize=4)
         middle = sorted(laps[side], key=lambda lap: lap.bpb)[len(laps[side]) // 2]
-        where = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
-        axes.annotate(f"{middle.bpb:.2f}", middle.points[-1], color=color, **where)
+        above = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
+        axes.annotate(f"{middle.bpb:.2f}", middle.points[-1], color=color, **above)
     axes.axvline(60 * minutes, color="black", linestyle=":", linewidth=1)
     axes.set(xlabel="seconds since the command", ylabel="validation bits per byte", xlim=(0, None))
     axes.legend()

@@ -171,7 +171,7 @@ from experiments import peer_run
 def interrupt():
     while not Path("pids").exists():
         time.sleep(0.01)
-    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    signal.pthread_kill(threading.main_thread().ident, getattr(signal, sys.argv[1]))
 
 threading.Thread(target=interrupt).start()
 try:
@@ -190,12 +190,13 @@ time.sleep(60)
 """
 
 
-def test_what_is_interrupted_leaves_no_process(tmp_path):
-    """SIGINT comes while the command sleeps, and the command has started a process of its own."""
+@pytest.mark.parametrize(("name", "ends_with"), [("SIGINT", (0, "interrupted\n")), ("SIGKILL", (-9, ""))])
+def test_what_is_interrupted_or_killed_leaves_no_process(tmp_path, name, ends_with):
+    """The signal comes while the command sleeps, and the command has started a process of its own."""
     (tmp_path / "interrupted.py").write_text(INTERRUPTED)
     (tmp_path / "sleeps.py").write_text(SLEEPS)
-    done = python_m(["interrupted"], tmp_path)
-    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
+    done = python_m(["interrupted", name], tmp_path)
+    assert (done.returncode, done.stdout) == ends_with, done.stderr
     assert_ended(tmp_path / "pids")
 
 
