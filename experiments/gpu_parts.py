@@ -16,7 +16,6 @@ import sys
 import sysconfig
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
@@ -163,19 +162,17 @@ def speed(job: dict, depth: int, trace: bool = False, **more) -> dict:
         with Side("ours", step_job, ROOT) as side:
             side.ask({"do": "steps", "count": 1})
             row = figures(step_job, side.facts, side.ask({"do": "steps", "count": 4 if depth < 20 else 3}))
-            return row | ({"time_split": split(side, step_job)} if trace else {})
+            return row | ({"time_split": split(side)} if trace else {})
 
     return halving(model_job(job, depth, **more), run)
 
 
-def split(side: Side, step_job: dict) -> dict:
+def split(side: Side) -> dict:
     """Where the time of two profiled steps goes; an error leaves the other figures as they are."""
     try:
         with tempfile.TemporaryDirectory() as place:
             steps = side.ask({"do": "trace", "path": f"{place}/trace.json"})["steps"]
-            width = step_job["depth"] * step_job["aspect_ratio"]
-            sizes = SimpleNamespace(width=width, vocab_size=step_job["vocab_size"])
-            return time_split(f"{place}/trace.json", steps, sizes)
+            return time_split(f"{place}/trace.json", steps)
     except (RuntimeError, MemoryError, ValueError, KeyError, OSError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
 

@@ -39,8 +39,8 @@ def split(path: Path, model: GPT, tokens: int, device: torch.device, peak_flops:
     """
     events, step = read(path)
     pieces, total = pieces_of_step(events, step), step["dur"] / 1000
-    spent, longest = add_up(pieces, step, model.config)
-    calls, leaves = calls_of_kinds(pieces, model.config)
+    spent, longest = add_up(pieces, step)
+    calls, leaves = calls_of_kinds(pieces)
     products = product_table(calls["products"], device)
     could = floors(calls, leaves, products, model, tokens, device, peak_flops)
     kinds = {
@@ -49,11 +49,11 @@ def split(path: Path, model: GPT, tokens: int, device: torch.device, peak_flops:
     return {"step_ms": total, "kinds": kinds, "products": products, "longest_ms": longest}
 
 
-def calls_of_kinds(pieces: list[Piece], config) -> tuple[dict, dict]:
+def calls_of_kinds(pieces: list[Piece]) -> tuple[dict, dict]:
     """The operators of each kind: all as [event, milliseconds], and those that call no other that works."""
     found: dict = {kind: {} for kind in KINDS}
     for piece in pieces:
-        of_kind = found[kind_of_piece(piece, config)]
+        of_kind = found[kind_of_piece(piece)]
         for event in piece.calls:  # a product runs until its kernel or helper has ended
             if event is piece.calls[-1] or event["name"] in PRODUCTS:
                 of_kind.setdefault(id(event), [event, 0.0])[1] += (piece.end - piece.start) / 1000

@@ -33,7 +33,7 @@ def read(path: Path) -> tuple[list[dict], dict]:
     raise ValueError(f"the trace {path} has no step")
 
 
-def kind_of_piece(piece: Piece, config) -> str:
+def kind_of_piece(piece: Piece) -> str:
     """One of KINDS."""
     names = [event["name"] for event in piece.calls]
     for name in names:
@@ -44,7 +44,7 @@ def kind_of_piece(piece: Piece, config) -> str:
     kinds = [kind_of(name) for name in names]
     if "attention" in kinds:
         return f"attention {way(names)}"
-    if "loss" in kinds or any(has_vocabulary(event, config) for event in piece.calls):
+    if "loss" in kinds:
         return "head and loss"
     if "bmm" in piece.name:
         return f"attention {way(names)}"
@@ -56,41 +56,31 @@ def kind_of_piece(piece: Piece, config) -> str:
 
 
 def way(names: list[str]) -> str:
-    return "backward" if any("ackward" in name for name in names) else "forward"
+    """Of which pass. "Backward" does not tell: a registered operator has it in its forward pass, too."""
+    return "backward" if any(name.startswith("autograd::engine") for name in names) else "forward"
 
 
-def has_vocabulary(event: dict, config) -> bool:
-    """Whether one of an operator's inputs has a side of the vocabulary's size, and it is no embedding."""
-    V, C = config.vocab_size, config.width
-    # V may be a width too; then only the names of operators tell
-    if V in (C, 4 * C) or kind_of(event["name"]) == "embedding" or event["cat"] != "cpu_op":
-        return False
-    sizes = event.get("args", {}).get("Input Dims") or []
-    frame = event["name"].startswith(("Compiled", "autograd::"))
-    return not frame and any(V in size for size in sizes if size and not isinstance(size[0], list))
-
-
-def add_up(pieces: list[Piece], step: dict, config) -> tuple[dict, dict]:
+def add_up(pieces: list[Piece], step: dict) -> tuple[dict, dict]:
     """Milliseconds of the pieces by kind, with what is left of the step as `rest`; and those of the eight
     names that took longest."""
     spent, names = dict.fromkeys(KINDS, 0.0), {}
     for piece in pieces:
         ms, name = (piece.end - piece.start) / 1000, piece.name.split(" [")[0][:90]
-        spent[kind_of_piece(piece, config)] += ms
+        spent[kind_of_piece(piece)] += ms
         names[name] = names.get(name, 0.0) + ms
     spent["rest"] += step["dur"] / 1000 - sum(spent.values())
     longest = sorted(names, key=lambda name: -names[name])[:8]
     return spent, {name: names[name] for name in longest}
 
 
-def time_split(path, steps: int, config) -> dict:
+def time_split(path, steps: int) -> dict:
     """Milliseconds of one of `steps` profiled steps by kind of work, without what they could be.
 
-    On a GPU `rest` is when nothing ran. config: of the model, or anything with its width and vocab_size.
+    On a GPU `rest` is when nothing ran.
     """
     events, mark = read(path)
     pieces = pieces_of_step(events, mark)
-    spent, longest = add_up(pieces, mark, config)
+    spent, longest = add_up(pieces, mark)
     return {
         "step_ms": mark["dur"] / steps / 1000,
         "ms": {kind: ms / steps for kind, ms in spent.items()},
