@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from nanochat.operators import register, register_autograd
+
 # The sizes were found by measurement (docs/benchmarks.md, "Attention on a CPU in blocks of queries")
 BLOCK = 128, 256  # queries: a quarter of the row, within these
 SCORES = 2**20  # computed at a time, so that they stay in the cache
@@ -138,24 +140,13 @@ def _empty(x):
     return x.new_empty(B, T, H, D).transpose(1, 2)
 
 
-def _register(name: str, types: str, function, shapes):
-    """Let compiled code call a function as it is; `shapes` makes the empty results.
-
-    Not by torch.library.custom_op: at its first call that loads torch's compiler, which takes two seconds.
-    """
-    LIBRARY.define(name + types, tags=torch.Tag.pt2_compliant_tag)
-    LIBRARY.impl(name, function, "CPU")
-    LIBRARY.impl(name, shapes, "Meta")
-
-
-LIBRARY = torch.library.Library("nanochat", "DEF")
-_register(
+register(
     "attention_in_blocks",
     "(Tensor q, Tensor k, Tensor v, int window, Tensor? visible, bool keep) -> (Tensor, Tensor)",
     forward,
     lambda q, k, v, window, visible, keep: (_empty(q), q.new_empty(_size(q, window) if keep else 0)),
 )
-_register(
+register(
     "attention_in_blocks_backward",
     "(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor kept, int window, Tensor? visible)"
     " -> (Tensor, Tensor, Tensor)",
@@ -176,6 +167,4 @@ def _gradients(ctx, dy, _):
     return *gradients, None, None, None
 
 
-# Not as a torch.autograd.Function: torch keeps no compiled code that has one, and would make the graphs of
-# the backward pass at each start
-torch.library.register_autograd("nanochat::attention_in_blocks", _gradients, setup_context=_keep, lib=LIBRARY)
+register_autograd("attention_in_blocks", _keep, _gradients)

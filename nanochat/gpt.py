@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from nanochat import UserError
 from nanochat.attention import attention, visible_from
+from nanochat.lookup import look_up
 from nanochat.loss import softcap, softcapped_cross_entropy
 
 ROPE_BASE = 100_000  # longer wavelengths than the usual 10,000
@@ -183,7 +184,7 @@ class GPT(nn.Module):
         documents of each row, or is what Attention.boundaries returns: a token sees its own document only.
         """
         places = slice(idx.size(1)) if cache is None else cache.places(idx.size(1))
-        x = norm(self.embedding(idx))  # (B, T, C)
+        x = norm(look_up(self.embedding, idx))  # (B, T, C)
         if torch.is_autocast_enabled(x.device.type):  # so the residual stream runs in the compute dtype too
             x = x.to(torch.get_autocast_dtype(x.device.type))
         # (T, 1, D / 2): the same for all heads
@@ -193,7 +194,7 @@ class GPT(nn.Module):
         for i, block in enumerate(self.blocks):
             value_embedding = None
             if str(i) in self.value_embeddings:
-                value_embedding = self.value_embeddings[str(i)](idx).to(x.dtype)  # (B, T, C)
+                value_embedding = look_up(self.value_embeddings[str(i)], idx).to(x.dtype)  # (B, T, C)
             x = block(x, x0, value_embedding, rotary, None if cache is None else cache.layers[i], visible)
         x = norm(x)
         if positions is not None:

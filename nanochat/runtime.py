@@ -307,10 +307,14 @@ def device_name(device: torch.device) -> str:
     return f"{name}, {os.cpu_count()} cores"
 
 
-def freeze_garbage():
-    """Keep garbage collection fast: objects that exist now live to the end, so it need not look at them.
+def settle(device: torch.device):
+    """To be called after the first step, when all that lives to the end is there.
 
-    What compiling and the set-up have left goes back to the system."""
+    Garbage collection need not look at it again. What compiling and the set-up have left goes back to the
+    system; on a CPU, what a step frees is kept for the next one.
+    """
     gc.collect()
     gc.freeze()
     memory.give_back()
+    if device.type == "cpu":
+        memory.keep_what_is_freed()

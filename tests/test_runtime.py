@@ -446,3 +446,23 @@ def test_memory_that_was_freed_goes_back_to_the_system():
     del blocks[:-1]  # the last one keeps the heap from ending below the others
     memory.give_back()
     assert full - resident() > 60_000_000
+
+
+FAULTS = """
+import resource, sys, torch
+from nanochat import memory
+if sys.argv[1] == "True":
+    memory.keep_what_is_freed()
+counts = []
+for _ in range(20):  # at first a piece is not found again: an aligned one needs a larger gap
+    torch.zeros(2**24)  # 64 MiB, freed at once
+    counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+print(counts[-1] - counts[-5])
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to keep memory")
+def test_memory_that_is_kept_is_not_asked_of_the_system_again():
+    """Counted in pages, in processes of their own: it holds to the end of a process."""
+    given_back, kept = (int(python(FAULTS, keep).communicate()[0]) for keep in (False, True))
+    assert kept < given_back / 10
