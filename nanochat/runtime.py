@@ -157,7 +157,8 @@ class Machine:
 
 
 def start(device_type: str, seed: int, timeout_s: float = 600.0) -> Machine:
-    """Choose the device, join torchrun's process group if there is one, and seed torch.
+    """Choose the device, join torchrun's process group if there is one, and seed torch. On a CPU, memory that
+    one step frees is kept for the next one.
 
     device_type: cuda, mps, cpu or auto, the first of these that this machine has. timeout_s: seconds that
     processes wait for one that does not answer before they all end. Raises UserError if the device is not
@@ -175,6 +176,8 @@ def start(device_type: str, seed: int, timeout_s: float = 600.0) -> Machine:
         options = {"device_id": device} if device.type == "cuda" else {}
         backend = "nccl" if device.type == "cuda" else "gloo"
         distributed.join(backend, store, rank, world_size, timeout_s, **options)
+    if device.type == "cpu":
+        memory.keep_what_is_freed()
     torch.manual_seed(seed)
     return Machine(device, rank, local_rank, world_size, store)
 
@@ -307,14 +310,10 @@ def device_name(device: torch.device) -> str:
     return f"{name}, {os.cpu_count()} cores"
 
 
-def settle(device: torch.device):
-    """To be called after the first step, when all that lives to the end is there.
+def freeze_garbage():
+    """Keep garbage collection fast: objects that exist now live to the end, so it need not look at them.
 
-    Garbage collection need not look at it again. What compiling and the set-up have left goes back to the
-    system; on a CPU, what a step frees is kept for the next one.
-    """
+    What compiling and the set-up have left goes back to the system."""
     gc.collect()
     gc.freeze()
     memory.give_back()
-    if device.type == "cpu":
-        memory.keep_what_is_freed()

@@ -382,7 +382,7 @@ while True:
     numbers = machine.read(sums, same=(grad_norm, precision.loss_scale(scaler, device)))
     unread.append((step, started, loader.wait_s - waited, loader.epoch, micro_losses, numbers))
     if step == first_step:
-        runtime.settle(device)
+        runtime.freeze_garbage()
         output.prepare_to_save(model, optimizer)
     step += 1
 

@@ -349,7 +349,7 @@ while True:
         (step, started, loader.wait_s - waited, loader.epoch, loader.step_targets, micro_losses, numbers)
     )
     if step == first_step:
-        runtime.settle(device)
+        runtime.freeze_garbage()
         output.prepare_to_save(model, optimizer)
     step += 1
 
