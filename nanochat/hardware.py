@@ -18,11 +18,12 @@ class Hardware:
     memory: int  # bytes that a process may still take: the least of all processes
     peak_flops: float  # FLOP/s of all processes together, in `dtype`
     peak_source: str
+    held: int = 0  # bytes of a CPU's memory that a process has already: Python, torch, other libraries
 
     @property
     def sharing(self) -> dict:
         """Keywords for `memory_estimate.training_bytes`: with whom the memory is shared, and for what."""
-        return {"world_size": self.world_size, "saves_here": self.device_type == "cpu"}
+        return {"world_size": self.world_size, "on_cpu": self.device_type == "cpu"}
 
 
 def survey(machine, dtype: torch.dtype, dtype_reason: str = "") -> Hardware:
@@ -36,4 +37,5 @@ def survey(machine, dtype: torch.dtype, dtype_reason: str = "") -> Hardware:
         memory=min(machine.all_gather(machine.free_memory())),
         peak_flops=sum(machine.all_gather(peak_flops)),
         peak_source=peak_source,
+        held=max(machine.all_gather(machine.held_memory())),
     )

@@ -27,7 +27,25 @@ def free(device: torch.device, processes: int) -> int:
         limit, used = (int(Path(f"/sys/fs/cgroup/memory.{n}").read_text()) for n in ("max", "current"))
         cached = _entry("/sys/fs/cgroup/memory.stat", "inactive_file")  # can be freed at any time
         free = min(free, limit - used + cached)
-    return free // processes
+    return min(free // processes, _below_limit())
+
+
+def _below_limit() -> int:
+    """Bytes below the limit that `ulimit -v` sets for this process; 2**63 without one."""
+    with contextlib.suppress(ImportError, OSError, StopIteration):
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if limit != resource.RLIM_INFINITY:
+            return max(0, limit - 1024 * _entry("/proc/self/status", "VmSize:"))
+    return 2**63
+
+
+def held() -> int:
+    """Bytes of this process in memory (0: unknown)."""
+    with contextlib.suppress(OSError, StopIteration):
+        return 1024 * _entry("/proc/self/status", "VmRSS:")
+    return 0
 
 
 def peak(device: torch.device) -> int:

@@ -2,12 +2,13 @@
 
 The factors are counts: of autograd for eager code, and for compiled code of the partitioner that decides what
 the backward pass keeps. `python -m experiments.memory_count` counts again; docs/benchmarks.md has its table.
-Not in them: the device's own context and libraries, and what the allocator cannot use between two tensors.
+On a GPU the device's own context and libraries are not in them, nor what the allocator cannot use between two
+tensors.
 """
 
 import torch
 
-from nanochat import loss, scaling
+from nanochat import attention_blocks, loss, scaling
 from nanochat.gpt import GPTConfig
 
 # Bytes that a token takes: for each channel of the width in each layer, and for each channel once.
@@ -22,6 +23,10 @@ KEPT = {
 # float32 tensors, one of which is the logits if they are float32. Compiled for a GPU it is the logits alone.
 EAGER_LOGIT = {2: 10, 4: 8}
 MUON_COPIES = 5  # float32 tensors of the size of its largest group, a third of all matrices, in Muon's update
+# Of a CPU, fitted to the largest resident memory of runs (docs/benchmarks.md). Eager code leaves gaps between
+# tensors, as a share of all; compiled code plans its tensors, and the compiler stays in memory
+GAPS, COMPILER = 0.2, 130 * 10**6
+LIBRARIES = 75 * 10**6  # that the process loads after the plan
 BUCKET_BYTES = 25 * 2**20  # DDP sends gradients in such pieces
 
 
@@ -31,14 +36,15 @@ def training_bytes(
     dtype: torch.dtype,
     compiled: bool,
     world_size: int = 1,
-    saves_here: bool = False,
+    on_cpu: bool = False,
 ) -> dict[str, int]:
     """Bytes of device memory that one of `world_size` training processes needs, by kind.
 
     Their sum is the most at any moment of a step of several micro-steps.
 
-    dtype: of the forward pass. compiled: the model is, not only the optimizer. saves_here: a save copies
-    weights and optimizer state to the same memory, as on a CPU.
+    dtype: of the forward pass. compiled: the model is, not only the optimizer. On a CPU a save copies weights
+    and optimizer state to the same memory, attention keeps its weights (attention_blocks.py), and more is
+    loaded and lost than on a GPU.
     """
     counts, size = scaling.on_meta(config).parameter_counts(), torch.finfo(dtype).bits // 8
     total, matrices = counts["total"], counts["matrices"]
@@ -50,14 +56,27 @@ def training_bytes(
         "gradients": 4 * total,
         "optimizer state": state,
         "activations": round(micro_batch_tokens * config.width * (layer * config.depth + once)) + casts,
-        "logits": logit_bytes(config, micro_batch_tokens, dtype, compiled, on_cpu=saves_here),
-        "save copies": saves_here * (4 * total + state),
+        "logits": logit_bytes(config, micro_batch_tokens, dtype, compiled, on_cpu=on_cpu),
+        "save copies": on_cpu * (4 * total + state),
         "gradient exchange": 2 * min(BUCKET_BYTES, 4 * total) if world_size > 1 else 0,
     }
     # At the end of a compiled backward pass its gradients are there besides those of earlier micro-steps
     late = max(4 * total * compiled, MUON_COPIES * 4 * matrices // 3 // world_size)
     needed["update"] = max(0, late - needed["activations"] - needed["logits"])  # beyond what it takes over
+    if on_cpu:
+        needed["attention"] = size * attention_weights(config, micro_batch_tokens // config.max_seq_len)
+        needed["gaps"] = 0 if compiled else round(GAPS * sum(needed.values()))
+        needed["libraries"] = LIBRARIES + compiled * COMPILER
     return needed
+
+
+def attention_weights(config: GPTConfig, rows: int) -> int:
+    """How many weights attention in blocks keeps for the backward pass."""
+    T = config.max_seq_len
+    if T > attention_blocks.LONG or rows < 1:
+        return 0
+    shape = rows, config.num_heads, T
+    return sum(attention_blocks.tiles(*shape, window)[-1].place.stop for window in config.windows)
 
 
 def logit_bytes(config: GPTConfig, tokens: int, dtype: torch.dtype, compiled: bool, on_cpu: bool) -> int:

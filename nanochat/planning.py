@@ -3,7 +3,7 @@ reason."""
 
 from dataclasses import asdict, dataclass, replace
 
-from nanochat import UserError, memory_advice, memory_estimate, scaling
+from nanochat import UserError, memory_advice, memory_estimate, scaling, time_estimate
 from nanochat.bars import counted, duration, gib
 from nanochat.data.public import PUBLIC, command
 from nanochat.gpt import GPTConfig
@@ -67,11 +67,10 @@ class Plan:
 
     @property
     def expected_memory(self) -> dict[str, int]:
-        """Bytes of a process, by kind."""
-        tokens = self.device_batch_size * self.config.max_seq_len
-        return memory_estimate.training_bytes(
-            self.config, tokens, self.hardware.dtype, self.compiled, **self.hardware.sharing
-        )
+        """Bytes that a process will take, by kind."""
+        tokens, hardware = self.device_batch_size * self.config.max_seq_len, self.hardware
+        how = hardware.dtype, self.compiled
+        return memory_estimate.training_bytes(self.config, tokens, *how, **hardware.sharing)
 
     @property
     def expected_bytes(self) -> int:
@@ -80,8 +79,9 @@ class Plan:
 
     @property
     def expected_seconds(self) -> float:
-        """Time of all steps at 30 % of the peak."""
-        return self.flops_per_token * self.tokens / (scaling.ASSUMED_MFU * self.hardware.peak_flops)
+        """Time of all steps, without what is compiled, evaluated and saved."""
+        step = self.config, self.total_batch_size, self.compiled, self.hardware
+        return self.num_iterations * time_estimate.seconds_of_step(*step)
 
     def numbers(self) -> dict[str, int]:
         """What the report needs to know of the plan, for config.json."""
@@ -91,6 +91,8 @@ class Plan:
             "parameters": self.parameters["total"],
             "flops_per_token": self.flops_per_token,
             "data_tokens": self.data_tokens,
+            "memory": self.hardware.held + self.expected_bytes,
+            "seconds": self.expected_seconds,
         }
 
     @property
@@ -171,9 +173,8 @@ class Plan:
         elif self.epochs > FEW_EPOCHS and not self.horizon.estimated:
             said.append(f"the text is read {self.epochs:.1f} times; above {FEW_EPOCHS} more text is better")
         if self.expected_seconds > HOPELESS_S:
-            said.append(
-                f"{duration(self.expected_seconds)} is hopeless on this machine; lower --depth or use GPUs"
-            )
+            time = duration(self.expected_seconds)
+            said.append(f"{time} is hopeless on this machine; lower --depth or use GPUs")
         return said
 
     def identity(self, dataset, tokenizer, seed: int) -> dict:
@@ -208,6 +209,8 @@ class Plan:
     def sections(self, dataset, tokenizer, compiled: bool, compile_reason: str, run_path) -> dict:
         """The plan in words, {section: {name: text}}. `text` shows it."""
         config, counts, hardware = self.config, self.parameters, self.hardware
+        mfu = self.flops_per_token * self.tokens / self.expected_seconds / hardware.peak_flops
+        held = f"{gib(hardware.held)} of it held already, " if hardware.held else ""
         return {
             "machine": {
                 "device": f"{hardware.device_type} x {hardware.world_size}, "
@@ -232,9 +235,9 @@ class Plan:
             },
             "training": self.training_section,
             "cost": {
-                "memory": f"{gib(self.expected_bytes)} a process, {gib(hardware.memory)} are free; "
-                + memory_estimate.in_words(self.expected_memory),
-                "time": f"{duration(self.expected_seconds)} at 30 % of the peak",
+                "memory": f"{gib(hardware.held + self.expected_bytes)} a process, {held}"
+                f"{gib(hardware.memory)} are free; {memory_estimate.in_words(self.expected_memory)}",
+                "time": f"{duration(self.expected_seconds)} of steps, at {mfu:.0%} of the peak",
             },
         }
 

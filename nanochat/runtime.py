@@ -128,6 +128,10 @@ class Machine:
         """Bytes that this process may still use: of its GPU, else its share of the machine's memory."""
         return memory.free(self.device, distributed.processes_here(self.world_size))
 
+    def held_memory(self) -> int:
+        """Bytes of a CPU's memory that this process has now (0: on another device, or unknown)."""
+        return memory.held() if self.device.type == "cpu" else 0
+
     def peak_memory(self) -> int:
         """The most bytes so far: allocated on the GPU, else of this process in memory (0: unknown)."""
         return memory.peak(self.device)

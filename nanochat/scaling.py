@@ -29,7 +29,8 @@ def model_config(
     """Width = depth * aspect_ratio, in whole heads. UserError for shapes that no model can have."""
     if head_dim % 2:
         raise UserError(
-            f"head_dim is {head_dim}; rotary embeddings turn pairs of channels: give an even number"
+            f"head_dim is {head_dim}; rotary embeddings turn pairs of channels: give an even number, "
+            f"such as {head_dim + 1}"
         )
     if not window_pattern or set(window_pattern) - set("LS"):
         raise UserError(

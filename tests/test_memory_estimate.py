@@ -1,7 +1,13 @@
-"""The estimate of memory: against counts of autograd and of the compiler's partitioner, and what follows."""
+"""The estimate of memory: against counts of autograd and of the compiler's partitioner, against runs on a
+CPU, and what follows."""
+
+import json
+import subprocess
+import sys
 
 import pytest
 import torch
+from helpers import ROOT, command, records
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,7 +49,7 @@ def test_lasting_memory_by_kind_is_counted_in_bytes_a_parameter():
     # Muon keeps one moment of its matrices, AdamW two of all else
     assert alone["optimizer state"] == 4 * matrices + 8 * (total - matrices)
     assert alone["save copies"] == alone["gradient exchange"] == 0
-    shared = training_bytes(model, 2048, torch.float32, compiled=False, world_size=4, saves_here=True)
+    shared = training_bytes(model, 2048, torch.float32, compiled=False, world_size=4, on_cpu=True)
     assert shared["optimizer state"] == alone["optimizer state"] // 4
     assert shared["save copies"] == shared["weights"] + shared["optimizer state"]
     assert shared["gradient exchange"] > 0
@@ -93,3 +99,30 @@ def test_the_automatic_device_batch_divides_the_rows_and_fits(rows, most_tokens,
 def test_kinds_are_named_from_the_largest_on_and_small_ones_left_out():
     gib = 2**30
     assert in_words({"weights": gib, "logits": 3 * gib, "update": 1000}) == "logits 3.00, weights 1.00"
+
+
+# Shapes that the constants for CPUs were not fitted to (docs/benchmarks.md names those)
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads a process's memory as Linux tells it")
+@pytest.mark.parametrize(
+    ("depth", "aspect_ratio", "rows", "positions", "dtype", "compiled"),
+    [
+        (7, 32, 6, 384, "float32", "off"),
+        (2, 256, 3, 1024, "bfloat16", "off"),
+        (1, 320, 12, 384, "float32", "on"),
+    ],
+)
+def test_the_plan_says_what_a_run_on_a_cpu_holds_at_its_peak(
+    corpus, tmp_path, depth, aspect_ratio, rows, positions, dtype, compiled
+):
+    shape = {"depth": depth, "aspect_ratio": aspect_ratio, "head_dim": 64, "max_seq_len": positions}
+    steps = {"device_batch_size": rows, "total_batch_size": rows * positions, "num_iterations": 2}
+    how = {"dtype": dtype, "compile": compiled, "save_every": 1, "sample_prompts": ""}
+    more = (f"--{name}={value}" for name, value in (shape | steps | how).items())
+    # Not by helpers.python_m, whose processes begin with the memory of their parent
+    run = [sys.executable, "-m", *command(corpus, tmp_path / "run", *more)]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    planned = json.loads((tmp_path / "run" / "config.json").read_text())["derived"]["memory"]
+    peak = max(record.get("peak_memory", 0) for record in records(tmp_path / "run"))
+    assert peak > 0.4 * 10**9 and abs(planned / peak - 1) <= 0.2, (planned / 1e6, peak / 1e6)

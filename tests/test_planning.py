@@ -1,6 +1,7 @@
 """The plan of a run: what is refused, what is warned of, and how it reads."""
 
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -151,3 +152,11 @@ def test_the_lines_of_the_plan_are_aligned_and_grouped():
         len(line) - len(line[2:].partition("  ")[2].lstrip()) for line in lines if line.startswith("  ")
     }
     assert len(starts) == 1, text
+
+
+def test_the_memory_of_a_cpu_run_counts_what_the_process_holds_already():
+    plan, text = make_plan(num_iterations=10, total_batch_size=4096)
+    held = replace(plan, hardware=replace(plan.hardware, held=3 * 2**30))
+    assert held.numbers()["memory"] == plan.numbers()["memory"] + 3 * 2**30 == 3 * 2**30 + plan.expected_bytes
+    assert held.refusal("") == plan.refusal("") == ""  # it is not taken from what is free
+    assert "held already" not in text

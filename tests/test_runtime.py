@@ -91,6 +91,18 @@ def test_memory_is_counted_in_bytes_and_shared_among_processes():
     assert block.nbytes < alone.peak_memory() < physical
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads a process's memory as Linux tells it")
+def test_free_memory_is_what_ulimit_leaves_to_the_process(monkeypatch):
+    import resource
+
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (taken + 2**26, resource.RLIM_INFINITY))
+    assert 2**25 < runtime.Machine(CPU).free_memory() < 2**27
+    assert runtime.Machine(CPU, world_size=4).free_memory() > 2**25  # each process has a limit of its own
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (taken // 2, resource.RLIM_INFINITY))
+    assert runtime.Machine(CPU).free_memory() == 0
+
+
 def test_free_memory_is_within_a_containers_limit_and_counts_its_file_cache_as_free(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "Path", lambda path: Path(f"{tmp_path}/{path}"))
     (tmp_path / "proc").mkdir()
