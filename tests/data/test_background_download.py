@@ -97,7 +97,8 @@ def test_another_download_is_waited_for_and_replaced_when_it_ends(server, arriva
         wait_until(lambda: "another download into" in arrival.problem)
         if brings:
             entries = {name: {"bytes": len(server.files[name]), "sha256": ""} for name in FILES}
-            (arrival.folder / "checksums.json").write_text(json.dumps(entries))
+            (arrival.folder / "new").write_text(json.dumps(entries))  # at once, as the command does it
+            (arrival.folder / "new").replace(arrival.folder / "checksums.json")
             for name in FILES:
                 (arrival.folder / name).write_bytes(server.files[name])
             thread.join(20)
