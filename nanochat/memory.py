@@ -74,7 +74,7 @@ def keep_what_is_freed():
     """From now on memory that was freed waits for its next use in this process. With glibc only.
 
     Otherwise the system takes large pieces back and clears them page by page when the next step asks for them
-    again: 6,000 pages a step of the laptop recipe, an eighth of its time (docs/benchmarks.md).
+    again: thousands of pages a step of the laptop recipe, an eighth of its time (docs/benchmarks.md).
     """
     with contextlib.suppress(OSError, TypeError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
