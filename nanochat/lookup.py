@@ -8,8 +8,8 @@ from nanochat.operators import register, register_autograd
 def look_up(table: torch.nn.Embedding, idx):
     """table(idx): idx (B, T) int64 -> (B, T, C) in the table's dtype.
 
-    On a CPU compiled code would add up the gradient of a row in the order in which its threads come. That
-    takes three times as long as PyTorch's own operator, and no two runs would be the same.
+    On a CPU compiled code would add up the gradient of a row in the order in which its threads come, so no
+    two runs would be the same. PyTorch's own operator has one order, and is no slower (docs/benchmarks.md).
     """
     if torch.compiler.is_compiling() and table.weight.device.type == "cpu":
         return torch.ops.nanochat.rows_of_table(table.weight, idx)

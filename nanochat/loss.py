@@ -17,7 +17,7 @@ SOFTCAP = 15.0  # logits are squashed into (-15, 15), so that no token's probabi
 # multiplied by UP, which makes 256 of its largest value, 1/4 (see chunk_losses). For the weight's gradient, a
 # sum over the rows of a chunk, x is divided by DOWN, so that the sum stays in float16's range.
 UP, DOWN, MOST_FLOAT16_ROWS = 1024, 32, 2048
-# Logits of a chunk of more than 512 rows: on a CPU 4 MiB in float32, for the cache; else half a GiB
+# The most logits of a chunk, but it has 512 rows at least: in float32 4 MiB on a CPU, elsewhere half a GiB
 CHUNK_LOGITS = {"cpu": 2**20, "cuda": 2**27, "mps": 2**27}
 # Where a compiled model's chunks are compiled too. On a CPU, in the cache, they would be no faster.
 COMPILED_ON = {"cuda"}

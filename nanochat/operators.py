@@ -9,19 +9,19 @@ import torch
 LIBRARY = torch.library.Library("nanochat", "DEF")
 
 
-def register(name: str, types: str, function, shapes, device: str = "CPU"):
-    """Make torch.ops.nanochat.<name> of a function for one kind of device.
+def register(name: str, types: str, function, shapes):
+    """Make torch.ops.nanochat.<name> of a function, for tensors on a CPU.
 
     types: its arguments and results, as "(Tensor x) -> Tensor"; shapes: makes the empty results from the
     arguments.
     """
     LIBRARY.define(name + types, tags=torch.Tag.pt2_compliant_tag)
-    LIBRARY.impl(name, function, device)
+    LIBRARY.impl(name, function, "CPU")
     LIBRARY.impl(name, shapes, "Meta")
 
 
 def register_autograd(name: str, keep, gradients):
-    """Give an operator its backward pass; the arguments are those of torch.library.register_autograd.
+    """Give an operator its backward pass: setup_context and backward of torch.library.register_autograd.
 
     Not by a torch.autograd.Function: torch keeps no compiled code that has one, and would make the graphs of
     the backward pass at each start.

@@ -34,6 +34,6 @@ def test_compiled_code_has_the_gradient_of_eager_code_to_the_last_bit_each_time(
     table, idx, dy = table_and_tokens()
     compiled = torch.compile(lambda idx: 2 * look_up(table, idx), dynamic=False)
     (expected,) = torch.autograd.grad(2 * look_up(table, idx), table.weight, dy)
-    for _ in range(20):  # without the operator two of three differ
+    for _ in range(20):  # of table(idx), compiled, all 20 differ
         (gradient,) = torch.autograd.grad(compiled(idx), table.weight, dy)
         assert torch.equal(gradient, expected)
