@@ -100,6 +100,12 @@ def records(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+def lines_written(out: Path) -> int:
+    """Whole lines of metrics.jsonl; a run that is writing, or was killed while it wrote, leaves half one."""
+    path = out / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
 def losses(out: Path) -> dict[int, float]:
     steps = [r for r in records(out) if "loss" in r]
     assert len({r["step"] for r in steps}) == len(steps), "a step stands twice"
