@@ -16,8 +16,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanochat.attention_backends import for_any_length
+from nanochat.elementwise import norm
 from nanochat.fp8 import Float8Linear
-from nanochat.gpt import GPT, QK_SCALE, norm
+from nanochat.gpt import GPT, QK_SCALE
 from nanochat.loss import softcap
 
 # The parameters that DecodeStep knows, as they are called in gpt.py

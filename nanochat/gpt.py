@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from nanochat import UserError
 from nanochat.attention import attention, visible_from
+from nanochat.elementwise import norm, norm_and_rotate, squared_relu
 from nanochat.lookup import look_up
 from nanochat.loss import softcap, softcapped_cross_entropy
 
@@ -57,17 +57,6 @@ class GPTConfig:
         return (self.depth - 1 - layer) % 2 == 0
 
 
-def norm(x):
-    return F.rms_norm(x, (x.size(-1),))
-
-
-def rotate(x, cos, sin):
-    """Rotary embedding of x (B, T, H, D) by the angles of cos and sin, in x's dtype. They are (T, 1, D / 2),
-    or (B, T, 1, D / 2) if each row has positions of its own."""
-    x1, x2 = x.chunk(2, dim=-1)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
-
-
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
@@ -87,7 +76,7 @@ class Attention(nn.Module):
         if value_embedding is not None:  # v + gate * embedding; the gate is read off the stream, at first 1
             gate = 2 * torch.sigmoid(self.value_gate(x[..., : self.value_gate.in_features]))  # (B, T, H)
             v = v + gate.unsqueeze(-1) * value_embedding.view_as(v)
-        q, k = norm(rotate(q, *rotary)) * QK_SCALE, norm(rotate(k, *rotary)) * QK_SCALE
+        q, k = (norm_and_rotate(x, *rotary, QK_SCALE) for x in (q, k))
         q, k, v = (x.to(v.dtype).transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)
         if cache is not None:
             k, v, visible = cache.append(k, v)
@@ -102,8 +91,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(4 * config.width, config.width, bias=False)
 
     def forward(self, x):
-        h = F.relu(self.up(x))
-        return self.down(h * h)  # not h.square(): CUDA's autocast computes pow in float32 and keeps a copy
+        return self.down(squared_relu(self.up(x)))
 
 
 class Block(nn.Module):

@@ -162,7 +162,7 @@ class Machine:
 
 def start(device_type: str, seed: int, timeout_s: float = 600.0) -> Machine:
     """Choose the device, join torchrun's process group if there is one, and seed torch. On a CPU, memory that
-    one step frees is kept for the next one.
+    one step frees is kept for the next one, and torch's compiler takes AVX-512 for granted if torch uses it.
 
     device_type: cuda, mps, cpu or auto, the first of these that this machine has. timeout_s: seconds that
     processes wait for one that does not answer before they all end. Raises UserError if the device is not
@@ -182,6 +182,9 @@ def start(device_type: str, seed: int, timeout_s: float = 600.0) -> Machine:
         distributed.join(backend, store, rank, world_size, timeout_s, **options)
     if device.type == "cpu":
         memory.keep_what_is_freed()
+        if torch.backends.cpu.get_cpu_capability() == "AVX512":
+            # The compiler need not find out by test programs, which takes 9 s on a machine that is new to it
+            os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     torch.manual_seed(seed)
     return Machine(device, rank, local_rank, world_size, store)
 

@@ -27,7 +27,7 @@ from nanochat.task_scores import score_tasks
 
 MOST_STEPS = 10**9  # of a run, as in base_train's num_iterations
 WARM_UP = 2  # steps that are not counted: they compile, and fill caches
-TIMED_SHARE = 0.02  # of the minutes goes into timed steps
+TIMED_SHARE = 0.01  # of the minutes goes into timed steps
 FEWEST, LONGEST_S = 3, 30.0  # timed steps, and seconds of them
 PART, PART_OF_TASK = 3, 16  # validation batches that are timed; of the tasks one question in so many
 REPORT_S = 0.4  # seconds of a report with its plots

@@ -418,6 +418,21 @@ def test_the_setting_decides_about_compiling_then_the_tools_then_the_time_it_sav
     )
 
 
+@pytest.mark.parametrize(
+    ("capability", "own", "expected"), [("AVX512", None, "1"), ("AVX512", "0", "0"), ("AVX2", None, None)]
+)
+def test_the_compiler_is_told_what_vectors_there_are_unless_the_user_says_it(
+    capability, own, expected, monkeypatch
+):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    name = "TORCHINDUCTOR_VEC_ISA_OK"
+    monkeypatch.setenv(name, own or "")  # so that it is as before when the test has ended
+    if own is None:
+        monkeypatch.delenv(name)
+    runtime.start("cpu", seed=0).close()
+    assert os.environ.get(name) == expected
+
+
 # ------------------------------------------------------------------------------------------------------
 # Names
 

@@ -1,0 +1,117 @@
+"""Norms, rotary positions and squared ReLU.
+
+Compiled code makes one pass over memory of such a formula. Without compiling every operation of it is a pass,
+and on a CPU these passes are a fifth of a step. There the same formulas are computed in fewer operations, and
+each has a backward pass written by hand, which needs nothing but the result.
+"""
+
+import torch
+import torch.nn.functional as F
+
+EPS = torch.finfo(torch.float32).eps  # under the root of a norm, as F.rms_norm has it
+
+
+def norm(x):
+    """RMSNorm of x (..., C) over its last dimension, without weights."""
+    return _Norm.apply(x) if _by_hand(x) else F.rms_norm(x, (x.size(-1),))
+
+
+def norm_and_rotate(x, cos, sin, scale: float):
+    """RMSNorm of x (B, T, H, D) times scale, then the rotary embedding.
+
+    cos, sin: of the angles, in x's dtype: (T, 1, D / 2), or (B, T, 1, D / 2) if each row has positions of its
+    own.
+    """
+    if _by_hand(x):
+        return _NormAndRotate.apply(x, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), scale)
+    x1, x2 = (norm(x) * scale).chunk(2, dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+
+
+def squared_relu(x):
+    """max(x, 0)^2."""
+    if _by_hand(x):
+        return _SquaredReLU.apply(x)
+    h = F.relu(x)
+    return h * h  # not h.square(): CUDA's autocast computes pow in float32 and keeps a copy
+
+
+def _by_hand(x) -> bool:
+    """On a CPU, not compiled. In float16 the products of the backward passes could overflow."""
+    suits = x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float32)
+    return suits and not torch.compiler.is_compiling()
+
+
+# In the classes below r (..., 1) is 1 / RMS, in float32 or better, and y the result. With n = x * r the
+# gradient of x is r * (dn - n * mean(dn * n)).
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        r = _inverse_rms(x)
+        y = _times(x, r)
+        ctx.save_for_backward(y, r)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        return _gradient(dy, *ctx.saved_tensors)
+
+
+class _NormAndRotate(torch.autograd.Function):
+    """A rotation changes neither a vector's RMS nor the sum of dn * n, so only the ends are rotated."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin, scale):
+        r = _inverse_rms(x).mul_(scale)
+        n = _times(x, r)
+        y = torch.mul(n, cos).addcmul_(_swap_halves(n), sin)
+        ctx.save_for_backward(y, r, cos, sin)
+        ctx.scale = scale
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        y, r, cos, sin = ctx.saved_tensors
+        dx = _gradient(dy, y, r, ctx.scale)
+        return torch.mul(dx, cos).addcmul_(_swap_halves(dx), sin, value=-1), None, None, None
+
+
+class _SquaredReLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        h = F.relu(x)
+        ctx.save_for_backward(h)
+        return h * h
+
+    @staticmethod
+    def backward(ctx, dy):
+        (h,) = ctx.saved_tensors
+        return torch.addcmul(h.new_zeros(()), h, dy, value=2)  # one pass for 2 * h * dy
+
+
+def _inverse_rms(x):
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    total = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype).square_()
+    return total.div_(x.size(-1)).add_(EPS).rsqrt()
+
+
+def _times(x, r):
+    """x * r rounded once to x's dtype. A bfloat16 x is multiplied with r as a sum of two bfloat16 numbers: so
+    nothing of x's size is made in float32."""
+    if x.dtype == r.dtype:
+        return x * r
+    high = r.to(x.dtype)
+    low = (r - high).to(x.dtype)
+    return torch.mul(x, low).addcmul_(x, high)
+
+
+def _gradient(dy, y, r, scale: float = 1.0):
+    """The gradient of x, from that of y = x * r, where r is scale / RMS."""
+    mean = (dy * y).sum(-1, keepdim=True, dtype=r.dtype).div_(y.size(-1) * scale**2)
+    return _times(dy, r).addcmul_(y, mean.mul_(r).neg_().to(y.dtype))
+
+
+def _swap_halves(x):
+    return x.roll(x.size(-1) // 2, -1)
