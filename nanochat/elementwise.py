@@ -17,15 +17,15 @@ def norm(x):
 
 
 def norm_and_rotate(x, cos, sin, scale: float):
-    """RMSNorm of x (B, T, H, D) times scale, then the rotary embedding.
+    """RMSNorm of x (B, T, H, D) times scale, and the rotary embedding; a rotation changes no RMS.
 
     cos, sin: of the angles, in x's dtype: (T, 1, D / 2), or (B, T, 1, D / 2) if each row has positions of its
     own.
     """
     if _by_hand(x):
         return _NormAndRotate.apply(x, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), scale)
-    x1, x2 = (norm(x) * scale).chunk(2, dim=-1)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+    x1, x2 = x.chunk(2, dim=-1)
+    return norm(torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)) * scale
 
 
 def squared_relu(x):
@@ -60,7 +60,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _NormAndRotate(torch.autograd.Function):
-    """A rotation changes neither a vector's RMS nor the sum of dn * n, so only the ends are rotated."""
+    """A rotation does not change the sum of dn * n either, so the backward pass needs only y."""
 
     @staticmethod
     def forward(ctx, x, cos, sin, scale):
@@ -98,8 +98,8 @@ def _inverse_rms(x):
 
 
 def _times(x, r):
-    """x * r rounded once to x's dtype. A bfloat16 x is multiplied with r as a sum of two bfloat16 numbers: so
-    nothing of x's size is made in float32."""
+    """x * r in x's dtype. A bfloat16 x is multiplied with r as the sum of two bfloat16 numbers, so that
+    nothing of its size is made in float32."""
     if x.dtype == r.dtype:
         return x * r
     high = r.to(x.dtype)
