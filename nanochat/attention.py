@@ -9,6 +9,7 @@ import inspect
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from nanochat import attention_backends as backends
 from nanochat.attention_blocks import in_blocks
@@ -94,6 +95,27 @@ def visible_from(documents):
     if documents is None or documents.ndim == 1:
         return documents
     return documents[:, None, :, None] == documents[:, None, None, :]  # (B, 1, T, T)
+
+
+def keys_before(k, visible=None):
+    """The key of the token before each position: k (B, H, T, D) one position on, with zeros at the start of a
+    row and of each document that `visible` tells of.
+
+    A query then looks for what came before a value and not for the value itself. So it finds what followed a
+    token like its own in one layer; with a token's own key that takes two, and most of a short run to learn
+    (docs/ablations.md).
+    """
+    k = k.transpose(1, 2)  # as it lies in memory
+    before = k[:, :-1]
+    if visible is not None:
+        B, T = k.shape[:2]
+        if visible.dtype == torch.bool:  # (B, 1, T, T)
+            same = visible[:, 0].diagonal(-1, -2, -1)
+        else:
+            same = torch.ones(B * T + 1, dtype=torch.bool, device=k.device)
+            same = same.index_fill(0, visible.long(), False)[:-1].view(B, T)[:, 1:]
+        before = before * same[..., None, None].to(k.dtype)
+    return F.pad(before, (0, 0, 0, 0, 1, 0)).transpose(1, 2)
 
 
 def use(model, chosen: Attention):

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from nanochat import UserError
+from nanochat.attention import keys_before
 from nanochat.data.bundle import Task
 from nanochat.precision import autocast
 
@@ -237,9 +238,9 @@ class _Layer:
     def append(self, k, v):  # (B, H, T, D); the third value of what it returns: nothing is masked
         if self.keys is None:
             self.keys, self.values = k, v
-            return k, v, None
-        owner = self.prefix.owner
-        return torch.cat((self.keys[owner], k), dim=2), torch.cat((self.values[owner], v), dim=2), None
+            return keys_before(k), v, None
+        k, v = (torch.cat((x[self.prefix.owner], new), 2) for x, new in ((self.keys, k), (self.values, v)))
+        return keys_before(k), v, None
 
 
 def launch(model, questions: list[Question], bos_id: int, dtype: torch.dtype, tokens_per_batch: int):

@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from nanochat.attention import keys_before
 from nanochat.attention_backends import for_any_length
 from nanochat.elementwise import norm
 from nanochat.fp8 import Float8Linear
@@ -72,37 +73,38 @@ class KVCache:
             self._show()
 
     def _show(self):
-        slots = torch.arange(self.layers[0].k.size(2), device=self.start.device)
+        slots = torch.arange(self.layers[0].v.size(2), device=self.start.device)
         self.visible = (slots >= self.start[:, None])[:, None, None]
 
     def reserve(self, slots: int):
         """Take memory for so many slots."""
         self.slots = max(self.slots, slots)
         for layer in self.layers:
-            if layer.k is not None and layer.k.size(2) < slots:
+            if layer.k is not None and layer.v.size(2) < slots:
                 layer.grow(slots)
         if self.start is not None and self.visible.size(-1) < slots:
             self._show()
 
 
 class LayerCache:
-    """Keys and values of one layer: k and v (B, H, slots, D), of which the first `length` slots are used."""
+    """Keys and values of one layer: v (B, H, slots, D), of which the first `length` slots are used, and k, in
+    which the key of a token is one slot later, for the next token (attention.keys_before)."""
 
     def __init__(self, cache: KVCache):
         self.cache, self.length, self.k, self.v = cache, 0, None, None
 
     def append(self, k, v):
-        """Add k and v (B, H, T, D) of T new slots; returns those of all slots and which of them are visible:
-        (B, 1, 1, length) bool, None for all."""
+        """Add k and v (B, H, T, D) of T new slots; returns for all slots the keys of the tokens before, the
+        values, and which slots are visible: (B, 1, 1, length) bool, None for all."""
         stop = self.length + k.size(2)
         if self.k is None:
             self.k, self.v = self._empty(k, max(stop, self.cache.slots))
-        elif stop > self.k.size(2):
+        elif stop > self.v.size(2):
             self.cache.reserve(2 * stop)
-        self.k[:, :, self.length : stop], self.v[:, :, self.length : stop] = k, v
+        self.k[:, :, self.length + 1 : stop + 1], self.v[:, :, self.length : stop] = k, v
         first, self.length = self.length == 0, stop
         if first:
-            return k, v, None
+            return keys_before(k), v, None
         visible = None if self.cache.visible is None else self.cache.visible[..., :stop]
         return self.k[:, :, :stop].to(k.dtype), self.v[:, :, :stop].to(v.dtype), visible
 
@@ -110,21 +112,21 @@ class LayerCache:
         """Zeros, since a masked value takes part in a sum with weight 0, and 0 * nan is nan."""
         B, H, _, D = like.shape
         dtype = self.cache.dtype or like.dtype
-        return torch.zeros(2, B, H, slots, D, dtype=dtype, device=like.device).unbind(0)
+        return (torch.zeros(B, H, n, D, dtype=dtype, device=like.device) for n in (slots + 1, slots))
 
     def grow(self, slots: int):
         old = self.k, self.v
         self.k, self.v = self._empty(self.k, slots)
         for new, x in zip((self.k, self.v), old, strict=True):
-            new[:, :, : self.length] = x[:, :, : self.length]
+            new[:, :, : x.size(2)] = x
 
     def move(self, moves: list[tuple[int, int, int]], stop: int):
         """Row by row, take n slots from one place to another: (from, to, n). `stop` slots are in use then."""
         old = self.k, self.v
         self.k, self.v = self._empty(self.k, max(self.cache.slots, stop))
-        for new, x in zip((self.k, self.v), old, strict=True):
+        for new, x, more in zip((self.k, self.v), old, (1, 0), strict=True):
             for row, (source, to, n) in enumerate(moves):
-                new[row, :, to : to + n] = x[row, :, source : source + n]
+                new[row, :, to : to + n + more] = x[row, :, source : source + n + more]
         self.length = stop
 
 
@@ -175,7 +177,7 @@ class DecodeStep:
 
     def _forward(self, idx, cache: KVCache):
         B, C, H = idx.size(0), self.embedding.size(1), self.num_heads
-        if cache.length == cache.layers[0].k.size(2):
+        if cache.length == cache.layers[0].v.size(2):
             cache.reserve(2 * cache.length)
         place = cache.places(1)
         cos, sin = self.cos[place].view(-1, 1, 1, C // H), self.sin[place].view(-1, 1, 1, C // H)
@@ -199,7 +201,7 @@ class DecodeStep:
     def _attend(self, qk, v, cache: KVCache, i: int):
         """Add a key and a value to layer i, and attend to its window; returns (B, C)."""
         layer, (q, k) = cache.layers[i], qk.unbind(1)  # (B, H, D)
-        layer.k.select(2, layer.length).copy_(k)
+        layer.k.select(2, layer.length + 1).copy_(k)
         layer.v.select(2, layer.length).copy_(v)
         layer.length += 1
         first = max(0, layer.length - self.windows[i])

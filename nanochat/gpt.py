@@ -1,9 +1,11 @@
 """The model: a GPT in the nanochat line.
 
 Rotary positions, QK norm, ReLU-squared MLP, RMSNorm without weights, untied embedding and head, softcapped
-logits, no biases. The projections back into the residual stream start at zero. Three additions are here whose
-gain others have measured and we have not yet (docs/ablations.md): value embeddings on alternate layers, a
-learned scale of the residual stream at each layer, and a learned share of the first embedding mixed back in.
+logits, no biases. The projections back into the residual stream start at zero. A token is found by the key of
+the token before it, so that one layer can copy what followed (`attention.keys_before`). Three additions are
+here whose gain others have measured and we have not yet (docs/ablations.md): value embeddings on alternate
+layers, a learned scale of the residual stream at each layer, and a learned share of the first embedding mixed
+back in.
 
 Shapes: B rows, T positions, C width, H heads, D head size, V vocabulary. Parameters are float32; under
 `torch.autocast` the matrix multiplications and the residual stream run in autocast's dtype.
@@ -19,7 +21,7 @@ import torch
 import torch.nn as nn
 
 from nanochat import UserError
-from nanochat.attention import attention, visible_from
+from nanochat.attention import attention, keys_before, visible_from
 from nanochat.elementwise import norm, norm_and_rotate, squared_relu
 from nanochat.lookup import look_up
 from nanochat.loss import softcap, softcapped_cross_entropy
@@ -78,7 +80,9 @@ class Attention(nn.Module):
             v = v + gate.unsqueeze(-1) * value_embedding.view_as(v)
         q, k = (norm_and_rotate(x, *rotary, QK_SCALE) for x in (q, k))
         q, k, v = (x.to(v.dtype).transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)
-        if cache is not None:
+        if cache is None:
+            k = keys_before(k, visible)
+        else:
             k, v, visible = cache.append(k, v)
         y = self.attend(q, k, v, self.window, visible)  # (B, H, T, D)
         return self.out(y.transpose(1, 2).reshape(B, T, C))

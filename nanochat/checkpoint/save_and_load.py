@@ -32,7 +32,9 @@ from nanochat.checkpoint.files import (
 from nanochat.checkpoint.folder import STEP, checkpoints_in, remove_temporary, set_aside
 from nanochat.paths import user_path
 
-VERSION = 1  # of the files in a checkpoint; one of another version is refused, with its number
+# Of a checkpoint; one of another version is refused, with its number. 2: a position has the key of the token
+# before it, so weights of version 1 would compute something else
+VERSION = 2
 MANIFEST, STATE, MODEL = "manifest.json", "state.json", "model.safetensors"
 
 
@@ -277,7 +279,8 @@ def _read_manifest(path):
         intact = False
     if version != VERSION and intact:
         raise UserError(
-            f"checkpoint {path} has format version {version!r:.40}; this nanochat reads {VERSION}"
+            f"checkpoint {path} has format version {version!r:.40}; this nanochat reads {VERSION}. Use the "
+            "nanochat that wrote it, or train again"
         )
     if not intact:
         raise damaged(path / MANIFEST, f"(format version {version!r:.40}) does not match its own checksum")
