@@ -1,225 +1,296 @@
 """Ablations: train variants on equally many tokens, with several seeds, and compare their bits per byte.
 
-    python -m scripts.ablate --what=packing           # how documents become rows; minutes on two cores
-    python -m scripts.ablate --what=precision         # compute dtypes against float32
-    python -m scripts.ablate --what=documents         # does a token see earlier documents of its row?
-    python -m scripts.ablate --what=packing --json    # one JSON object as the last line
+    python -m scripts.ablate --variants=packing                # a list of experiments/variants, or your own file
+    python -m scripts.ablate --variants=model --depths=4,6     # each variant at both depths
+    python -m scripts.ablate --variants=model --only=smear --more="--num_iterations=300"
 
-Each training is a run of scripts/base_train.py. A variant is a set of its settings, or an edit of the
-sources, made in a temporary copy. <base_dir>/ablations/ keeps every finished run: after a stop the same
-command goes on, and a command with more seeds trains only the new ones. docs/ablations.md has the tables.
+A list is a TOML file. [settings] are settings of base_train that all variants share. Each [variants.NAME] has
+its own settings and, if the sources are to change, `patch`: a file beside the list, made with `git diff`. The
+first variant is the baseline.
+
+Each training is a run of scripts/base_train.py with one thread, and every core has one: a variant beside its
+baseline, with the same seed, so that the times of their steps compare too. After a stop the same command goes
+on where every training was. A result is kept in <base_dir>/ablations/, and a command with more seeds or depths
+trains only what is new. The table in docs/ablation_runs.md gets a row for each variant and depth.
 """
 
+import functools
 import hashlib
 import json as json_module
+import math
 import os
+import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+import tomllib
+from datetime import date
 from pathlib import Path
-from typing import Literal
-
-import numpy as np
-import torch
 
 import configurator
-from nanochat import UserError, engine, precision, runtime
+from nanochat import UserError, runtime
 from nanochat.data.dataset import open_dataset
-from nanochat.data.parquet import iterate_documents
 from nanochat.data.tokenizer import open_tokenizer
-from nanochat.data.validation import ValidationBatches
-from nanochat.evaluate import bits_per_byte
 from nanochat.metrics import read_metrics
 from nanochat.paths import user_path
 
-what: Literal["packing", "precision", "documents"] = "packing"  # what to compare
+variants = "packing"  # a list of experiments/variants, or a path
+only = ""  # these variants of the list, separated by commas (empty = all); the baseline is always among them
+depths = ""  # separated by commas (empty = the list's)
 seeds = 3  # trainings of every variant, with the seeds 0, 1, ... [1..1000]
+more = ""  # settings of base_train for all variants, as on its command line
+jobs = -1  # trainings at a time (-1 = one a core; with a GPU 1) [-1, 1..1024]
+table: str | None = "docs/ablation_runs.md"  # gets the rows (none = no file)
 json = False  # print one JSON object as the last line
-
-# The training: settings of base_train, the same for all variants
-depth = 4  # Transformer layers [1..512]
-aspect_ratio = 32  # width = depth * aspect_ratio [1..4096]
-head_dim = 32  # channels of an attention head [2..1024]
-max_seq_len = 256  # positions a row [1..2**20]
-vocab_size = 1024  # tokens [256..2**20]
-total_batch_size = 4096  # tokens an optimizer step [1..2**32]
-num_iterations = 200  # optimizer steps [1..1e9]
-eval_tokens = 65_536  # validation tokens scored (-1 = all) [-1, 1..1e12]
-data = "embedded"  # as in base_train
-val_data: str | None = None  # as in base_train
 base_dir = "~/.cache/nanochat"  # where data, tokenizers and results are (environment: NANOCHAT_BASE_DIR)
-device_type: Literal["auto", "cuda", "cpu", "mps"] = "auto"  # auto = cuda, else mps, else cpu
-dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # compute dtype, as in base_train
 
 settings = configurator.configure(globals())
+
+ROOT = Path(__file__).resolve().parent.parent
+LISTS = ROOT / "experiments" / "variants"
+# A difference is called one if it is larger than this many of its standard errors: Student's t, two-sided 10 %
+T_VALUE = {2: 6.31, 3: 2.92, 4: 2.35, 5: 2.13, 6: 2.02, 7: 1.94, 8: 1.89, 9: 1.86, 10: 1.83}
+HEADER = """\
+# Runs of scripts/ablate.py
+
+The script adds a row for each variant and depth, and nobody edits them. Bits per byte: mean ± standard deviation
+over the seeds. Difference: to the baseline with the same seed, mean ± standard error. Time: of a step, over that of
+the baseline that ran beside it.
+
+| date | commit | list | variant | depth | tokens | seeds | bits per byte | difference | time | verdict |
+|:--|:--|:--|:--|--:|--:|--:|--:|--:|--:|:--|
+"""
 
 # ------------------------------------------------------------------------------------------------------
 # The variants
 
-FILL = "    def fill(self, row: np.ndarray) -> None:\n"
-CUT = "    def _cut(self, gap: np.ndarray) -> None:\n"
-CONCATENATION = '''\
-    stream = np.empty(0, dtype=np.uint32)
 
-    def fill(self, row: np.ndarray) -> None:
-        """Documents follow one another, each behind its <|bos|>; rows are cut from that stream."""
-        while len(self.stream) < len(row):
-            if (item := self._feed.next(self.number)) is not None:  # None ends an epoch
-                self.stream = np.concatenate([self.stream, [self._bos], self._encode(item[1])])
-        row[:] = self.stream[: len(row)]
-        self.stream = self.stream[len(row) - 1 :]  # the last target is the next row's first input
+def read_list(path: Path) -> tuple[dict, dict[str, dict]]:
+    """The settings that all share, and those of each variant. Its patch is there as text."""
+    try:
+        contents = tomllib.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        known = ", ".join(sorted(found.stem for found in LISTS.glob("*.toml")))
+        raise UserError(f"there is no list {path}; give --variants a file or one of {known}") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{path} cannot be read as TOML: {error}") from error
+    found = contents.get("variants")
+    if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
+        raise UserError(f"{path} has no variants; give each a table [variants.NAME]")
+    for one in found.values():
+        if "patch" in one:
+            try:
+                one["patch"] = (path.parent / str(one["patch"])).read_text("utf-8")
+            except OSError as error:
+                raise UserError(f"the patch {error.filename} of {path} cannot be read; correct its name") from None
+    return contents.get("settings", {}), found
 
-    def best_fit(self, row: np.ndarray) -> None:
-'''
-CROPPED = '''\
-    def _cut(self, gap: np.ndarray) -> None:
-        """Cut the shortest piece; the rest of its document is lost."""
-        tokens = self.pieces.pop(0)[-1]
-        gap[:] = tokens[: len(gap)]
-        self._room += len(tokens)
 
-    def _cut_and_keep(self, gap: np.ndarray) -> None:
-'''
-VARIANTS = {  # name: settings of base_train, and edits of the sources: (file, old text, new text)
-    "packing": {
-        "best fit, remainders kept": ({}, []),
-        "best fit, cropped": ({}, [("nanochat/data/packing.py", CUT, CROPPED)]),
-        "concatenation": ({}, [("nanochat/data/packing.py", FILL, CONCATENATION)]),
-    },
-    "precision": {"float32": ({"dtype": "float32"}, []), "bfloat16": ({"dtype": "bfloat16"}, [])},
-    "documents": {"whole row": ({}, []), "own document": ({"document_mask": True}, [])},
-}[what]
+def chosen_variants(found: dict[str, dict], only: str) -> dict[str, dict]:
+    wanted = [name.strip() for name in only.split(",") if name.strip()]
+    if unknown := [name for name in wanted if name not in found]:
+        raise UserError(f"--only names {', '.join(unknown)}; the list has {', '.join(found)}")
+    baseline = next(iter(found))
+    return {name: one for name, one in found.items() if not wanted or name in wanted or name == baseline}
+
+
+def patched_copy(patch: str, folder: Path) -> Path:
+    """Copy the sources to `folder` and patch them. Raises UserError if the patch does not fit."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for name in ("nanochat", "scripts"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "configurator.py", folder)
+    # Outside of a repository git applies a patch to the folder it is in
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent), "GIT_DIR": "/nowhere"}
+    done = subprocess.run(
+        ["git", "apply", "-"], input=patch, cwd=folder, env=environment, text=True, capture_output=True
+    )
+    if done.returncode:
+        raise UserError(f"a patch no longer fits the sources; make it anew: {done.stderr.strip()}")
+    return folder
+
+
+@functools.cache
+def fingerprints(data: str, val_data: str | None, vocab_size: int) -> tuple[str, str]:
+    """Of the text and of its tokenizer. Both are made here if they are missing: two trainings at a time would
+    both make them."""
+    dataset = open_dataset(data, val_data, base_dir=base_path)
+    folder = dataset.tokenizer_folder(base_path)
+    return dataset.fingerprint, open_tokenizer("auto", vocab_size, folder, dataset.train_texts).fingerprint
+
 
 # ------------------------------------------------------------------------------------------------------
 # One training
 
-ROOT = Path(__file__).parent.parent
 
+class Training:
+    """A variant, at a depth, with a seed: a run of base_train in its own folder."""
 
-def edited_copy(edits, folder: Path) -> Path:
-    """Copy the sources to `folder` and edit them; UserError unless a file has the old text exactly once."""
-    for name in ("nanochat", "scripts"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "configurator.py", folder)
-    for name, old, new in edits:
-        text = (folder / name).read_text("utf-8")
-        if text.count(old) != 1:
-            raise UserError(
-                f"a variant replaces a text that {name} has {text.count(old)} times, and it must be there "
-                f"once; correct the variant in scripts/ablate.py:\n{old}"
-            )
-        (folder / name).write_text(text.replace(old, new), "utf-8")
-    return folder
-
-
-def train(variant: str, seed: int, run: Path):
-    """Run base_train from start to end; `run` becomes the run's folder."""
-    own_settings, edits = VARIANTS[variant]
-    chosen = shared | {"seed": seed, "resume": "never", "compile": "off", **own_settings}
-    chosen |= dict.fromkeys(("eval_every", "sample_every", "save_every", "core_metric_every"), -1)
-    chosen |= {"base_dir": base_path, "out_dir": run}
-    for name in ("data", "val_data"):  # absolute: the copy of the sources is another working directory
-        if name in chosen and (path := user_path(name, chosen[name])).exists():
-            chosen[name] = path.resolve()
-    command = [sys.executable, "-m", "scripts.base_train", *(f"--{k}={v}" for k, v in chosen.items())]
-    with tempfile.TemporaryDirectory() as folder:
-        where = edited_copy(edits, Path(folder)) if edits else ROOT
-        done = subprocess.run(
-            command, cwd=where, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
-        )
-    if done.returncode:
-        raise UserError(f"{variant}, seed {seed} failed: {' '.join(command)}\n{done.stderr.strip()[-2000:]}")
-
-
-def first_windows() -> ValidationBatches:
-    """The first window of each validation document: nothing that came before it is missing."""
-    bos, tokens = np.array([tokenizer.bos_id], dtype=np.int32), []
-    for text in iterate_documents(dataset.val_shards):
-        tokens += [bos, tokenizer.encode(text)[:max_seq_len].astype(np.int32)]
-    place = machine.rank, machine.world_size, machine.device
-    return ValidationBatches(np.concatenate(tokens), max_seq_len, total_batch_size // max_seq_len, *place)
-
-
-def reached(variant: str, run: Path) -> dict:
-    """What a finished run reached."""
-    records = read_metrics(run / "metrics.jsonl")
-    last_step = next(record for record in reversed(records) if "loss" in record)
-    checkpoint = engine.find_source(str(run), base_path)
-    model = engine.load_for_inference(checkpoint, machine.device, torch.float32)
-    compute_dtype, _ = precision.resolve_dtype(VARIANTS[variant][0].get("dtype", dtype), machine.device)
-    token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(machine.device)
-    first = bits_per_byte(model, first_windows(), token_bytes, compute_dtype, machine)
-    return {
-        "loss": last_step["loss"],
-        "val_bpb": next(record["val_bpb"] for record in reversed(records) if "val_bpb" in record),
-        "first_window_bpb": first.bpb,
-        "seconds": last_step["train_time_s"],
-    }
-
-
-# ------------------------------------------------------------------------------------------------------
-# Train what has no result yet
-
-if "RANK" in os.environ:
-    raise UserError("ablate trains with one process; start it without torchrun")
-for _, edits in VARIANTS.values():  # an edit that no longer fits is noticed before the first training
-    with tempfile.TemporaryDirectory() as folder:
-        edited_copy(edits, Path(folder))
-machine = runtime.start(device_type, seed=0)
-base_path = user_path("base_dir", base_dir).resolve()
-dataset = open_dataset(data, val_data, base_dir=base_path)
-tokenizer = open_tokenizer("auto", vocab_size, dataset.tokenizer_folder(base_path), dataset.train_texts)
-shared = {k: v for k, v in settings.values.items() if k not in ("what", "seeds", "json", "base_dir")}
-shared = {name: value for name, value in shared.items() if value is not None}
-
-results = {}
-for seed in range(seeds):  # seeds outside: after a stop all variants have about equally many results
-    for variant, contents in VARIANTS.items():
+    def __init__(self, variant: str, contents: dict, depth: int, seed: int):
+        self.variant, self.depth, self.seed = variant, depth, seed
+        self.patch = contents.get("patch", "")
+        own = {name: value for name, value in contents.items() if name != "patch"}
+        self.settings = shared | {"depth": depth, "seed": seed, **own}
         # A result counts for the same variant, settings, data and kind of device only
-        same = [variant, contents, shared, dataset.fingerprint, tokenizer.fingerprint, machine.device.type]
+        same = [self.patch, self.settings, more, *self.text(), machine.device.type]
         key = hashlib.sha256(json_module.dumps(same).encode()).hexdigest()[:12]
-        run = base_path / "ablations" / what / f"{variant.replace(',', '').replace(' ', '-')}-{seed}-{key}"
-        kept = run / "ablation.json"
-        if not kept.exists():
-            train(variant, seed, run)
-            result = {"variant": variant, "seed": seed, **reached(variant, run), "settings": shared}
-            result["git_commit"] = runtime.git_commit()
-            kept.with_suffix(".tmp").write_text(json_module.dumps(result), "utf-8")
-            os.replace(kept.with_suffix(".tmp"), kept)
-            figures = f"{result['val_bpb']:.4f} bits per byte, {result['seconds']:.0f} s"
-            print(f"{variant}, seed {seed}: {figures}", flush=True)
-        results[variant, seed] = json_module.loads(kept.read_text("utf-8"))
+        name = "".join(c if c.isalnum() else "-" for c in variant)
+        self.folder = base_path / "ablations" / variants_path.stem / f"{name}-d{depth}-{seed}-{key}"
+        self.kept = self.folder / "ablation.json"
+
+    def text(self) -> tuple[str, str]:
+        chosen = configurator.defaults(ROOT / "scripts" / "base_train.py") | self.settings
+        return fingerprints(chosen["data"], chosen["val_data"], chosen["vocab_size"])
+
+    @property
+    def result(self) -> dict | None:
+        return json_module.loads(self.kept.read_text("utf-8")) if self.kept.exists() else None
+
+    def start(self) -> subprocess.Popen:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        where = patched_copy(self.patch, self.folder / "sources") if self.patch else ROOT
+        chosen = {"compile": "off", **dict.fromkeys(QUIET, -1), **self.settings}
+        chosen |= {"base_dir": base_path, "out_dir": self.folder / "run"}
+        command = [sys.executable, "-m", "scripts.base_train", *(f"--{k}={v}" for k, v in chosen.items())]
+        environment = os.environ | ({"OMP_NUM_THREADS": "1"} if machine.device.type == "cpu" else {})
+        with open(self.folder / "log.txt", "a") as log:
+            return subprocess.Popen(
+                [*command, *shlex.split(more)], cwd=where, env=environment, stdout=log, stderr=log
+            )
+
+    def end(self, status: int):
+        """Keep the result of a training that has ended."""
+        if status:
+            last = (self.folder / "log.txt").read_text("utf-8", "replace").strip()[-2000:]
+            raise UserError(f"{self}: base_train failed; its output ends with:\n{last}")
+        records = read_metrics(self.folder / "run" / "metrics.jsonl")
+        steps = [record for record in records if "loss" in record]
+        result = {
+            "variant": self.variant, "depth": self.depth, "seed": self.seed, "settings": self.settings,
+            "val_bpb": next(r["val_bpb"] for r in reversed(records) if "val_bpb" in r),
+            "loss": steps[-1]["loss"], "tokens": steps[-1]["tokens"],
+            "step_s": statistics.median(record["step_time_s"] for record in steps),
+            "git_commit": runtime.git_commit(),
+        }  # fmt: skip
+        self.kept.with_suffix(".tmp").write_text(json_module.dumps(result), "utf-8")
+        os.replace(self.kept.with_suffix(".tmp"), self.kept)
+        for checkpoint in (self.folder / "run").glob("step_*"):  # a list of variants would fill the disk
+            shutil.rmtree(checkpoint)
+        print(f"{self}: {result['val_bpb']:.4f} bits per byte, {result['step_s']:.3f} s a step", flush=True)
+
+    def __str__(self):
+        return f"{self.variant}, depth {self.depth}, seed {self.seed}"
+
+
+QUIET = ("eval_every", "sample_every", "save_every", "core_metric_every")
+
+
+def train_all(trainings: list[Training], at_once: int):
+    """Run them, so many at a time. When this process is stopped, each saves a checkpoint, and goes on from it
+    the next time."""
+    waiting = [training for training in trainings if training.result is None]
+    running: dict[Training, subprocess.Popen] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                running[waiting[0]] = waiting[0].start()
+                waiting.pop(0)
+            time.sleep(0.2)
+            for training, process in list(running.items()):
+                if (status := process.poll()) is not None:
+                    del running[training]
+                    training.end(status)
+    finally:
+        for process in running.values():
+            process.terminate()
+        for process in running.values():
+            process.wait()
+
 
 # ------------------------------------------------------------------------------------------------------
 # The table
 
 
-def values_of(variant: str, key: str) -> list[float]:
-    return [results[variant, seed][key] for seed in range(seeds)]
+def mean_and(values: list[float], spread, sign: str = "") -> str:
+    if len(values) == 1:
+        return f"{values[0]:{sign}.4f}"
+    return f"{statistics.mean(values):{sign}.4f} ± {spread(values):.4f}"
 
 
-def mean_and_spread(values: list[float]) -> str:
-    return f"{statistics.mean(values):.4f} ± {statistics.stdev(values) if seeds > 1 else 0:.4f}"
+def standard_error(values: list[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values))
 
 
-base = statistics.mean(values_of(next(iter(VARIANTS)), "val_bpb"))
-lines = [
-    f"d{depth}, T={max_seq_len}, {num_iterations * total_batch_size:,} tokens in batches of "
-    f"{total_batch_size:,}, {seeds} seeds, {dataset.name}",
-    "",
-    "| variant | bits per byte | difference | of first windows |",
-    "|---|---|---|---|",
+def verdict(differences: list[float]) -> str:
+    """Of bits per byte, so less is better."""
+    if len(differences) == 1:
+        return "one seed"
+    mean = statistics.mean(differences)
+    if abs(mean) <= T_VALUE.get(len(differences), 1.8) * standard_error(differences):
+        return "no difference seen"
+    return "better" if mean < 0 else "worse"
+
+
+def row(variant: str, depth: int) -> str:
+    of = {t.seed: t.result for t in trainings if (t.variant, t.depth) == (variant, depth)}
+    base = {t.seed: t.result for t in trainings if (t.variant, t.depth) == (baseline, depth)}
+    bits = [one["val_bpb"] for one in of.values()]
+    compared = ["", "", "baseline"]
+    if variant != baseline:
+        differences = [one["val_bpb"] - base[seed]["val_bpb"] for seed, one in of.items()]
+        time_ratio = statistics.median(one["step_s"] / base[seed]["step_s"] for seed, one in of.items())
+        compared = [mean_and(differences, standard_error, "+"), f"{time_ratio:.2f}", verdict(differences)]
+    commits = sorted({(one["git_commit"] or "?")[:7] for one in of.values()})
+    cells = [date.today(), " ".join(commits), variants_path.stem, variant, depth, f"{of[0]['tokens']:,}", len(of)]
+    return " | ".join(["|", *map(str, cells), mean_and(bits, statistics.stdev), *compared, "|"]).strip()
+
+
+# ------------------------------------------------------------------------------------------------------
+
+if "RANK" in os.environ:
+    raise UserError("ablate starts its trainings itself; start it without torchrun")
+variants_path = user_path("variants", variants)
+if not variants_path.suffix:
+    variants_path = LISTS / f"{variants}.toml"
+shared, found = read_list(variants_path)
+found = chosen_variants(found, only)
+baseline = next(iter(found))
+machine = runtime.start("auto", seed=0)
+base_path = user_path("base_dir", base_dir).resolve()
+for name in ("data", "val_data"):  # absolute: a copy of the sources is another working directory
+    if name in shared and (path := user_path(name, shared[name])).exists():
+        shared[name] = str(path.resolve())
+names = [name.strip() for name in depths.split(",") if name.strip()] or [shared.get("depth", 4)]
+try:
+    wanted_depths = [int(name) for name in names]
+except ValueError:
+    raise UserError(f"--depths={depths} has to be whole numbers separated by commas, such as 4,6") from None
+trainings = [
+    Training(variant, contents, depth, seed)
+    for depth in wanted_depths
+    for seed in range(seeds)  # seeds outside: after a stop all variants have about equally many results
+    for variant, contents in found.items()
 ]
-for variant in VARIANTS:
-    bits = values_of(variant, "val_bpb")
-    difference, first = statistics.mean(bits) - base, mean_and_spread(values_of(variant, "first_window_bpb"))
-    lines.append(f"| {variant} | {mean_and_spread(bits)} | {difference:+.4f} | {first} |")
-table = "\n".join(lines) + "\n"
-path = base_path / "ablations" / f"{what}.md"
-path.write_text(table, "utf-8", "replace")
-print(f"\n{table}\nwritten: {path}")
+for contents in found.values():  # a patch that no longer fits is noticed before the first training
+    if patch := contents.get("patch"):
+        with tempfile.TemporaryDirectory() as folder:
+            patched_copy(patch, Path(folder) / "sources")
+at_once = jobs if jobs > 0 else 1 if machine.device.type != "cpu" else os.cpu_count() or 1
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+train_all(trainings, at_once)
+
+rows = [row(variant, depth) for depth in wanted_depths for variant in found]
+print("\n" + HEADER[HEADER.index("| date") :] + "\n".join(rows))
+if table:
+    path = user_path("table", table)
+    if not path.exists():
+        path.write_text(HEADER, "utf-8")
+    with open(path, "a", encoding="utf-8") as file:
+        file.write("\n".join(rows) + "\n")
 if json:
-    print(json_module.dumps({"what": what, "settings": settings.values, "results": [*results.values()]}))
+    print(json_module.dumps({"settings": settings.values, "results": [t.result for t in trainings]}))
 machine.close()
