@@ -1,19 +1,19 @@
 """Ablations: train variants on equally many tokens, with several seeds, and compare their bits per byte.
 
-    python -m scripts.ablate --variants=packing                # a list of experiments/variants, or your own file
-    python -m scripts.ablate --variants=model --depths=4,6     # each variant at both depths
+    python -m scripts.ablate --variants=packing               # a list of experiments/variants, or a file
+    python -m scripts.ablate --variants=model --depths=4,6    # each variant at both depths
     python -m scripts.ablate --variants=model --only=smear --more="--num_iterations=300"
 
-A list is a TOML file. [settings] are settings of base_train that all variants share. Each [variants.NAME] has
-its own settings and, if the sources are to change, `patch`: a file beside the list, made with `git diff`. The
-first variant is the baseline.
+A list is a file of Python literals: `settings` of base_train that all variants share, and `variants`, each
+with its own settings and, if the sources change, "patch": a file beside the list, made with `git diff`.
+The first variant is the baseline.
 
-Each training is a run of scripts/base_train.py with one thread, and every core has one: a variant beside its
-baseline, with the same seed, so that the times of their steps compare too. After a stop the same command goes
-on where every training was. A result is kept in <base_dir>/ablations/, and a command with more seeds or depths
-trains only what is new. The table in docs/ablation_runs.md gets a row for each variant and depth.
+Each training is a run of scripts/base_train.py with one thread, and every core has one. After a stop the same
+command goes on where every training was. A result is kept in <base_dir>/ablations/, and a command with more
+seeds or depths trains only what is new. A table gets a row for each variant and depth.
 """
 
+import ast
 import functools
 import hashlib
 import json as json_module
@@ -27,7 +27,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from datetime import date
 from pathlib import Path
 
@@ -52,14 +51,14 @@ settings = configurator.configure(globals())
 
 ROOT = Path(__file__).resolve().parent.parent
 LISTS = ROOT / "experiments" / "variants"
-# A difference is called one if it is larger than this many of its standard errors: Student's t, two-sided 10 %
+# Of how many standard errors a difference has to be, to be called one: Student's t, two-sided 10 %, by seeds
 T_VALUE = {2: 6.31, 3: 2.92, 4: 2.35, 5: 2.13, 6: 2.02, 7: 1.94, 8: 1.89, 9: 1.86, 10: 1.83}
 HEADER = """\
 # Runs of scripts/ablate.py
 
-The script adds a row for each variant and depth, and nobody edits them. Bits per byte: mean ± standard deviation
-over the seeds. Difference: to the baseline with the same seed, mean ± standard error. Time: of a step, over that of
-the baseline that ran beside it.
+The script adds a row for each variant and depth, and nobody edits them. Bits per byte: mean ± standard
+deviation over the seeds. Difference: to the baseline with the same seed, mean ± standard error. Time: of a
+step, over that of the baseline with the same seed.
 
 | date | commit | list | variant | depth | tokens | seeds | bits per byte | difference | time | verdict |
 |:--|:--|:--|:--|--:|--:|--:|--:|--:|--:|:--|
@@ -71,23 +70,37 @@ the baseline that ran beside it.
 
 def read_list(path: Path) -> tuple[dict, dict[str, dict]]:
     """The settings that all share, and those of each variant. Its patch is there as text."""
+    if not path.exists():
+        known = ", ".join(sorted(found.stem for found in LISTS.glob("*.py")))
+        raise UserError(f"there is no list {path}; give --variants a file, or one of {known}")
     try:
-        contents = tomllib.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        known = ", ".join(sorted(found.stem for found in LISTS.glob("*.toml")))
-        raise UserError(f"there is no list {path}; give --variants a file or one of {known}") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"{path} cannot be read as TOML: {error}") from error
-    found = contents.get("variants")
-    if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
-        raise UserError(f"{path} has no variants; give each a table [variants.NAME]")
-    for one in found.values():
-        if "patch" in one:
-            try:
-                one["patch"] = (path.parent / str(one["patch"])).read_text("utf-8")
-            except OSError as error:
-                raise UserError(f"the patch {error.filename} of {path} cannot be read; correct its name") from None
-    return contents.get("settings", {}), found
+        statements = ast.parse(path.read_text("utf-8")).body
+        found = {s.targets[0].id: ast.literal_eval(s.value) for s in statements if isinstance(s, ast.Assign)}
+        common, listed = found["settings"], found["variants"]
+        for contents in listed.values():
+            if "patch" in contents:
+                contents["patch"] = (path.parent / contents["patch"]).read_text("utf-8")
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be read ({error.strerror}); it belongs to {path}") from None
+    except (ValueError, SyntaxError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path} is no list: {error}; it needs settings = {{...}} and variants = {{name: {{...}}, ...}}"
+        ) from None
+    return common, listed
+
+
+def settings_in(more: str) -> dict:
+    """{name: value} of a piece of a command line, --name=value ..."""
+    given = {}
+    for word in shlex.split(more):
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--"):
+            raise UserError(f"--more has {word}; give settings of base_train as --name=value")
+        try:
+            given[name] = ast.literal_eval(value) if equals else True
+        except (ValueError, SyntaxError):
+            given[name] = value  # text
+    return given
 
 
 def chosen_variants(found: dict[str, dict], only: str) -> dict[str, dict]:
@@ -105,7 +118,8 @@ def patched_copy(patch: str, folder: Path) -> Path:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "configurator.py", folder)
     # Outside of a repository git applies a patch to the folder it is in
-    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent), "GIT_DIR": "/nowhere"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    environment["GIT_CEILING_DIRECTORIES"] = str(folder.resolve().parent)
     done = subprocess.run(
         ["git", "apply", "-"], input=patch, cwd=folder, env=environment, text=True, capture_output=True
     )
@@ -136,7 +150,7 @@ class Training:
         own = {name: value for name, value in contents.items() if name != "patch"}
         self.settings = shared | {"depth": depth, "seed": seed, **own}
         # A result counts for the same variant, settings, data and kind of device only
-        same = [self.patch, self.settings, more, *self.text(), machine.device.type]
+        same = [self.patch, self.settings, *self.text(), machine.device.type]
         key = hashlib.sha256(json_module.dumps(same).encode()).hexdigest()[:12]
         name = "".join(c if c.isalnum() else "-" for c in variant)
         self.folder = base_path / "ablations" / variants_path.stem / f"{name}-d{depth}-{seed}-{key}"
@@ -158,9 +172,7 @@ class Training:
         command = [sys.executable, "-m", "scripts.base_train", *(f"--{k}={v}" for k, v in chosen.items())]
         environment = os.environ | ({"OMP_NUM_THREADS": "1"} if machine.device.type == "cpu" else {})
         with open(self.folder / "log.txt", "a") as log:
-            return subprocess.Popen(
-                [*command, *shlex.split(more)], cwd=where, env=environment, stdout=log, stderr=log
-            )
+            return subprocess.Popen(command, cwd=where, env=environment, stdout=log, stderr=log)
 
     def end(self, status: int):
         """Keep the result of a training that has ended."""
@@ -245,8 +257,13 @@ def row(variant: str, depth: int) -> str:
         time_ratio = statistics.median(one["step_s"] / base[seed]["step_s"] for seed, one in of.items())
         compared = [mean_and(differences, standard_error, "+"), f"{time_ratio:.2f}", verdict(differences)]
     commits = sorted({(one["git_commit"] or "?")[:7] for one in of.values()})
-    cells = [date.today(), " ".join(commits), variants_path.stem, variant, depth, f"{of[0]['tokens']:,}", len(of)]
-    return " | ".join(["|", *map(str, cells), mean_and(bits, statistics.stdev), *compared, "|"]).strip()
+    tokens = f"{of[0]['tokens']:,}"
+    cells = [date.today(), " ".join(commits), variants_path.stem, variant, depth, tokens, len(of)]
+    return "| " + " | ".join([*map(str, cells), mean_and(bits, statistics.stdev), *compared]) + " |"
+
+
+def without_date(row: str) -> str:
+    return row.partition(" | ")[2]
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -255,10 +272,15 @@ if "RANK" in os.environ:
     raise UserError("ablate starts its trainings itself; start it without torchrun")
 variants_path = user_path("variants", variants)
 if not variants_path.suffix:
-    variants_path = LISTS / f"{variants}.toml"
+    variants_path = LISTS / f"{variants}.py"
 shared, found = read_list(variants_path)
+shared |= settings_in(more)
 found = chosen_variants(found, only)
 baseline = next(iter(found))
+for contents in found.values():  # a patch that no longer fits is noticed before the first training
+    if patch := contents.get("patch"):
+        with tempfile.TemporaryDirectory() as folder:
+            patched_copy(patch, Path(folder) / "sources")
 machine = runtime.start("auto", seed=0)
 base_path = user_path("base_dir", base_dir).resolve()
 for name in ("data", "val_data"):  # absolute: a copy of the sources is another working directory
@@ -275,10 +297,6 @@ trainings = [
     for seed in range(seeds)  # seeds outside: after a stop all variants have about equally many results
     for variant, contents in found.items()
 ]
-for contents in found.values():  # a patch that no longer fits is noticed before the first training
-    if patch := contents.get("patch"):
-        with tempfile.TemporaryDirectory() as folder:
-            patched_copy(patch, Path(folder) / "sources")
 at_once = jobs if jobs > 0 else 1 if machine.device.type != "cpu" else os.cpu_count() or 1
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 train_all(trainings, at_once)
@@ -289,8 +307,9 @@ if table:
     path = user_path("table", table)
     if not path.exists():
         path.write_text(HEADER, "utf-8")
+    known = {without_date(line) for line in path.read_text("utf-8").splitlines()}
     with open(path, "a", encoding="utf-8") as file:
-        file.write("\n".join(rows) + "\n")
+        file.writelines(line + "\n" for line in rows if without_date(line) not in known)
 if json:
     print(json_module.dumps({"settings": settings.values, "results": [t.result for t in trainings]}))
 machine.close()

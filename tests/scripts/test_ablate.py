@@ -1,24 +1,40 @@
-"""Ablations: each variant is trained once for each seed, and a finished training is not repeated."""
+"""Ablations: each variant is trained once for each seed and depth, and a stopped command goes on."""
 
 import json
 import os
+import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 from helpers import ROOT, python_m
 
-TINY = ["--depth=1", "--max_seq_len=32", "--vocab_size=300", "--total_batch_size=128", "--num_iterations=3"]
+TINY = "--max_seq_len=32 --vocab_size=300 --total_batch_size=128 --eval_tokens=500 --dtype=float32"
 
 
-def ablate(folder: Path, *arguments: str, status: int = 0, root: Path = ROOT) -> str:
-    """Run the script on a small text in `folder` and return what it printed."""
+def command(folder: Path, *arguments: str, more: str = "--num_iterations=3") -> list[str]:
+    """The script on a small text in `folder`, with one layer."""
     texts = folder / "texts.jsonl"
     lines = (json.dumps(f"document {i} " + "word and word " * (i % 90)) for i in range(400))
     texts.write_text("\n".join(lines))
     os.utime(texts, (1, 1))  # the same file for every command
-    command = ["scripts.ablate", "--what=packing", "--json", "--dtype=float32", *TINY, "--eval_tokens=500"]
-    command += ["--device_type=cpu", f"--data={texts}", f"--base_dir={folder / 'base'}"]
-    done = python_m([*command, *arguments], root)
+    places = [f"--base_dir={folder / 'base'}", f"--table={folder / 'table.md'}"]
+    return [
+        "scripts.ablate",
+        "--json",
+        "--depths=1",
+        f"--more={TINY} --data={texts} {more}",
+        *places,
+        *arguments,
+    ]
+
+
+def ablate(folder: Path, *arguments: str, status: int = 0, root: Path = ROOT) -> str:
+    """Run the script and return what it printed."""
+    done = python_m(command(folder, *arguments), root)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stderr if status else done.stdout
 
@@ -27,39 +43,105 @@ def results_of(output: str) -> list[dict]:
     return json.loads(output.splitlines()[-1])["results"]
 
 
-def test_packing_is_compared_and_a_stopped_command_goes_on(tmp_path):
+def rows(folder: Path) -> list[list[str]]:
+    lines = (folder / "table.md").read_text().splitlines()
+    return [
+        [cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines if line.startswith("| 2")
+    ]
+
+
+def test_packing_is_compared_and_what_has_a_result_is_not_trained_again(tmp_path):
     output = ablate(tmp_path, "--seeds=1")
     first = results_of(output)
     names = ["best fit, remainders kept", "best fit, cropped", "concatenation"]
     assert [run["variant"] for run in first] == names
     assert len({run["val_bpb"] for run in first}) == 3  # the variants differ
-    assert all(0 < run["first_window_bpb"] < 9 and run["loss"] > 0 for run in first)
+    assert all(run["tokens"] == 3 * 128 and run["loss"] > 0 for run in first)
     assert output.count("seed 0: ") == 3
+    assert [row[3] for row in rows(tmp_path)] == names
+    assert [row[-1] for row in rows(tmp_path)] == ["baseline", "one seed", "one seed"]
 
-    # A stopped command leaves a run without its result
-    (stopped,) = (tmp_path / "base" / "ablations" / "packing").glob("concatenation-0-*")
+    (stopped,) = (tmp_path / "base" / "ablations" / "packing").glob("concatenation-*")
     (stopped / "ablation.json").unlink()
+    (stopped / "run" / "metrics.jsonl").unlink()
     output = ablate(tmp_path, "--seeds=1")
     assert output.count("seed 0: ") == 1
     for before, after in zip(first, results_of(output), strict=True):
-        assert before | {"seconds": 0} == after | {"seconds": 0}  # the repeated training is equal too
+        assert before | {"step_s": 0} == after | {"step_s": 0}  # the repeated training is equal too
+
+
+def test_only_some_variants_at_two_depths_and_the_baseline_is_among_them(tmp_path):
+    results = results_of(ablate(tmp_path, "--seeds=1", "--depths=1,2", "--only=concatenation"))
+    assert [(run["variant"], run["depth"]) for run in results] == [
+        ("best fit, remainders kept", 1), ("concatenation", 1),
+        ("best fit, remainders kept", 2), ("concatenation", 2),
+    ]  # fmt: skip
+    assert len({run["val_bpb"] for run in results}) == 4 and len(rows(tmp_path)) == 4
 
 
 @pytest.mark.slow
-def test_more_seeds_add_to_the_results_of_fewer(tmp_path):
-    first = results_of(ablate(tmp_path, "--what=precision", "--seeds=1"))
-    output = ablate(tmp_path, "--what=precision", "--seeds=2")
+def test_more_seeds_add_to_the_results_of_fewer_and_are_compared_in_pairs(tmp_path):
+    first = results_of(ablate(tmp_path, "--variants=documents", "--seeds=1"))
+    output = ablate(tmp_path, "--variants=documents", "--seeds=3")
     assert output.count("seed 0: ") == 0 and output.count("seed 1: ") == 2
     results = results_of(output)
-    assert results[:2] == first and [run["variant"] for run in first] == ["float32", "bfloat16"]
-    assert len({run["loss"] for run in results}) == 4
-    table = (tmp_path / "base" / "ablations" / "precision.md").read_text()
-    assert table in output and table.count("±") == 4 and "2 seeds" in table
+    assert results[:2] == first
+    assert len({run["loss"] for run in results}) == 6
+    differences = [results[i + 1]["val_bpb"] - results[i]["val_bpb"] for i in (0, 2, 4)]
+    *_, row = rows(tmp_path)
+    mean, _, error = row[-3].partition(" ± ")
+    assert float(mean) == pytest.approx(sum(differences) / 3, abs=6e-5)
+    spread = sum((d - sum(differences) / 3) ** 2 for d in differences) / 2
+    assert float(error) == pytest.approx((spread / 3) ** 0.5, abs=6e-5)
 
 
-def test_an_edit_that_no_longer_fits_is_refused_before_the_first_training(tree, tmp_path):
+@pytest.mark.slow
+def test_a_stopped_command_goes_on_where_every_training_was(tmp_path):
+    arguments = ["--variants=documents", "--seeds=1", "--jobs=2"]
+    long = command(tmp_path, *arguments, more="--num_iterations=400")
+    process = subprocess.Popen([sys.executable, "-m", *long], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    logs = tmp_path / "base" / "ablations" / "documents"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and len([*logs.glob("*/run/metrics.jsonl")]) < 2:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 143
+    assert len([*logs.glob("*/run/step_*")]) == 2 and not [*logs.glob("*/ablation.json")]
+    done = subprocess.run(
+        [sys.executable, "-m", *long], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert all("going on from" in path.read_text() for path in logs.glob("*/log.txt"))
+    assert all(run["tokens"] == 400 * 128 for run in results_of(done.stdout))
+    assert not [*logs.glob("*/run/step_*")]  # no checkpoint is left
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--variants=nothing"], "there is no list .*nothing.py; give --variants a file, or one of"),
+        (["--only=nothing"], "--only names nothing; the list has best fit"),
+        (["--depths=four"], "--depths=four has to be whole numbers"),
+        (["--more=depth 4"], "--more has depth; give settings of base_train as --name=value"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(arguments, sentence, tmp_path):
+    said = ablate(tmp_path, *arguments, status=2)
+    assert re.search(sentence, said) and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    "text", ["variants = {}", "settings = {}\nvariants = {'a': {'patch': 'gone.patch'}}", "settings = x", "("]
+)
+def test_a_list_that_is_none_is_one_sentence(text, tmp_path):
+    (tmp_path / "mine.py").write_text(text)
+    said = ablate(tmp_path, f"--variants={tmp_path / 'mine.py'}", status=2)
+    assert "mine.py" in said and "Traceback" not in said
+
+
+def test_a_patch_that_no_longer_fits_is_refused_before_the_first_training(tree, tmp_path):
     packing = tree / "nanochat" / "data" / "packing.py"
     packing.write_text(packing.read_text().replace("def _cut(self", "def _split(self"))
-    output = ablate(tmp_path, status=2, root=tree)
-    assert "nanochat/data/packing.py has 0 times" in output and "Traceback" not in output
+    packing = ROOT / "experiments" / "variants" / "packing.py"
+    output = ablate(tmp_path, f"--variants={packing}", status=2, root=tree)
+    assert "a patch no longer fits the sources" in output and "Traceback" not in output
     assert not (tmp_path / "base").exists()
