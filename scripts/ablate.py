@@ -38,7 +38,7 @@ from nanochat.metrics import read_metrics
 from nanochat.paths import user_path
 
 variants = "packing"  # a list of experiments/variants, or a path
-only = ""  # these variants of the list, separated by commas (empty = all); the baseline is always among them
+only = ""  # these variants of the list, separated by semicolons, and its first (empty = all)
 depths = ""  # separated by commas (empty = the list's)
 seeds = 3  # trainings of every variant, with the seeds 0, 1, ... [1..1000]
 more = ""  # settings of base_train for all variants, as on its command line
@@ -104,7 +104,7 @@ def settings_in(more: str) -> dict:
 
 
 def chosen_variants(found: dict[str, dict], only: str) -> dict[str, dict]:
-    wanted = [name.strip() for name in only.split(",") if name.strip()]
+    wanted = [name.strip() for name in only.split(";") if name.strip()]
     if unknown := [name for name in wanted if name not in found]:
         raise UserError(f"--only names {', '.join(unknown)}; the list has {', '.join(found)}")
     baseline = next(iter(found))
