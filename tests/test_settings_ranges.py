@@ -87,7 +87,7 @@ def test_an_empty_text_is_refused_except_where_it_means_something():
                 may_be_empty.add(name)
             elif str in setting.kind:
                 assert said.startswith(f"error: --{name}='': it is empty; give a value, or leave it out")
-    assert may_be_empty == {"accept", "parts", "prompt", "sample_prompts"}
+    assert may_be_empty == {"accept", "depths", "more", "only", "parts", "prompt", "sample_prompts"}
 
 
 # Every numeric setting of every script x nasty values, in one warm interpreter

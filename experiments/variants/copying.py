@@ -13,17 +13,10 @@ settings = {
     "eval_tokens": 100_000,
 }
 variants = {
-    "today's model": {},
-    "key offset, half of the channels": {"patch": "key-offset.patch"},
-    "key offset, all channels": {"patch": "key-offset-all.patch"},
-    "key offset of half, after the rotation": {"patch": "half-after.patch"},
-    "key offset of all, after the rotation": {"patch": "all-after.patch"},
+    "key of the token before": {},
+    "own key": {"patch": "own-key.patch"},
+    "half of the key of the token before": {"patch": "key-offset.patch"},
+    "key of the token before, rotated as that of its place": {"patch": "key-offset-all.patch"},
     "keys of the two tokens before, queries of two": {"patch": "bigram.patch"},
-    "key offsets of 0, 1 and 2": {"patch": "two-offsets.patch"},
-    "smear": {"patch": "smear.patch"},
-    "mix of one token before attention": {"patch": "canon1.patch"},
-    "mix of three tokens before attention": {"patch": "canon3.patch"},
-    "mix of one token in k": {"patch": "kmix.patch"},
-    "mix of one token in q and k": {"patch": "qkmix.patch"},
-    "mix of one token in k and v": {"patch": "kvmix.patch"},
+    "own key, smear": {"patch": "smear.patch"},
 }
