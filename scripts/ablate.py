@@ -120,9 +120,12 @@ def patched_copy(patch: str, folder: Path) -> Path:
     # Outside of a repository git applies a patch to the folder it is in
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environment["GIT_CEILING_DIRECTORIES"] = str(folder.resolve().parent)
-    done = subprocess.run(
-        ["git", "apply", "-"], input=patch, cwd=folder, env=environment, text=True, capture_output=True
-    )
+    try:
+        done = subprocess.run(
+            ["git", "apply", "-"], input=patch, cwd=folder, env=environment, text=True, capture_output=True
+        )
+    except FileNotFoundError:
+        raise UserError("a variant is a patch of the sources, which git applies; install git") from None
     if done.returncode:
         raise UserError(f"a patch no longer fits the sources; make it anew: {done.stderr.strip()}")
     return folder
@@ -270,6 +273,9 @@ def without_date(row: str) -> str:
 
 if "RANK" in os.environ:
     raise UserError("ablate starts its trainings itself; start it without torchrun")
+table_path = user_path("table", table) if table else None
+if table_path and not table_path.parent.is_dir():  # noticed now, and not after hours
+    raise UserError(f"--table={table} is in no folder; make the folder, or give --table=none")
 variants_path = user_path("variants", variants)
 if not variants_path.suffix:
     variants_path = LISTS / f"{variants}.py"
@@ -303,12 +309,11 @@ train_all(trainings, at_once)
 
 rows = [row(variant, depth) for depth in wanted_depths for variant in found]
 print("\n" + HEADER[HEADER.index("| date") :] + "\n".join(rows))
-if table:
-    path = user_path("table", table)
-    if not path.exists():
-        path.write_text(HEADER, "utf-8")
-    known = {without_date(line) for line in path.read_text("utf-8").splitlines()}
-    with open(path, "a", encoding="utf-8") as file:
+if table_path:
+    if not table_path.exists():
+        table_path.write_text(HEADER, "utf-8")
+    known = {without_date(line) for line in table_path.read_text("utf-8").splitlines()}
+    with open(table_path, "a", encoding="utf-8") as file:
         file.writelines(line + "\n" for line in rows if without_date(line) not in known)
 if json:
     print(json_module.dumps({"settings": settings.values, "results": [t.result for t in trainings]}))

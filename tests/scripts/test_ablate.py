@@ -121,6 +121,7 @@ def test_a_stopped_command_goes_on_where_every_training_was(tmp_path):
         (["--variants=nothing"], "there is no list .*nothing.py; give --variants a file, or one of"),
         (["--only=nothing"], "--only names nothing; the list has best fit"),
         (["--depths=four"], "--depths=four has to be whole numbers"),
+        (["--table=no/folder/table.md"], "--table=no/folder/table.md is in no folder"),
         (["--more=depth 4"], "--more has depth; give settings of base_train as --name=value"),
     ],
 )
