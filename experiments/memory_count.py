@@ -21,7 +21,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.overrides import TorchFunctionMode
 
 import configurator
-from nanochat import loss, memory_estimate, precision, scaling
+from nanochat import elementwise, loss, memory_estimate, precision, scaling
 from nanochat.gpt import GPT, GPTConfig
 
 aten = torch.ops.aten
@@ -65,10 +65,16 @@ def fake_model(config: GPTConfig) -> GPT:
     return model
 
 
+def plain_formulas():
+    """Norms and all that as a GPU computes them, and not by hand as a CPU does."""
+    return mock.patch.object(elementwise, "_by_hand", lambda x: False)
+
+
 def eager(config: GPTConfig, rows: int, dtype: torch.dtype) -> dict[str, int]:
     """Bytes of an eager step beyond weights and gradients: `kept` from the forward to the backward pass, and
     the `peak`."""
     with FakeTensorMode(), contextlib.ExitStack() as stack:
+        stack.enter_context(plain_formulas())
         model = fake_model(config)
         idx = torch.zeros(rows, config.max_seq_len, dtype=torch.int64)
         for p in model.parameters():
@@ -97,7 +103,7 @@ def compiled(config: GPTConfig, rows: int, dtype: torch.dtype) -> dict[str, int]
         graphs.extend(partition_fn(joint, inputs, **options))
         return graphs
 
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), plain_formulas():
         model = fake_model(config)
         idx = torch.zeros(rows, config.max_seq_len, dtype=torch.int64)
         tensors = {**dict(model.named_parameters()), "cos": model.cos, "sin": model.sin}
