@@ -1,8 +1,8 @@
 """Ablations: train variants on equally many tokens, with several seeds, and compare their bits per byte.
 
-    python -m scripts.ablate --variants=packing               # a list of experiments/variants, or a file
-    python -m scripts.ablate --variants=model --depths=4,6    # each variant at both depths
-    python -m scripts.ablate --variants=model --only=smear --more="--num_iterations=300"
+    python -m scripts.ablate --variants=packing                 # a list of experiments/variants, or a file
+    python -m scripts.ablate --variants=copying --depths=4,6    # each variant at both depths
+    python -m scripts.ablate --variants=copying --only="own key" --more="--num_iterations=300"
 
 A list is a file of Python literals: `settings` of base_train that all variants share, and `variants`, each
 with its own settings and, if the sources change, "patch": a file beside the list, made with `git diff`.
