@@ -51,6 +51,7 @@ settings = configurator.configure(globals())
 
 ROOT = Path(__file__).resolve().parent.parent
 LISTS = ROOT / "experiments" / "variants"
+BASE_TRAIN = ROOT / "scripts" / "base_train.py"
 # Of how many standard errors a difference has to be, to be called one: Student's t, two-sided 10 %, by seeds
 T_VALUE = {2: 6.31, 3: 2.92, 4: 2.35, 5: 2.13, 6: 2.02, 7: 1.94, 8: 1.89, 9: 1.86, 10: 1.83}
 HEADER = """\
@@ -90,17 +91,10 @@ def read_list(path: Path) -> tuple[dict, dict[str, dict]]:
 
 
 def settings_in(more: str) -> dict:
-    """{name: value} of a piece of a command line, --name=value ..."""
-    given = {}
-    for word in shlex.split(more):
-        name, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--"):
-            raise UserError(f"--more has {word}; give settings of base_train as --name=value")
-        try:
-            given[name] = ast.literal_eval(value) if equals else True
-        except (ValueError, SyntaxError):
-            given[name] = value  # text
-    return given
+    """The settings that a piece of base_train's command line gives. It ends this script if one is wrong."""
+    given = configurator.configure({"__file__": str(BASE_TRAIN)}, shlex.split(more))
+    unset = ("default", "environment")
+    return {name: value for name, value in given.values.items() if not given.sources[name].startswith(unset)}
 
 
 def chosen_variants(found: dict[str, dict], only: str) -> dict[str, dict]:
@@ -127,7 +121,8 @@ def patched_copy(patch: str, folder: Path) -> Path:
     except FileNotFoundError:
         raise UserError("a variant is a patch of the sources, which git applies; install git") from None
     if done.returncode:
-        raise UserError(f"a patch no longer fits the sources; make it anew: {done.stderr.strip()}")
+        said = done.stderr.strip()
+        raise UserError(f"a patch no longer fits the sources. Make it again with git diff. git says: {said}")
     return folder
 
 
@@ -160,7 +155,7 @@ class Training:
         self.kept = self.folder / "ablation.json"
 
     def text(self) -> tuple[str, str]:
-        chosen = configurator.defaults(ROOT / "scripts" / "base_train.py") | self.settings
+        chosen = configurator.defaults(BASE_TRAIN) | self.settings
         return fingerprints(chosen["data"], chosen["val_data"], chosen["vocab_size"])
 
     @property

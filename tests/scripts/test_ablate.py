@@ -122,7 +122,8 @@ def test_a_stopped_command_goes_on_where_every_training_was(tmp_path):
         (["--only=nothing"], "--only names nothing; the list has best fit"),
         (["--depths=four"], "--depths=four has to be whole numbers"),
         (["--table=no/folder/table.md"], "--table=no/folder/table.md is in no folder"),
-        (["--more=depth 4"], "--more has depth; give settings of base_train as --name=value"),
+        (["--more=--depht=4"], "--depht"),
+        (["--more=--vocab_size=many"], "--vocab_size=many: expected a whole number"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(arguments, sentence, tmp_path):
