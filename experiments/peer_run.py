@@ -255,19 +255,22 @@ def watch(command: list, folder: Path | None = None, environment: dict | None = 
     return Finished(status, seconds, peak, lines, at)
 
 
-def until_first_step(command: list, folder: Path | None = None) -> float:
-    """Seconds until our base_train, run by the command, prints its first step; then it is killed.
+def until_steps(command: list, steps: tuple[int, ...] = (1,), folder: Path | None = None) -> list[float]:
+    """Seconds until our base_train, run by the command, prints each of these steps, in their order; then it
+    is killed.
 
     Raises UserError, with the end of what it printed, if it ends before.
     """
-    said = []
+    said, found = [], []
     with contextlib.closing(lines_of(command, folder)) as running:
         for seconds, line in running:
-            if line.startswith(OUR_FIRST_STEP):
-                return seconds
+            if line.startswith(f"step {steps[len(found)]}/"):
+                found.append(seconds)
+                if len(found) == len(steps):
+                    return found
             said.append(line)
     end = "\n".join(said[:-1]).strip()[-1500:]
-    raise UserError(f"base_train ended before its first step: {end}")
+    raise UserError(f"base_train ended before its step {steps[len(found)]}: {end}")
 
 
 def lines_of(

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from experiments import peer_run
-from nanochat import UserError
+from nanochat import UserError, runtime
 from nanochat.data.parquet import iterate_documents
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.metrics import read_metrics
@@ -115,10 +115,10 @@ def our_command(race: Race, run: Path) -> list:
 
 
 def warm_up(race: Race) -> dict:
-    """Fill our caches by the first step of a run as long as the others: a shorter one may not compile at all.
-    Returns the shape of the recipe, as base_train has read it."""
+    """Fill our caches by the first steps of a run as long as the others: a shorter one may not compile at
+    all. Returns the shape of the recipe, as base_train has read it."""
     run = race.new_place() / "run"
-    peer_run.until_first_step(our_command(race, run), ROOT)
+    peer_run.until_steps(our_command(race, run), (runtime.EAGER_STEPS + 2,), ROOT)
     used = json.loads((run / "config.json").read_text("utf-8"))["settings"]
     return {name: used[name]["value"] for name in ("depth", "aspect_ratio", "head_dim", "max_seq_len")}
 

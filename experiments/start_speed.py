@@ -1,8 +1,9 @@
 """How soon a run begins: `python -m scripts.bench --what=start`.
 
-Each run is the command of a recipe, from its start until it prints its first step. (Before that, a horizon in
-minutes times some steps.) All runs share a cache of compiled code that is empty at first. So the first run is
-the cold one, and the others are warm; data and tokenizer are there in all of them. Three commands that end
+Each run is the command of a recipe, from its start until it prints its first step, and until it runs as fast
+as it will: on a CPU ten eager steps come first, one that compiles and one more. All runs share a cache of
+compiled code that is empty at first. So the first run is the cold one, and the others are warm; data and
+tokenizer are there in all of them. Three commands that end
 earlier say where the time goes: Python with torch alone, base_train with all its imports (--help), and up to
 the plan (--plan). With --peer=FOLDER karpathy/nanochat's base_train takes turns with ours, with the same
 shape, text and tokenizer, in bfloat16.
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import configurator
 from experiments import peer_run
-from nanochat import UserError
+from nanochat import UserError, runtime
 from nanochat.paths import user_path
 
 TRAIN = [sys.executable, "-m", "scripts.base_train"]
@@ -26,7 +27,8 @@ SHAPE = "depth", "aspect_ratio", "head_dim", "max_seq_len", "device_batch_size",
 
 def bench(settings: dict) -> dict[str, float]:
     """Seconds to the end of the first step: cold (first_s), then the median and the slowest of `rounds` warm
-    runs; medians of the seconds to the end of each earlier phase; and the peer's first step."""
+    runs; the same to full speed (full_first_s, full_median_s); medians of the seconds to the end of each
+    earlier phase; and the peer's first step, which is compiled."""
     recipe, base = settings["recipe"], user_path("base_dir", settings["base_dir"])
     phases = {
         "torch_s": [sys.executable, "-c", "import torch; print()"],
@@ -38,12 +40,14 @@ def bench(settings: dict) -> dict[str, float]:
     with own_cache() as place:
         for number in range(settings["rounds"] + 1):
             command = [*TRAIN, recipe, f"--base_dir={base}", f"--out_dir={place / f'ours{number}'}"]
-            ours.append(peer_run.until_first_step(command))
+            ours.append(peer_run.until_steps(command, (1, runtime.EAGER_STEPS + 2)))
             for name, command in phases.items():
                 times[name].append(first_line(command))
             if settings["peer"]:
                 peers.append(peer_first_step(settings["peer"], recipe, base, place / f"peer{number}"))
-    found = {"first_s": ours[0], "median_s": statistics.median(ours[1:]), "slowest_s": max(ours[1:])}
+    first, full = zip(*ours, strict=True)
+    found = {"first_s": first[0], "median_s": statistics.median(first[1:]), "slowest_s": max(first[1:])}
+    found |= {"full_first_s": full[0], "full_median_s": statistics.median(full[1:])}
     if peers:
         found |= {"peer_first_s": peers[0], "peer_median_s": statistics.median(peers[1:])}
     return found | {name: statistics.median(of_phase[1:]) for name, of_phase in times.items()}

@@ -133,6 +133,11 @@ class Metrics:
             self.wandb_log = start_wandb(run, "nanochat", config, self.path.parent, progress.wandb_id, say)
             progress.wandb_id = self.wandb_log.id if self.wandb_log else None
 
+    def new_config(self, changed: dict):
+        """These facts of the run have changed since `start_wandb`."""
+        if self.wandb_log is not None:
+            self.wandb_log.new_config(changed)
+
     def sync(self):
         """Return when every record is on disk."""
         if self.enabled:

@@ -306,6 +306,12 @@ def parameter_groups(model, rates: dict[str, float], weight_decay: float) -> lis
 # What base_train.py does with its optimizer, ours or another one of torch's
 
 
+def compile_update(optimizer: torch.optim.Optimizer):
+    """From its next step on Muon runs compiled code."""
+    if isinstance(optimizer, MuonAdamW):
+        optimizer.muon_update = compiled_muon_update()
+
+
 def skip_if_not_finite(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor):
     """Make the next step change nothing if the gradient's norm (0-dim) is infinite or not a number."""
     if getattr(optimizer, "_step_supports_amp_scaling", False):  # MuonAdamW, and torch's fused ones

@@ -99,7 +99,9 @@ class Plan:
     def resolved(self) -> dict:
         """What the checkpoints keep: a resumed run, or one that continues this one, goes on with it."""
         kept = {"device_batch_size": self.device_batch_size, "rates": self.rates, "fp8": self.fp8}
-        return kept | ({"target_minutes": self.horizon.minutes} if self.horizon.minutes else {})
+        if self.horizon.minutes:
+            kept |= {"target_minutes": self.horizon.minutes, "estimated": self.horizon.estimated}
+        return kept
 
     def with_iterations(self, num_iterations: int, reason: str, settings: dict) -> "Plan":
         """The plan for another number of steps, with the learning rates of that number."""

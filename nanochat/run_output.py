@@ -35,13 +35,12 @@ class RunOutput:
         permanent_every: int = -1,
     ):
         step = resumed.step if resumed else 0
-        config_json = json.dumps(facts, indent=2).encode()
         if machine.is_main:
             checkpoint.set_future_aside(path, resumed, machine.print)
             metrics.rewind_metrics(path / "metrics.jsonl", step, machine.print)
-            checkpoint.write_whole(path / "config.json", config_json)
         self._path, self._machine, self._progress = path, machine, progress
-        self._files = {"tokenizer.json": tokenizer.to_bytes(), "config.json": config_json}
+        self._files = {"tokenizer.json": tokenizer.to_bytes()}
+        self._write_facts(facts)
         self.log = metrics.Metrics(path, enabled=machine.is_main)
         self.log.start_wandb(wandb_run, facts, progress, machine.print)
         self.console = Console(step, num_iterations, machine.is_main, progress)
@@ -51,6 +50,17 @@ class RunOutput:
             checkpoint.prune, path, keep_checkpoints, permanent_every, self.console.print
         )
         self._saved_at = time.monotonic()
+
+    def _write_facts(self, facts: dict):
+        self._facts, self._files["config.json"] = facts, json.dumps(facts, indent=2).encode()
+        if self._machine.is_main:
+            checkpoint.write_whole(self._path / "config.json", self._files["config.json"])
+
+    def new_plan(self, num_iterations: int, **facts):
+        """The run will have that number of steps, and these facts have changed with it."""
+        self._write_facts(self._facts | facts)
+        self.console.num_iterations = num_iterations
+        self.log.new_config(facts)
 
     def prepare_to_save(self, model: torch.nn.Module, optimizer):
         """Make the buffers of a save, once the optimizer has its state (after its first step)."""

@@ -29,6 +29,7 @@ DATA_SHEET_TFLOPS = [
     ("RTX 4090", 165.2), ("RTX 3090", 71), ("V100", 125), ("T4", 65), ("MI300X", 1307),
 ]  # fmt: skip
 
+EAGER_STEPS = 10  # of a run on a CPU, before it compiles
 PATHS = {"data", "val_data", "tokenizer", "init_from", "base_dir", "out_dir"}  # settings that can be paths
 
 # DDP need not send the rotary tables: every process computes the same ones. Newer torch renamed the option.
@@ -294,6 +295,18 @@ def decide_compile(
     worth = expected_seconds > (200 if device.type == "cpu" else 90)
     verdict = "pays" if worth else "would take longer"
     return worth, f"about {expected_seconds:,.0f} s of steps: compiling {verdict}"
+
+
+def eager_steps(setting: str, machine: Machine) -> int:
+    """How many first steps of a run that is compiled are not: its first losses are there at once, and what
+    fails in a step fails before the wait.
+
+    A fixed number, so that a resumed run computes the same bits. setting: `compile`; "on" compiles from the
+    first step on. Only on a CPU, where both kinds of steps need about as much memory, and with one process:
+    DDP wraps a model once.
+    """
+    waits = setting == "auto" and machine.device.type == "cpu" and machine.world_size == 1
+    return EAGER_STEPS if waits else 0
 
 
 def git_commit() -> str | None:

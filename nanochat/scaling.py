@@ -19,6 +19,7 @@ REFERENCE_BATCH = 2**19  # tokens
 REFERENCE_WIDTH = 768
 HORIZON_EXPONENT = 0.32
 MOST_DECAY = 8.0
+FEWEST_GUESSED = 100  # steps of a horizon in minutes, while it is a guess: more than are timed
 ASSUMED_MFU = 0.3  # share of the peak that training is assumed to reach, before anything is timed
 BATCH_EXPONENT = 0.383  # best batch ~ tokens**0.383: Power Lines, arXiv 2505.13738
 
@@ -129,7 +130,7 @@ def horizon_of(
     """The model and the horizon for the settings of base_train, {name: value}, and a vocabulary.
 
     Minutes become FLOPs with peak_flops, of all processes. That is a guess of the number of steps, and good
-    enough for the batch; a new run then times its steps (time_budget.py). before: what a resumed run has
+    enough for the batch; a new run times its first steps (time_budget.py). before: what a resumed run has
     resolved; its number of steps and its batch stay.
     """
     sizes = ("depth", "aspect_ratio", "head_dim", "max_seq_len")
@@ -149,9 +150,10 @@ def horizon_of(
 def in_minutes(horizon: Horizon, minutes: float, before: dict | None) -> Horizon:
     """The horizon of a run that is to take so many minutes; that of a resumed run is the one it had. Other
     minutes than before change the number of steps in proportion: it never depends on a second timing."""
-    if not before:
-        reason = f"{minutes:g} minutes, a guess; steps that are timed before the first one decide"
-        return replace(horizon, reason=reason, minutes=minutes, estimated=True)
+    if not before or before.get("estimated"):
+        steps = before["num_iterations"] if before else max(FEWEST_GUESSED, horizon.num_iterations)
+        reason = f"{minutes:g} minutes, a guess; the first steps, which are timed, decide"
+        return replace(horizon, num_iterations=steps, reason=reason, minutes=minutes, estimated=True)
     steps, was = before["num_iterations"], before.get("target_minutes", minutes)
     reason = "as timed at the run's first start"
     if "target_minutes" not in before:

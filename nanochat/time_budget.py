@@ -1,10 +1,10 @@
-"""A horizon in minutes: how many steps fit, found by timing the run's own work before its first step.
+"""A horizon in minutes: how many steps fit, found by timing the first steps of the run.
 
 The minutes are those of the person who waits: from the command to its end, with everything that has to be
-loaded, compiled, evaluated, sampled and saved. What is done before the first step has been waited for; what
-comes is timed in small parts. The number of steps is found once, and the checkpoints keep it. A timing never
-changes the numbers that a run computes: the schedules know the number of steps from step 0 on, and if the
-machine becomes slower later, the run takes longer.
+loaded, compiled, evaluated, sampled and saved. The run begins with a guess. When some of its steps are timed,
+those that compile apart, and a part of each evaluation too, the number of steps is found, once, and the
+checkpoints keep it. If the machine becomes slower later, the run takes longer: no second timing changes the
+numbers that it computes.
 """
 
 import bisect
@@ -18,23 +18,51 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nanochat import UserError, optim, planning, precision, runtime
+from nanochat import UserError, optim, planning, runtime
+from nanochat.bars import counted
 from nanochat.engine import continuations
 from nanochat.evaluate import bits_per_byte
-from nanochat.gradients import clip_grad_norm_
-from nanochat.memory_trial import made_up_batch
 from nanochat.task_scores import score_tasks
 
 MOST_STEPS = 10**9  # of a run, as in base_train's num_iterations
 WARM_UP = 2  # steps that are not counted: they compile, and fill caches
-TIMED_SHARE = 0.01  # of the minutes goes into timed steps
-FEWEST, LONGEST_S = 3, 30.0  # timed steps, and seconds of them
+TIMED_SHARE = 0.01  # of the minutes goes into the steps that count
+FEWEST, LONGEST_S = 3, 30.0  # steps that count, and seconds of them
+LATEST = 0.5  # of the minutes: then what has been timed has to do
 PART, PART_OF_TASK = 3, 16  # validation batches that are timed; of the tasks one question in so many
 REPORT_S = 0.4  # seconds of a report with its plots
 SAVE_BYTES_S = 200e6  # bytes a second of the last save, which the run waits for
 END_S = 1.0  # seconds in which processes and Python end
 
 _imported = time.monotonic()
+
+
+class FirstSteps:
+    """The time of a run's first steps, for a horizon in minutes.
+
+    progress: the loop's. first: the step from which on all are alike, except that some warm up.
+    """
+
+    def __init__(self, plan, machine, progress, first: int):
+        self._plan, self._machine, self._progress = plan, machine, progress
+        self._begins, self._wanted = first + WARM_UP, None
+        self._at = {}  # seconds in steps, by number of steps
+        self.seconds = 0.0  # of a step, on the slowest process
+
+    def are_timed(self, steps: int) -> bool:
+        """Whether the time of a step is known, now that `steps` steps have been logged. Every process calls
+        it, and all get the same answer."""
+        self._at[steps] = self._progress.train_seconds
+        alike = [step for step in self._at if step >= self._begins]
+        first = alike[0] if len(alike) > 1 else min(self._at)
+        count = steps - first
+        mine = (self._at[steps] - self._at[first]) / max(1, count)
+        seconds = 60 * self._plan.horizon.minutes
+        late = seconds_since_command() > LATEST * seconds or steps >= self._plan.num_iterations // 2
+        self.seconds, late = map(max, zip(*self._machine.all_gather((mine, late)), strict=True))
+        if len(alike) > 1 and self._wanted is None:
+            self._wanted = max(FEWEST, int(min(LONGEST_S, TIMED_SHARE * seconds) / self.seconds))
+        return count > 0 and (late or (self._wanted is not None and count >= self._wanted))
 
 
 @dataclass(frozen=True)
@@ -45,113 +73,70 @@ class Work:
     seconds: float
     every: int  # steps; -1: only at the end
 
-    def times(self, steps: int) -> int:
-        """How often a run of that many steps does it."""
-        return 1 + ((steps - 1) // self.every if self.every > 0 else 0)
+    def times(self, steps: int, done: int = 0) -> int:
+        """How often a run of that many steps does it, after the first `done` of them."""
+        return 1 + ((steps - 1) // self.every - max(0, done - 1) // self.every if self.every > 0 else 0)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a run costs in seconds, timed before its first step."""
+    """What a run costs in seconds, timed in its first steps."""
 
     waited: float  # since the command
     step: float
     work: list[Work]
+    done: int = 0  # steps
 
     def seconds(self, steps: int) -> float:
         """From the command to the end of a run of that many steps."""
-        return self.waited + steps * self.step + sum(w.times(steps) * w.seconds for w in self.work)
+        work = sum(w.times(steps, self.done) * w.seconds for w in self.work)
+        return self.waited + (steps - self.done) * self.step + work
 
     def steps(self, minutes: float) -> int:
-        """The most steps with which the run ends in time. UserError if not even one fits."""
-        if self.seconds(1) > 60 * minutes:
-            needed = math.ceil(self.seconds(10) / 6) / 10  # minutes: ten steps fit
+        """The most steps with which the run ends in time. UserError if not even one more fits."""
+        if self.seconds(self.done + 1) > 60 * minutes:
+            needed = math.ceil(self.seconds(self.done + 10) / 6) / 10  # minutes: ten more fit
+            steps, rest = counted(self.done, "step", "steps"), self.seconds(self.done + 1) - self.waited
             raise UserError(
-                f"target_minutes {minutes:g} is too short: {self.waited:.0f} s have gone before the first "
-                f"step, and what comes after the last one takes {self.seconds(1) - self.waited:.0f} s; use "
+                f"target_minutes {minutes:g} is too short: {self.waited:.0f} s have gone into the start and "
+                f"{steps}, and one more with what comes after the last one takes {rest:.0f} s; use "
                 f"--target_minutes={needed:g} or more, or give --num_iterations"
             )
-        return bisect.bisect(range(1, MOST_STEPS), 60 * minutes, key=self.seconds)
+        return self.done + bisect.bisect(
+            range(1, MOST_STEPS), 60 * minutes, key=lambda more: self.seconds(self.done + more)
+        )
 
     def reason(self, minutes: float, steps: int) -> str:
         """How the number of steps was found."""
-        rest = ", ".join(f"{w.times(steps) * w.seconds:.1f} s for {w.name}" for w in self.work if w.seconds)
+        work = ((w.times(steps, self.done) * w.seconds, w.name) for w in self.work)
+        rest = ", ".join(f"{seconds:.1f} s for {name}" for seconds, name in work if seconds)
         return (
-            f"{minutes:g} minutes: {self.waited:.0f} s before the first step, {steps:,} x "
-            f"{1000 * self.step:.3g} ms, {rest}"
+            f"{minutes:g} minutes: {self.waited:.0f} s for the start and {self.done:,} steps, "
+            f"{steps - self.done:,} x {1000 * self.step:.3g} ms, {rest}"
         )
 
 
-def fit_minutes(plan, settings: dict, machine, model, train_model, optimizer, boundaries, *looks):
+def fit_minutes(plan, settings: dict, machine, step: int, first_steps: FirstSteps, model, optimizer, *looks):
     """The plan with the number of steps that ends in time; `optimizer` gets the rates of that number.
 
-    A plan whose number of steps is known stays as it is. train_model: what the loop trains, which is `model`
-    in its wrappings. boundaries: as in memory_trial. looks: what the script evaluates with: validation,
-    token_bytes, tokenizer, tasks, prompts. The weights, the optimizer's state and the random numbers stay as
-    they are. Every process calls this, and the slowest decides for all. Raises UserError if the minutes are
-    too few, or the text is too short for the steps.
+    step: how many are done. looks: what the script evaluates with: validation, token_bytes, tokenizer, tasks,
+    prompts. A part of each evaluation is done and timed; the random numbers stay as they are. Every process
+    calls this, and the slowest decides for all. Raises UserError if the minutes are too few, or the text is
+    too short for the steps.
     """
-    if not plan.horizon.estimated:
-        return plan
     before, minutes = runtime.random_state(machine.device), plan.horizon.minutes
-    step = _step_seconds(plan, machine, model, train_model, optimizer, boundaries)
     work = [*_work(plan, settings, machine, model, *looks)]
     runtime.set_random_state(before, machine.device)
-    found = machine.all_gather((seconds_since_command(), step, *(w.seconds for w in work)))
-    waited, step, *seconds = map(max, zip(*found, strict=True))
+    found = machine.all_gather((seconds_since_command(), *(w.seconds for w in work)))
+    waited, *seconds = map(max, zip(*found, strict=True))
     work = [replace(w, seconds=longest) for w, longest in zip(work, seconds, strict=True)]
-    cost = Cost(waited, step, work)
+    cost = Cost(waited, first_steps.seconds, work, step)
     steps = cost.steps(minutes)
     plan = plan.with_iterations(steps, cost.reason(minutes, steps), settings)
     _set_rates(optimizer, model, plan)
     machine.print(planning.text({"timed": plan.training_section}, plan.warnings(settings["accept"])))
     plan.check(settings["accept"])
     return plan
-
-
-def _step_seconds(plan, machine, model, train_model, optimizer, boundaries) -> float:
-    """The mean time of some steps, each like one of the script's loop, on a made-up batch."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0  # then an update leaves the weights as they are, to the bit
-    batch = made_up_batch(plan, machine, boundaries)
-
-    def steps(count: int) -> float:
-        machine.synchronize()
-        began = time.perf_counter()
-        for _ in range(count):
-            _step(plan, machine, model, train_model, optimizer, *batch)
-        machine.synchronize()
-        return (time.perf_counter() - began) / count
-
-    steps(WARM_UP)
-    one = max(machine.all_gather(steps(1)))  # all processes time equally many
-    seconds = steps(max(FEWEST, int(min(LONGEST_S, 60 * TIMED_SHARE * plan.horizon.minutes) / one)))
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    if isinstance(optimizer, optim.MuonAdamW):  # its state begins with zeros, that of torch's with nothing
-        for state in optimizer.state.values():
-            for tensor in state.values():
-                tensor.zero_()
-    else:
-        optimizer.state.clear()
-    return seconds
-
-
-def _step(plan, machine, model, train_model, optimizer, inputs, targets, documents):
-    """A step as in the loop of the script."""
-    for micro_step in range(plan.grad_accum_steps):
-        last_micro_step = micro_step == plan.grad_accum_steps - 1
-        sync = machine.world_size == 1 or last_micro_step
-        with contextlib.nullcontext() if sync else train_model.no_sync():
-            with precision.autocast(machine.device, plan.hardware.dtype):
-                loss = train_model(inputs, targets, documents=documents) / plan.grad_accum_steps
-            loss.backward()
-    grad_norm = clip_grad_norm_(model, optimizer, 1.0)
-    optim.skip_if_not_finite(optimizer, grad_norm)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=machine.world_size == 1)
-    optimizer.found_inf = None
 
 
 def _work(

@@ -25,6 +25,9 @@ class WandbLog:
                 values[name] = value
         self._try(lambda: self.run.log(values, step=step))
 
+    def new_config(self, changed: dict):
+        self._try(lambda: self.run.config.update(changed, allow_val_change=True))
+
     def finish(self):
         """Upload the run's report and end the run."""
         for name in REPORT_FILES:

@@ -37,7 +37,7 @@ from nanochat.profiler import StepProfiler
 from nanochat.run_output import RunOutput
 from nanochat.scaling import horizon_tokens
 from nanochat.task_scores import in_words, open_tasks, score_tasks
-from nanochat.time_budget import fit_minutes
+from nanochat.time_budget import FirstSteps, fit_minutes
 
 # Model
 depth = 20  # Transformer layers; every other size follows from it [1..512]
@@ -182,7 +182,9 @@ if fp8:
     convert_to_fp8(model)
 attention.use(model, attend)
 groups = optim.parameter_groups(model, plan.rates, plan.weight_decay)
-optimizer = optim.MuonAdamW(groups, compute_dtype, compiled, machine.rank, world_size)
+eager_steps = runtime.eager_steps(compile, machine) if compiled else 0  # then the loop compiles
+compile_now = compiled and step >= eager_steps
+optimizer = optim.MuonAdamW(groups, compute_dtype, compile_now, machine.rank, world_size)
 scaler = precision.make_scaler(device, compute_dtype)
 boundaries = attend.boundaries if document_mask else None
 plan = fit_micro_batch(plan, machine, model, compute_dtype, resolved, boundaries)  # fewer rows if need be
@@ -215,19 +217,16 @@ if resumed:
 elif init_from:
     checkpoint.load_weights(checkpoint.find_weights(init_from, identity, say), model)
 
-train_model = torch.compile(model, dynamic=False) if compiled else model
+train_model = torch.compile(model, dynamic=False) if compile_now else model
 if world_size > 1:  # gradients go to the processes that need them, while the backward pass goes on
     train_model = DistributedDataParallel(train_model, **runtime.DDP_OPTIONS)
     exchange_gradients(train_model, optimizer, gradient_dtype)
 
-looks = validation, token_bytes, tokenizer, tasks, prompts  # a horizon in minutes times them, and some steps
-plan = fit_minutes(plan, settings.values, machine, model, train_model, optimizer, boundaries, *looks)
-
 # ------------------------------------------------------------------------------------------------------
 # Log and save
 
-facts = {"settings": settings.record(), "plan": planning.lines(sections, plan), "identity": identity}
-facts |= {"derived": plan.numbers(), **machine.environment()}
+facts = {"settings": settings.record(), "identity": identity, **machine.environment()}
+facts |= {"plan": planning.lines(sections, plan), "derived": plan.numbers()}
 output = RunOutput(
     run_path, run_id, machine, facts, tokenizer, resumed, progress,
     plan.num_iterations, run, keep_checkpoints, permanent_every,
@@ -331,7 +330,12 @@ def is_due(every: int) -> bool:
 
 first_step, stopping, save_now = step, False, False
 unread = deque()  # steps whose numbers are on their way from the device
+first_steps = FirstSteps(plan, machine, progress, max(step, eager_steps))
 while True:
+    if plan.horizon.estimated and first_steps.are_timed(step - len(unread)):  # then minutes become steps
+        looks = validation, token_bytes, tokenizer, tasks, prompts
+        plan = fit_minutes(plan, settings.values, machine, step, first_steps, model, optimizer, *looks)
+        output.new_plan(plan.num_iterations, plan=planning.lines(sections, plan), derived=plan.numbers())
     last_step = step == plan.num_iterations
     save_due = is_due(save_every) or is_due(permanent_every)
     look_due = any(map(is_due, (eval_every, core_metric_every, sample_every)))
@@ -353,6 +357,9 @@ while True:
         break
 
     # One optimizer step: the gradient of the whole batch, gathered over micro-steps, then one update
+    if step == eager_steps > first_step:
+        train_model = torch.compile(model, dynamic=False)
+        optim.compile_update(optimizer)
     profiler.begin(step)
     started, waited = time.perf_counter(), loader.wait_s
     for group in optimizer.param_groups:

@@ -276,6 +276,18 @@ def test_the_time_left_follows_a_machine_that_becomes_slower_and_knows_nothing_a
     assert left.after(100) == pytest.approx(30, rel=0.05)
 
 
+def test_the_time_left_forgets_a_step_that_compiles():
+    left, now = TimeLeft(), 0.0
+    for seconds in [1.0] + [0.2] * 9 + [40.0] + [0.1] * 5:
+        now += seconds
+        left.add(seconds, now)
+    assert left.after(10) == pytest.approx(1.6, abs=0.6)
+    for _ in range(300):  # but not a machine that is slow for good
+        now += 40.0
+        left.add(40.0, now)
+    assert left.after(10) == pytest.approx(400, rel=0.1)
+
+
 # ------------------------------------------------------------------------------------------------------
 # A reader that is gone
 

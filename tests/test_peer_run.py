@@ -151,15 +151,18 @@ def test_the_last_line_of_a_command_needs_no_end():
     assert [line for _, line in done.lines[:2]] == ["one", "two"]
 
 
-def test_a_run_of_ours_is_killed_after_its_first_step(tmp_path):
+def test_a_run_of_ours_is_killed_after_the_steps_that_are_waited_for(tmp_path):
     prints = "print('step 10/12 | another')\nprint('step 1/12 | loss 8.3', flush=True)\n"
     (tmp_path / "sleeps.py").write_text(SLEEPS.replace("time.sleep(60)\n", prints + "time.sleep(60)\n"))
     began = time.monotonic()
-    seconds = peer_run.until_first_step([sys.executable, "-S", "sleeps.py"], tmp_path)
+    (seconds,) = peer_run.until_steps([sys.executable, "-S", "sleeps.py"], folder=tmp_path)
     assert 0 < seconds <= time.monotonic() - began < 50
     assert_ended(tmp_path / "pids")
-    with pytest.raises(UserError, match=r"ended before its first step: no such depth$"):
-        peer_run.until_first_step([sys.executable, "-S", "-c", "raise SystemExit('no such depth')"])
+    slow = "import time; print('step 1/12 |', flush=True); time.sleep(0.2); print('step 3/12 |')"
+    first, third = peer_run.until_steps([sys.executable, "-S", "-c", slow], (1, 3))
+    assert third - first > 0.1
+    with pytest.raises(UserError, match=r"ended before its step 1: no such depth$"):
+        peer_run.until_steps([sys.executable, "-S", "-c", "raise SystemExit('no such depth')"])
 
 
 INTERRUPTED = f"""

@@ -1,18 +1,21 @@
-"""A horizon in minutes: how many steps fit, and that finding it out leaves no trace in the run."""
+"""A horizon in minutes: how many steps fit, and how a run goes on with the number that was found."""
 
+import json
 import os
+import re
 import shutil
 import time
+from dataclasses import dataclass
 
 import pytest
 from helpers import ROOT, command, losses, python_m, records
 from test_planning import make_plan
 
 import configurator
-from nanochat import UserError, scaling
+from nanochat import UserError, scaling, time_budget
 from nanochat.checkpoint import find
 from nanochat.hardware import Hardware
-from nanochat.time_budget import Cost, Work
+from nanochat.time_budget import Cost, FirstSteps, Work
 
 DEFAULTS = configurator.defaults(ROOT / "scripts" / "base_train.py")
 DIAL = {"depth": 4, "max_seq_len": 512, "target_minutes": 5.0}
@@ -74,7 +77,7 @@ def test_a_text_that_is_too_short_is_refused_when_the_number_of_steps_is_known()
 def by_hand(cost: Cost, steps: int) -> float:
     """Seconds of a run, step by step."""
     seconds = cost.waited
-    for step in range(steps + 1):
+    for step in range(cost.done, steps + 1):
         for work in cost.work:
             if step == steps or (work.every > 0 and step > 0 and step % work.every == 0):
                 seconds += work.seconds
@@ -82,12 +85,14 @@ def by_hand(cost: Cost, steps: int) -> float:
     return seconds
 
 
+@pytest.mark.parametrize("done", [0, 1, 7, 15])
 @pytest.mark.parametrize("every", [-1, 1, 7, 100, 10**9])
 @pytest.mark.parametrize("minutes", [0.5, 1.0, 3.3])
-def test_the_steps_are_the_most_that_end_in_time(every, minutes):
-    cost = Cost(8.5, 0.25, [Work("validation", 1.5, every), Work("tasks", 0.9, 30), Work("end", 2.0, -1)])
+def test_the_steps_are_the_most_that_end_in_time(done, every, minutes):
+    work = [Work("validation", 0.913, every), Work("tasks", 0.7, 30), Work("end", 2.0, -1)]
+    cost = Cost(8.5, 0.25, work, done)
     steps = cost.steps(minutes)
-    assert by_hand(cost, steps) <= 60 * minutes < by_hand(cost, steps + 1)
+    assert steps > done and by_hand(cost, steps) <= 60 * minutes < by_hand(cost, steps + 1)
     assert cost.seconds(steps) == pytest.approx(by_hand(cost, steps))
 
 
@@ -97,7 +102,61 @@ def test_minutes_in_which_nothing_fits_are_refused_with_some_that_do():
         UserError, match=r"target_minutes 0.5 is too short: .* --target_minutes=1 or more"
     ) as e:
         cost.steps(0.5)
-    assert "20 s have gone" in str(e.value) and cost.steps(1.0) == 10
+    assert "20 s have gone into the start and 0 steps" in str(e.value) and cost.steps(1.0) == 10
+    with pytest.raises(UserError, match=r"into the start and 12 steps, .* --target_minutes=1 or more"):
+        Cost(20.0, 1.0, [Work("validation", 30.0, -1)], 12).steps(0.5)
+    assert Cost(20.0, 1.0, [Work("validation", 30.0, -1)], 12).steps(1.0) == 22
+
+
+@dataclass
+class Loop:
+    """What FirstSteps sees of a training loop: a plan, the processes and the progress, whose clock it is."""
+
+    minutes: float
+    others: list = ()  # what the other processes say, as functions of what this one says
+    num_iterations: int = 1000
+    train_seconds: float = 0.0
+
+    @property
+    def horizon(self):
+        return self
+
+    def all_gather(self, mine):
+        return [mine, *(other(mine) for other in self.others)]
+
+
+def timed_steps(monkeypatch, loop: Loop, step_seconds, first: int, since_command=0.0):
+    """(steps logged when the time of a step is known, that time) in a loop with such steps."""
+    monkeypatch.setattr(time_budget, "seconds_since_command", lambda: since_command + loop.train_seconds)
+    first_steps = FirstSteps(loop, loop, loop, first)
+    for steps in range(10**6):
+        if first_steps.are_timed(steps):
+            return steps, first_steps.seconds
+        loop.train_seconds += step_seconds(steps)
+
+
+def test_only_steps_that_are_like_the_later_ones_count(monkeypatch):
+    def seconds(step):  # ten eager ones, one that compiles, one that fills caches
+        return 9.0 if step < 10 else 40.0 if step == 10 else 5.0 if step == 11 else 0.5
+
+    steps, step_seconds = timed_steps(monkeypatch, Loop(minutes=10.0), seconds, first=10)
+    assert step_seconds == pytest.approx(0.5) and steps == 12 + 0.01 * 600 / 0.5
+    # Not more than half a minute of steps, not less than three of them
+    assert timed_steps(monkeypatch, Loop(1000.0), lambda step: 0.5, 0) == (62, pytest.approx(0.5))
+    assert timed_steps(monkeypatch, Loop(10.0), lambda step: 7.0, 0) == (5, pytest.approx(7.0))
+    # Half of the guessed steps are done
+    assert timed_steps(monkeypatch, Loop(9.0, num_iterations=20), lambda step: 0.1, 0)[0] == 10
+
+
+def test_after_half_of_the_minutes_what_has_been_timed_has_to_do(monkeypatch):
+    assert timed_steps(monkeypatch, Loop(1.0), lambda step: 8.0, first=10) == (4, 8.0)
+    assert timed_steps(monkeypatch, Loop(1.0), lambda step: 8.0, first=10, since_command=100.0) == (1, 8.0)
+
+
+def test_the_slowest_process_decides_for_all(monkeypatch):
+    slower, late = lambda mine: (2 * mine[0], mine[1]), lambda mine: (mine[0], True)
+    assert timed_steps(monkeypatch, Loop(10.0, [slower]), lambda step: 1.0, 0) == (5, 2.0)
+    assert timed_steps(monkeypatch, Loop(10.0, [slower, late]), lambda step: 1.0, 0) == (1, 2.0)
 
 
 CLOCK = f"""
@@ -122,7 +181,7 @@ def test_the_clock_begins_with_the_process(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------
-# A whole run. The number of steps does not depend on the speed of the machine: the first process finds 10
+# A whole run. After 4 steps are logged the first process finds 10, whatever the speed of the machine
 
 TIMED = f"""
 import os, runpy, sys
@@ -130,6 +189,7 @@ sys.path.insert(0, {str(ROOT)!r})
 from nanochat import time_budget
 
 time_budget.seconds_since_command = lambda: 10 + int(os.environ.get("RANK", 0))
+time_budget.FirstSteps.are_timed = lambda first_steps, steps: steps >= 4
 time_budget.Cost.steps = lambda cost, minutes: cost.waited
 runpy.run_module("scripts.base_train", run_name="__main__", alter_sys=True)
 """
@@ -137,8 +197,8 @@ runpy.run_module("scripts.base_train", run_name="__main__", alter_sys=True)
 
 @pytest.fixture
 def timed(tmp_path, corpus):
-    """A function that runs base_train with a horizon in minutes; each timing finds 10 steps, one in
-    process 1 finds 11."""
+    """A function that runs base_train with a horizon in minutes; the timing finds 10 steps (in process 1
+    11)."""
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "timed.py").write_text(TIMED)
 
@@ -154,14 +214,21 @@ def timed(tmp_path, corpus):
     return timed
 
 
-def test_timing_leaves_no_trace(timed, corpus, tmp_path):
+def test_the_first_steps_have_the_rates_of_a_guess_and_the_others_those_of_the_number_found(
+    timed, corpus, tmp_path
+):
     said = timed(tmp_path / "a", "--eval_every=-1")
     assert "timed\n" in said and "10 steps, 2,560 tokens (0.01 minutes: " in said
+    assert re.search(r"step 4/\d{3,} \|", said) and "step 10/10 |" in said
     done = python_m(command(corpus, tmp_path / "b", "--num_iterations=10", "--eval_every=-1"))
     assert done.returncode == 0
-    assert losses(tmp_path / "a") == losses(tmp_path / "b") and len(losses(tmp_path / "a")) == 10
     multipliers = [[r["lr_multiplier"] for r in records(tmp_path / run) if "loss" in r] for run in "ab"]
-    assert multipliers[0] == multipliers[1]
+    guessed = min(step for step in range(10) if multipliers[0][step:] == multipliers[1][step:])
+    assert len(multipliers[0]) == 10 and 0 < guessed <= 5
+    facts = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert facts["derived"]["num_iterations"] == 10
+    assert any(line.startswith("horizon: 10 steps") for line in facts["plan"])
+    assert (tmp_path / "a" / "step_000010" / "config.json").read_text() == json.dumps(facts, indent=2)
 
 
 @pytest.mark.slow
@@ -179,6 +246,18 @@ def test_a_resumed_run_goes_on_as_it_was_timed_and_other_minutes_change_it_in_pr
 
 
 @pytest.mark.slow
+def test_a_run_that_goes_on_before_its_steps_are_timed_goes_on_with_the_same_guess(timed, tmp_path):
+    timed(tmp_path / "a", "--save_every=2", "--keep_checkpoints=-1")
+    whole = losses(tmp_path / "a")
+    for later in (4, 6, 8, 10):
+        shutil.rmtree(tmp_path / "a" / f"step_{later:06}")
+    assert find(tmp_path / "a").state["resolved"]["estimated"]
+    said = timed(tmp_path / "a", "--save_every=2")
+    assert "going on from" in said and "timed\n" in said
+    assert losses(tmp_path / "a") == whole
+
+
+@pytest.mark.slow
 def test_two_processes_take_the_number_of_steps_of_the_slower_one(timed, tmp_path):
     said = timed(tmp_path / "a", "--eval_every=-1", processes=2)
     assert "  horizon       11 steps" in said and "x 2 processes" in said
@@ -187,5 +266,5 @@ def test_two_processes_take_the_number_of_steps_of_the_slower_one(timed, tmp_pat
 
 def test_the_plan_in_minutes_says_that_its_number_of_steps_is_a_guess(timed, tmp_path):
     said = timed(tmp_path / "a", "--plan", "--target_minutes=0.5")
-    assert "horizon       about " in said and "steps that are timed before the first one decide" in said
+    assert "horizon       about " in said and "the first steps, which are timed, decide" in said
     assert not (tmp_path / "a").exists()

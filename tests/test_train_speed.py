@@ -37,12 +37,14 @@ def test_ours_over_the_peers_is_of_the_same_round():
 
 
 def test_the_first_run_of_a_start_is_the_cold_one_and_no_median_has_it(monkeypatch, tmp_path):
-    ours, peers, phases = iter([40.0, 3.0, 9.0, 4.0]), iter([50.0, 7.0, 6.0, 8.0]), iter(range(100, 112))
-    monkeypatch.setattr(peer_run, "until_first_step", lambda command: next(ours))
+    ours, phases = iter([(40, 90), (3, 8), (9, 20), (4, 6)]), iter(range(100, 112))
+    peers = iter([50.0, 7.0, 6.0, 8.0])
+    monkeypatch.setattr(peer_run, "until_steps", lambda command, steps: next(ours))
     monkeypatch.setattr(start_speed, "peer_first_step", lambda *_: next(peers))
     monkeypatch.setattr(start_speed, "first_line", lambda command: next(phases))
     settings = {"recipe": "recipe.py", "base_dir": str(tmp_path), "rounds": 3, "peer": "peer"}
     assert start_speed.bench(settings) == {
-        "first_s": 40, "median_s": 4, "slowest_s": 9, "peer_first_s": 50, "peer_median_s": 7,
+        "first_s": 40, "median_s": 4, "slowest_s": 9, "full_first_s": 90, "full_median_s": 8,
+        "peer_first_s": 50, "peer_median_s": 7,
         "torch_s": 106, "imports_s": 107, "plan_s": 108,  # medians of 103, 106, 109 and so on
     }  # fmt: skip

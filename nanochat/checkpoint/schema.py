@@ -172,6 +172,7 @@ _STATE = {
             "attention": mapping(text),
             "fp8": truth,
             "target_minutes": above_zero,
+            "estimated": truth,
         }
     ),
     "num_iterations": whole(),
