@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import math
 import os
+import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -45,7 +46,7 @@ class FirstSteps:
 
     def __init__(self, plan, machine, progress, first: int):
         self._plan, self._machine, self._progress = plan, machine, progress
-        self._begins, self._wanted = first + WARM_UP, None
+        self._begins, self._wanted = first + WARM_UP, None  # how many of them are to be timed
         self._at = {}  # seconds in steps, by number of steps
         self.seconds = 0.0  # of a step, on the slowest process
 
@@ -53,16 +54,16 @@ class FirstSteps:
         """Whether the time of a step is known, now that `steps` steps have been logged. Every process calls
         it, and all get the same answer."""
         self._at[steps] = self._progress.train_seconds
-        alike = [step for step in self._at if step >= self._begins]
-        first = alike[0] if len(alike) > 1 else min(self._at)
-        count = steps - first
-        mine = (self._at[steps] - self._at[first]) / max(1, count)
+        times = [(b - a) / (n - m) for (m, a), (n, b) in itertools.pairwise(self._at.items())]
+        alike = [took for step, took in zip(self._at, times, strict=False) if step >= self._begins]
+        # Until some count the median: one of the others may have compiled
+        mine = statistics.fmean(alike) if alike else statistics.median(times or [0.0])
         seconds = 60 * self._plan.horizon.minutes
         late = seconds_since_command() > LATEST * seconds or steps >= self._plan.num_iterations // 2
         self.seconds, late = map(max, zip(*self._machine.all_gather((mine, late)), strict=True))
-        if len(alike) > 1 and self._wanted is None:
+        if alike and self._wanted is None:
             self._wanted = max(FEWEST, int(min(LONGEST_S, TIMED_SHARE * seconds) / self.seconds))
-        return count > 0 and (late or (self._wanted is not None and count >= self._wanted))
+        return len(times) > 0 and (late or (len(alike) > 0 and len(alike) >= self._wanted))
 
 
 @dataclass(frozen=True)

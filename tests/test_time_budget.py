@@ -150,6 +150,9 @@ def test_only_steps_that_are_like_the_later_ones_count(monkeypatch):
 
 def test_after_half_of_the_minutes_what_has_been_timed_has_to_do(monkeypatch):
     assert timed_steps(monkeypatch, Loop(1.0), lambda step: 8.0, first=10) == (4, 8.0)
+    compiles = {10: 40.0}  # and takes all the time
+    steps, seconds = timed_steps(monkeypatch, Loop(1.0), lambda step: compiles.get(step, 0.2), 10)
+    assert steps == 11 and seconds == pytest.approx(0.2)
     assert timed_steps(monkeypatch, Loop(1.0), lambda step: 8.0, first=10, since_command=100.0) == (1, 8.0)
 
 
