@@ -78,6 +78,11 @@ class Plan:
         return sum(self.expected_memory.values())
 
     @property
+    def fits_eager(self) -> bool:
+        """Whether memory suffices for steps that are not compiled, with something to spare."""
+        return replace(self, compiled=False).expected_bytes <= 0.8 * self.hardware.memory
+
+    @property
     def expected_seconds(self) -> float:
         """Time of all steps, without what is compiled, evaluated and saved."""
         step = self.config, self.total_batch_size, self.compiled, self.hardware

@@ -297,16 +297,20 @@ def decide_compile(
     return worth, f"about {expected_seconds:,.0f} s of steps: compiling {verdict}"
 
 
-def eager_steps(setting: str, machine: Machine) -> int:
+def eager_steps(setting: str, machine: Machine, plan, before: dict) -> int:
     """How many first steps of a run that is compiled are not: its first losses are there at once, and what
     fails in a step fails before the wait.
 
-    A fixed number, so that a resumed run computes the same bits. setting: `compile`; "on" compiles from the
-    first step on. Only on a CPU, where both kinds of steps need about as much memory, and with one process:
-    DDP wraps a model once.
+    Only on a CPU, where memory suffices for eager steps too, and with one process: DDP wraps a model once.
+    setting: `compile`; "on" compiles from the first step on. plan: a planning.Plan. before: what a resumed
+    run has resolved; it goes on with its number, so that it computes the same bits.
     """
+    if not plan.compiled:
+        return 0
+    if "eager_steps" in before:
+        return before["eager_steps"]
     waits = setting == "auto" and machine.device.type == "cpu" and machine.world_size == 1
-    return EAGER_STEPS if waits else 0
+    return EAGER_STEPS if waits and plan.fits_eager else 0
 
 
 def git_commit() -> str | None:

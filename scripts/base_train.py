@@ -182,7 +182,7 @@ if fp8:
     convert_to_fp8(model)
 attention.use(model, attend)
 groups = optim.parameter_groups(model, plan.rates, plan.weight_decay)
-eager_steps = runtime.eager_steps(compile, machine) if compiled else 0  # then the loop compiles
+eager_steps = runtime.eager_steps(compile, machine, plan, resolved)  # of a compiled run: the loop compiles
 compile_now = compiled and step >= eager_steps
 optimizer = optim.MuonAdamW(groups, compute_dtype, compile_now, machine.rank, world_size)
 scaler = precision.make_scaler(device, compute_dtype)
@@ -270,7 +270,8 @@ def save():
     """Start to write a checkpoint of this moment, after `step` updates."""
     state = {
         "identity": identity,
-        "resolved": plan.resolved | {"compiled": compiled, "attention": attend.resolved},
+        "resolved": plan.resolved
+        | {"compiled": compiled, "eager_steps": eager_steps, "attention": attend.resolved},
         "num_iterations": plan.num_iterations,
         "loader": merge_states(machine.all_gather(loader.state())),
         "scaler": scaler.state_dict(),

@@ -269,7 +269,7 @@ def test_epochs_and_shards_of_the_table_come_out():
         assert epochs == f"{tokens[0] / embedded:,.{digits}f}"
         assert int(shards) == PUBLIC["climbmix"].shards_for(tokens[1])
     recipe = dict(re.findall(r"^(\w+) = (\d+)", (ROOT / "runs" / "laptop.py").read_text(), re.MULTILINE))
-    steps, batch = 1200, int(recipe["total_batch_size"])
+    steps, batch = 400, int(recipe["total_batch_size"])
     said = f"{steps:,} x {batch:,} = {steps * batch / 1e6:.2f} million"
     said += f", so it reads {100 * steps * batch / embedded:.0f} % of it"
     assert said in re.sub(r"\s+", " ", DATA)

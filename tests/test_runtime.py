@@ -9,11 +9,13 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import ROOT
+from test_planning import make_plan
 
 from nanochat import UserError, memory, runtime
 
@@ -396,6 +398,21 @@ def test_a_gpu_or_dtype_that_is_not_in_the_table_is_measured(name, dtype, monkey
     monkeypatch.setattr(torch, "randn", measure)
     with pytest.raises(Measured):
         runtime.peak_flops(torch.device("cuda", 0), dtype)
+
+
+def test_a_compiled_run_begins_eager_where_it_can_wait_and_memory_suffices():
+    plan, _ = make_plan(10**6)
+    machine = runtime.Machine(CPU)
+    fits = replace(plan, compiled=True)
+    assert fits.fits_eager and runtime.eager_steps("auto", machine, fits, {}) == runtime.EAGER_STEPS
+    assert runtime.eager_steps("on", machine, fits, {}) == 0
+    assert runtime.eager_steps("auto", machine, replace(fits, compiled=False), {}) == 0
+    assert runtime.eager_steps("auto", runtime.Machine(CPU, world_size=2), fits, {}) == 0
+    assert runtime.eager_steps("auto", runtime.Machine(torch.device("cuda")), fits, {}) == 0
+    tight = replace(fits, hardware=replace(fits.hardware, memory=round(1.1 * fits.expected_bytes)))
+    assert not tight.fits_eager and runtime.eager_steps("auto", machine, tight, {}) == 0
+    assert runtime.eager_steps("auto", machine, tight, {"eager_steps": 10}) == 10  # as it began
+    assert runtime.eager_steps("auto", machine, fits, {"eager_steps": 0}) == 0
 
 
 def test_the_setting_decides_about_compiling_then_the_tools_then_the_time_it_saves(monkeypatch):

@@ -1,10 +1,12 @@
 """How soon a run begins: what an eager run does not load, and what a compiled one need not compile again."""
 
+import shutil
 import subprocess
 import sys
 
+import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, command, losses, python_m
 
 from nanochat import attention, precision, runtime
 from nanochat.gpt import GPT, GPTConfig, materialize
@@ -62,3 +64,54 @@ def test_torch_can_keep_the_compiled_model_for_the_next_start():
     names = [str(target) for target in found]
     assert "nanochat.attention_in_blocks" in " ".join(names)
     assert not [target for target in found if isinstance(target, torch._ops.HigherOrderOperator)]
+
+
+# ------------------------------------------------------------------------------------------------------
+# A run that is compiled begins with eager steps
+
+AUTO = f"""
+import runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch
+from nanochat import runtime
+
+def compile(*args, torch_compile=torch.compile, **options):
+    print("compiling", flush=True)
+    return torch_compile(*args, **options)
+
+torch.compile = compile
+runtime.decide_compile = lambda setting, *_, **__: (setting != "off", "a test")
+runpy.run_module("scripts.base_train", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
+def test_a_compiled_run_begins_with_ten_eager_steps_and_goes_on_from_any_of_them(corpus, tmp_path):
+    (tmp_path / "auto.py").write_text(AUTO)
+
+    def run(out, setting="auto"):
+        _, *arguments = command(corpus, tmp_path / out, "--num_iterations=13", "--eval_every=-1")
+        arguments += ["--save_every=4", "--keep_checkpoints=-1", f"--compile={setting}"]
+        done = python_m(["auto", *arguments], folder=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        steps = [line.split(" ")[1] for line in done.stdout.splitlines() if line.startswith("step ")]
+        before, *_ = done.stdout.partition("compiling")
+        return losses(tmp_path / out), steps, before
+
+    eager, _, said = run("eager", "off")
+    whole, steps, before = run("whole")
+    assert (
+        "step 13/13" in said and steps[9] == "10/13" and "step 10/13" in before and "step 11/" not in before
+    )
+    assert [whole[step] for step in range(10)] == [eager[step] for step in range(10)]
+    assert [whole[step] for step in range(13)] == pytest.approx([eager[step] for step in range(13)], rel=1e-4)
+    shutil.rmtree(tmp_path / "whole" / "step_000013")
+    again, steps, before = run("whole")  # from step 12, compiled at once
+    assert again == whole and steps[0] == "13/13" and "step " not in before
+    for later in (12, 13):
+        shutil.rmtree(tmp_path / "whole" / f"step_{later:06}")
+    again, steps, before = run("whole")  # from step 8, still eager
+    assert again == whole and steps[0] == "9/13" and "step 10/13" in before and "step 11/" not in before
+    _, _, before = run("at once", "on")
+    assert "step " not in before

@@ -167,6 +167,7 @@ _STATE = {
     "resolved": fields(
         {
             "compiled": truth,
+            "eager_steps": whole(),
             "device_batch_size": whole(1),
             "rates": mapping(number),
             "attention": mapping(text),

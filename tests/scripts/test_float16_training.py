@@ -212,6 +212,7 @@ def test_200_steps_of_the_laptop_recipe_in_bfloat16_lose_as_much_as_in_float32(t
     for dtype in ("bfloat16", "float32"):
         out = tmp_path / dtype
         options = ["--num_iterations=200", "--eval_every=-1", "--eval_tokens=65536", "--save_every=-1"]
+        options += ["--total_batch_size=2048", "--device_batch_size=4"]
         run(["scripts.base_train", "runs/laptop.py", f"--out_dir={out}", f"--dtype={dtype}", *options])
         found = losses(out)
         val_bpb = next(r["val_bpb"] for r in records(out) if "val_bpb" in r)
