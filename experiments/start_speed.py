@@ -27,8 +27,8 @@ SHAPE = "depth", "aspect_ratio", "head_dim", "max_seq_len", "device_batch_size",
 
 def bench(settings: dict) -> dict[str, float]:
     """Seconds to the end of the first step: cold (first_s), then the median and the slowest of `rounds` warm
-    runs; the same to full speed (full_first_s, full_median_s); medians of the seconds to the end of each
-    earlier phase; and the peer's first step, which is compiled."""
+    runs; the same to full speed (full_first_s, full_median_s), for which the recipe needs twelve steps;
+    medians of the seconds to the end of each earlier phase; and the peer's first step, which is compiled."""
     recipe, base = settings["recipe"], user_path("base_dir", settings["base_dir"])
     phases = {
         "torch_s": [sys.executable, "-c", "import torch; print()"],

@@ -7,10 +7,11 @@ import time
 
 from nanochat.bars import bar, duration, give_up, is_terminal
 from nanochat.metrics import Progress
+from nanochat.runtime import EAGER_STEPS
 
-FULL_STEPS = 12  # the first steps of a process; each has a line of its own
+# The first steps of a process, each with a line of its own: one more than the first that is compiled
+FULL_STEPS = EAGER_STEPS + 2
 LOG_S = 5.0  # seconds between two later lines of a log file
-ONCE = 20  # times as long as the mean: a step that does not come again
 REDRAW_S = 0.1  # seconds between two updates on a terminal
 # Characters that a terminal obeys and does not show. A model can write them.
 CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -63,6 +64,10 @@ class Console:
             sys.stdout.flush()
         except OSError:
             give_up(sys.stdout)
+
+    def forget_speed(self):
+        """The next step is like none before; begin again to measure the time that is left."""
+        self.time_left = TimeLeft()
 
     def bar(self, total: int | None, text: str, unit: str = " batches"):
         """A bar in place of the live line, over `total` pieces of work: `with console.bar(9, "evaluating")
@@ -145,20 +150,17 @@ class TimeLeft:
     """How long the steps to come will take, with the evaluations, samples and saves between them.
 
     A step costs the mean of the last hundred or so. What comes between two steps counts as a pause if it is
-    longer than the step; pauses go on at the rate measured up to the last one. The first step of a process
-    is not counted, nor what follows it: memory is set aside for saving. Nor is a step that compiles, or
-    during which the machine slept: one that takes ONCE times the mean, and is alone.
+    longer than the step; pauses go on at the rate measured up to the last one. The first step is not counted,
+    nor what follows it: it compiles, and then memory is set aside for saving.
     """
 
     def __init__(self):
         self.last = None  # on the clock: the end of the last step
         self.steps, self.seconds_per_step, self.paused, self.pause_per_step = 0, 0.0, 0.0, 0.0
-        self.once = False  # whether the last step is one that does not come again
 
     def add(self, seconds: float, now: float):
         """A step of that length has just ended, at `now` on the clock."""
-        self.once = not self.once and 0 < ONCE * self.seconds_per_step < seconds
-        if self.last is not None and not self.once:
+        if self.last is not None:
             self.steps += 1
             pause = now - self.last - seconds if self.steps > 1 else 0.0
             if pause > seconds:

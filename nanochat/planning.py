@@ -85,8 +85,13 @@ class Plan:
     @property
     def expected_seconds(self) -> float:
         """Time of all steps, without what is compiled, evaluated and saved."""
+        seconds = self.num_iterations * self.expected_step_seconds
+        return min(seconds, 60 * self.horizon.minutes) if self.horizon.estimated else seconds
+
+    @property
+    def expected_step_seconds(self) -> float:
         step = self.config, self.total_batch_size, self.compiled, self.hardware
-        return self.num_iterations * time_estimate.seconds_of_step(*step)
+        return time_estimate.seconds_of_step(*step)
 
     def numbers(self) -> dict[str, int]:
         """What the report needs to know of the plan, for config.json."""
@@ -216,7 +221,8 @@ class Plan:
     def sections(self, dataset, tokenizer, compiled: bool, compile_reason: str, run_path) -> dict:
         """The plan in words, {section: {name: text}}. `text` shows it."""
         config, counts, hardware = self.config, self.parameters, self.hardware
-        mfu = self.flops_per_token * self.tokens / self.expected_seconds / hardware.peak_flops
+        flops = self.flops_per_token * self.total_batch_size
+        mfu = flops / self.expected_step_seconds / hardware.peak_flops
         held = f"{gib(hardware.held)} of it held already, " if hardware.held else ""
         return {
             "machine": {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from nanochat import checkpoint, distributed, metrics, optim, runtime
+from nanochat import checkpoint, distributed, metrics, optim, planning, runtime
 from nanochat.console import Console
 from nanochat.report import write_report
 
@@ -56,11 +56,14 @@ class RunOutput:
         if self._machine.is_main:
             checkpoint.write_whole(self._path / "config.json", self._files["config.json"])
 
-    def new_plan(self, num_iterations: int, **facts):
-        """The run will have that number of steps, and these facts have changed with it."""
-        self._write_facts(self._facts | facts)
-        self.console.num_iterations = num_iterations
-        self.log.new_config(facts)
+    def new_plan(self, plan, sections: dict, accept: str):
+        """The number of steps has changed, and with it the plan, a planning.Plan with its sections."""
+        changed = {"plan": planning.lines(sections, plan), "derived": plan.numbers()}
+        self.console.print(planning.text({"timed": plan.training_section}, plan.warnings(accept)))
+        self.console.num_iterations = plan.num_iterations
+        self.console.forget_speed()
+        self._write_facts(self._facts | changed)
+        self.log.new_config(changed)
 
     def prepare_to_save(self, model: torch.nn.Module, optimizer):
         """Make the buffers of a save, once the optimizer has its state (after its first step)."""

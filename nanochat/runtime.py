@@ -305,12 +305,11 @@ def eager_steps(setting: str, machine: Machine, plan, before: dict) -> int:
     setting: `compile`; "on" compiles from the first step on. plan: a planning.Plan. before: what a resumed
     run has resolved; it goes on with its number, so that it computes the same bits.
     """
-    if not plan.compiled:
+    if not plan.compiled or machine.device.type != "cpu" or machine.world_size > 1:
         return 0
-    if "eager_steps" in before:
-        return before["eager_steps"]
-    waits = setting == "auto" and machine.device.type == "cpu" and machine.world_size == 1
-    return EAGER_STEPS if waits and plan.fits_eager else 0
+    if before:
+        return before.get("eager_steps", 0)
+    return EAGER_STEPS if setting == "auto" and plan.fits_eager else 0
 
 
 def git_commit() -> str | None:

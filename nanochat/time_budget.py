@@ -3,8 +3,8 @@
 The minutes are those of the person who waits: from the command to its end, with everything that has to be
 loaded, compiled, evaluated, sampled and saved. The run begins with a guess. When some of its steps are timed,
 those that compile apart, and a part of each evaluation too, the number of steps is found, once, and the
-checkpoints keep it. If the machine becomes slower later, the run takes longer: no second timing changes the
-numbers that it computes.
+checkpoints keep it. If the machine becomes slower later, the run takes longer: from then on no timing changes
+the numbers that it computes.
 """
 
 import bisect
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nanochat import UserError, optim, planning, runtime
+from nanochat import UserError, optim, runtime
 from nanochat.bars import counted
 from nanochat.engine import continuations
 from nanochat.evaluate import bits_per_byte
@@ -56,14 +56,14 @@ class FirstSteps:
         self._at[steps] = self._progress.train_seconds
         times = [(b - a) / (n - m) for (m, a), (n, b) in itertools.pairwise(self._at.items())]
         alike = [took for step, took in zip(self._at, times, strict=False) if step >= self._begins]
-        # Until some count the median: one of the others may have compiled
-        mine = statistics.fmean(alike) if alike else statistics.median(times or [0.0])
+        # Until some count the fastest: one of the others may have compiled
+        mine = statistics.fmean(alike) if alike else min(times, default=0.0)
         seconds = 60 * self._plan.horizon.minutes
         late = seconds_since_command() > LATEST * seconds or steps >= self._plan.num_iterations // 2
         self.seconds, late = map(max, zip(*self._machine.all_gather((mine, late)), strict=True))
         if alike and self._wanted is None:
             self._wanted = max(FEWEST, int(min(LONGEST_S, TIMED_SHARE * seconds) / self.seconds))
-        return len(times) > 0 and (late or (len(alike) > 0 and len(alike) >= self._wanted))
+        return (late and len(times) > 1) or (len(alike) > 0 and len(alike) >= self._wanted)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Work:
 
     def times(self, steps: int, done: int = 0) -> int:
         """How often a run of that many steps does it, after the first `done` of them."""
-        return 1 + ((steps - 1) // self.every - max(0, done - 1) // self.every if self.every > 0 else 0)
+        return 1 + ((steps - 1) // self.every - done // self.every if self.every > 0 else 0)
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,8 @@ def fit_minutes(plan, settings: dict, machine, step: int, first_steps: FirstStep
     cost = Cost(waited, first_steps.seconds, work, step)
     steps = cost.steps(minutes)
     plan = plan.with_iterations(steps, cost.reason(minutes, steps), settings)
-    _set_rates(optimizer, model, plan)
-    machine.print(planning.text({"timed": plan.training_section}, plan.warnings(settings["accept"])))
     plan.check(settings["accept"])
+    _set_rates(optimizer, model, plan)
     return plan
 
 

@@ -232,7 +232,8 @@ output = RunOutput(
     plan.num_iterations, run, keep_checkpoints, permanent_every,
 )  # fmt: skip
 log, console = output.log, output.console
-profiler = StepProfiler(profile, plan.num_iterations, run_path, machine, console.print)
+most_steps = math.inf if plan.horizon.estimated else plan.num_iterations
+profiler = StepProfiler(profile, most_steps, run_path, machine, console.print)
 
 
 @torch.profiler.record_function("log")  # its name in a trace
@@ -333,17 +334,15 @@ first_step, stopping, save_now = step, False, False
 unread = deque()  # steps whose numbers are on their way from the device
 first_steps = FirstSteps(plan, machine, progress, max(step, eager_steps))
 while True:
-    if plan.horizon.estimated and first_steps.are_timed(step - len(unread)):  # then minutes become steps
-        looks = validation, token_bytes, tokenizer, tasks, prompts
-        plan = fit_minutes(plan, settings.values, machine, step, first_steps, model, optimizer, *looks)
-        output.new_plan(plan.num_iterations, plan=planning.lines(sections, plan), derived=plan.numbers())
-    last_step = step == plan.num_iterations
+    last_step = step == plan.num_iterations and not plan.horizon.estimated
+    fit_due = plan.horizon.estimated and first_steps.are_timed(step - len(unread))
     save_due = is_due(save_every) or is_due(permanent_every)
     look_due = any(map(is_due, (eval_every, core_metric_every, sample_every)))
 
     # Log. A GPU gets step n + 1 before step n is logged, so that it need not wait for Python
     # (machine.steps_ahead). What is due below needs the log of all steps
-    while unread and (len(unread) > machine.steps_ahead or stopping or save_now or save_due or look_due):
+    due = save_due or look_due or fit_due
+    while unread and (len(unread) > machine.steps_ahead or stopping or save_now or due):
         stopping, save_now = log_step(*unread.popleft())
     profiler.end()
 
@@ -356,11 +355,16 @@ while True:
         last_eval_step = step
     if last_step or stopping:
         break
+    if fit_due:  # minutes become steps
+        looks = validation, token_bytes, tokenizer, tasks, prompts
+        plan = fit_minutes(plan, settings.values, machine, step, first_steps, model, optimizer, *looks)
+        output.new_plan(plan, sections, accept)
 
     # One optimizer step: the gradient of the whole batch, gathered over micro-steps, then one update
     if step == eager_steps > first_step:
         train_model = torch.compile(model, dynamic=False)
         optim.compile_update(optimizer)
+        console.forget_speed()
     profiler.begin(step)
     started, waited = time.perf_counter(), loader.wait_s
     for group in optimizer.param_groups:
@@ -389,8 +393,9 @@ while True:
     sums = micro_losses.sum(), stop.at_step_end(), output.save_is_overdue(save_minutes)
     numbers = machine.read(sums, same=(grad_norm, precision.loss_scale(scaler, device)))
     unread.append((step, started, loader.wait_s - waited, loader.epoch, micro_losses, numbers))
-    if step == first_step:
+    if step in (first_step, eager_steps):
         runtime.freeze_garbage()
+    if step == first_step:
         output.prepare_to_save(model, optimizer)
     step += 1
 

@@ -413,6 +413,8 @@ def test_a_compiled_run_begins_eager_where_it_can_wait_and_memory_suffices():
     assert not tight.fits_eager and runtime.eager_steps("auto", machine, tight, {}) == 0
     assert runtime.eager_steps("auto", machine, tight, {"eager_steps": 10}) == 10  # as it began
     assert runtime.eager_steps("auto", machine, fits, {"eager_steps": 0}) == 0
+    assert runtime.eager_steps("auto", machine, fits, {"compiled": True}) == 0  # of an earlier version
+    assert runtime.eager_steps("auto", runtime.Machine(CPU, world_size=2), fits, {"eager_steps": 10}) == 0
 
 
 def test_the_setting_decides_about_compiling_then_the_tools_then_the_time_it_saves(monkeypatch):

@@ -1,4 +1,4 @@
-"""Schedule, rates and batch of the laptop's recipe: one changed at a time."""
+"""Schedule and rates with the batch that the laptop's recipe had until 2026-11-22: one changed at a time."""
 
 settings = {
     "depth": 4,
@@ -24,7 +24,4 @@ variants = {
     "unembedding_lr / 2": {"unembedding_lr": 0.002},
     "batches of 4096": {"total_batch_size": 4096, "num_iterations": 375},
     "rate falls to 0": {"final_lr_frac": 0.0},
-    "weight decay / 2": {"weight_decay": 0.14},
-    "scalar_lr / 2": {"scalar_lr": 0.05},
-    "scalar_lr x 2": {"scalar_lr": 0.2},
 }
