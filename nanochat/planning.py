@@ -85,8 +85,9 @@ class Plan:
     @property
     def expected_seconds(self) -> float:
         """Time of all steps, without what is compiled, evaluated and saved."""
-        seconds = self.num_iterations * self.expected_step_seconds
-        return min(seconds, 60 * self.horizon.minutes) if self.horizon.estimated else seconds
+        if self.horizon.estimated:  # most of the minutes go into steps, however many these will be
+            return 60 * self.horizon.minutes
+        return self.num_iterations * self.expected_step_seconds
 
     @property
     def expected_step_seconds(self) -> float:

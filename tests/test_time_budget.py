@@ -49,6 +49,14 @@ def test_before_timing_the_minutes_are_a_guess_of_flops_at_the_assumed_share_of_
     assert tokens == guessed.tokens
 
 
+def test_as_long_as_the_steps_are_a_guess_their_time_is_that_of_the_minutes():
+    for peak in (1e11, 1e15):  # a slow machine begins to compile for as many minutes as a fast one
+        plan, _ = make_plan(target_minutes=5.0, total_batch_size=4096, peak_flops=peak)
+        assert plan.expected_seconds == 300 and plan.num_iterations >= 100
+    found = plan.with_iterations(50, "timed", DEFAULTS)
+    assert found.expected_seconds == 50 * plan.expected_step_seconds < 300
+
+
 def test_a_resumed_run_keeps_its_number_of_steps_and_its_batch_on_any_machine():
     before = {"num_iterations": 1234, "total_batch_size": 8192, "target_minutes": 5.0}
     kept = horizon(before)
