@@ -42,8 +42,8 @@ class Server(http.server.ThreadingHTTPServer):
         self.active = self.most_active = 0
 
     def handle_error(self, request, client_address):
-        """A client that has gone away is no error of the server. It would print a traceback, in whichever test
-        runs by then."""
+        """A client that has gone away is no error of the server, which would print a traceback into
+        whichever test runs by then."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
