@@ -51,8 +51,8 @@ class FirstSteps:
         self.seconds = 0.0  # of a step, on the slowest process
 
     def are_timed(self, steps: int) -> bool:
-        """Whether the time of a step is known, now that `steps` steps have been logged. Every process calls
-        it, and all get the same answer."""
+        """Note how long the `steps` steps logged so far took; whether the time of a step is known now. Every
+        process calls it before each step, and all get the same answer."""
         self._at[steps] = self._progress.train_seconds
         times = [(b - a) / (n - m) for (m, a), (n, b) in itertools.pairwise(self._at.items())]
         alike = [took for step, took in zip(self._at, times, strict=False) if step >= self._begins]

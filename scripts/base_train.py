@@ -359,12 +359,12 @@ while True:
         looks = validation, token_bytes, tokenizer, tasks, prompts
         plan = fit_minutes(plan, settings.values, machine, step, first_steps, model, optimizer, *looks)
         output.new_plan(plan, sections, accept)
-
-    # One optimizer step: the gradient of the whole batch, gathered over micro-steps, then one update
-    if step == eager_steps > first_step:
+    if step == eager_steps > first_step:  # the first losses are there; from here on the run is compiled
         train_model = torch.compile(model, dynamic=False)
         optim.compile_update(optimizer)
         console.forget_speed()
+
+    # One optimizer step: the gradient of the whole batch, gathered over micro-steps, then one update
     profiler.begin(step)
     started, waited = time.perf_counter(), loader.wait_s
     for group in optimizer.param_groups:
@@ -393,7 +393,7 @@ while True:
     sums = micro_losses.sum(), stop.at_step_end(), output.save_is_overdue(save_minutes)
     numbers = machine.read(sums, same=(grad_norm, precision.loss_scale(scaler, device)))
     unread.append((step, started, loader.wait_s - waited, loader.epoch, micro_losses, numbers))
-    if step in (first_step, eager_steps):
+    if step in (first_step, eager_steps):  # what the set-up and the compiler have left
         runtime.freeze_garbage()
     if step == first_step:
         output.prepare_to_save(model, optimizer)
