@@ -102,7 +102,11 @@ def test_a_stopped_command_goes_on_where_every_training_was(tmp_path):
     process = subprocess.Popen([sys.executable, "-m", *long], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     logs = tmp_path / "base" / "ablations" / "documents"
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and len([*logs.glob("*/run/metrics.jsonl")]) < 2:
+    # A run that is stopped before its first step is done has nothing to save
+    while (
+        time.monotonic() < deadline
+        and len([f for f in logs.glob("*/run/metrics.jsonl") if f.stat().st_size]) < 2
+    ):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 143
