@@ -97,25 +97,29 @@ def visible_from(documents):
     return documents[:, None, :, None] == documents[:, None, None, :]  # (B, 1, T, T)
 
 
+def token_before(x, visible=None):
+    """What x (B, T, ...) holds for the token before each position: x one position on, with zeros at the start
+    of a row and of each document that `visible` tells of."""
+    before, more = x[:, :-1], x.ndim - 2
+    if visible is not None:
+        B, T = x.shape[:2]
+        if visible.dtype == torch.bool:  # (B, 1, T, T)
+            same = visible[:, 0].diagonal(-1, -2, -1)
+        else:
+            same = torch.ones(B * T + 1, dtype=torch.bool, device=x.device)
+            same = same.index_fill(0, visible.long(), False)[:-1].view(B, T)[:, 1:]
+        before = before * same.view(*same.shape, *more * [1]).to(x.dtype)
+    return F.pad(before, (*more * [0, 0], 1, 0))
+
+
 def keys_before(k, visible=None):
-    """The key of the token before each position: k (B, H, T, D) one position on, with zeros at the start of a
-    row and of each document that `visible` tells of.
+    """The key of the token before each position: k (B, H, T, D) as `token_before` moves it.
 
     A query then looks for what came before a value and not for the value itself. So it finds what followed a
     token like its own in one layer; with a token's own key that takes two, and most of a short run to learn
     (docs/ablations.md).
     """
-    k = k.transpose(1, 2)  # as it lies in memory
-    before = k[:, :-1]
-    if visible is not None:
-        B, T = k.shape[:2]
-        if visible.dtype == torch.bool:  # (B, 1, T, T)
-            same = visible[:, 0].diagonal(-1, -2, -1)
-        else:
-            same = torch.ones(B * T + 1, dtype=torch.bool, device=k.device)
-            same = same.index_fill(0, visible.long(), False)[:-1].view(B, T)[:, 1:]
-        before = before * same[..., None, None].to(k.dtype)
-    return F.pad(before, (0, 0, 0, 0, 1, 0)).transpose(1, 2)
+    return token_before(k.transpose(1, 2), visible).transpose(1, 2)  # transposed as it lies in memory
 
 
 def use(model, chosen: Attention):

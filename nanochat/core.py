@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from nanochat import UserError
-from nanochat.attention import keys_before
+from nanochat.attention import keys_before, token_before
 from nanochat.data.bundle import Task
 from nanochat.precision import autocast
 
@@ -217,7 +217,7 @@ def _characters(value: str | list[str] | int) -> int:
 
 
 class SharedPrefix:
-    """Keys and values of prefixes, each computed once for all rows that begin with it.
+    """Keys, values and stream of prefixes, each computed once for all rows that begin with it.
 
     It stands in for a decode.KVCache: the first forward pass fills it, the second one has a row for each
     number in `owner` (rows,), the index of the prefix that this row continues.
@@ -233,7 +233,13 @@ class SharedPrefix:
 
 class _Layer:
     def __init__(self, prefix: SharedPrefix):
-        self.prefix, self.keys, self.values = prefix, None, None
+        self.prefix, self.x, self.keys, self.values = prefix, None, None, None
+
+    def token_before(self, x):  # (B, T, C)
+        if self.x is None:
+            self.x = x[:, -1]
+            return token_before(x)
+        return torch.cat((self.x[self.prefix.owner, None], x[:, :-1]), 1)
 
     def append(self, k, v):  # (B, H, T, D); the third value of what it returns: nothing is masked
         if self.keys is None:

@@ -25,13 +25,13 @@ from nanochat.loss import softcap
 # The parameters that DecodeStep knows, as they are called in gpt.py
 TABLES = {"embedding", "value_embeddings", "head"}
 MATRICES = {"query", "key", "value", "out", "up", "down", "value_gate"}
-SCALARS = {"residual_scale", "x0_scale"}
+SCALARS = {"residual_scale", "x0_scale", "x_before_scale"}
 
 SMALL = 2**27  # parameters, half a gigabyte of float32
 
 
 class KVCache:
-    """Keys and values of every layer for the tokens so far, of B texts of different lengths.
+    """Keys, values and stream of every layer for the tokens so far, of B texts of different lengths.
 
     A slot holds one position of every text. The texts end in the same slot, so a shorter one begins later:
     row r begins in slot start[r], and what is in the slots before it is masked. `layers[i]` is what
@@ -39,7 +39,7 @@ class KVCache:
     """
 
     def __init__(self, config, slots: int = 0, dtype: torch.dtype | None = None):
-        """slots: memory to take at once, more is taken when needed. dtype: of the memory (None: of keys)."""
+        """slots: memory to take at once, and more later if needed. dtype: of the memory (None: the model's)."""
         self.max_seq_len, self.slots, self.dtype = config.max_seq_len, slots, dtype
         self.start = None  # (B,) int64, or None while all texts begin in slot 0
         self.visible = None  # (B, 1, 1, slots) bool, False in slots before start; None as start
@@ -68,7 +68,7 @@ class KVCache:
             layer.move([(s, stop - n, n) for s, n in zip(start, lengths, strict=True)], stop)
         self.start = self.visible = None
         if min(lengths) < stop:
-            device = self.layers[0].k.device
+            device = self.layers[0].v.device
             self.start = torch.tensor([stop - n for n in lengths], device=device)
             self._show()
 
@@ -80,27 +80,37 @@ class KVCache:
         """Take memory for so many slots."""
         self.slots = max(self.slots, slots)
         for layer in self.layers:
-            if layer.k is not None and layer.v.size(2) < slots:
+            if layer.v is not None and layer.v.size(2) < slots:
                 layer.grow(slots)
         if self.start is not None and self.visible.size(-1) < slots:
             self._show()
 
 
 class LayerCache:
-    """Keys and values of one layer: v (B, H, slots, D), of which the first `length` slots are used, and k, in
-    which the key of a token is one slot later, for the next token (attention.keys_before)."""
+    """Values of one layer, v (B, H, slots, D), of which the first `length` slots are used; its keys k and the
+    stream x (B, slots, C) that it reads, in which a token is one slot later, for the next token
+    (attention.token_before)."""
 
     def __init__(self, cache: KVCache):
-        self.cache, self.length, self.k, self.v = cache, 0, None, None
+        self.cache, self.length, self.x, self.k, self.v = cache, 0, None, None, None
+
+    def token_before(self, x):
+        """Add the stream x (B, T, C) of T new slots, before `append`; returns that of the tokens before."""
+        stop = self.length + x.size(1)
+        if self.x is None:
+            self.x = self._empty(x, max(stop, self.cache.slots) + 1)
+        elif stop >= self.x.size(1):
+            self.cache.reserve(2 * stop)
+        self.x[:, self.length + 1 : stop + 1] = x
+        return self.x[:, self.length : stop].to(x.dtype)
 
     def append(self, k, v):
         """Add k and v (B, H, T, D) of T new slots; returns for all slots the keys of the tokens before, the
         values, and which slots are visible: (B, 1, 1, length) bool, None for all."""
         stop = self.length + k.size(2)
         if self.k is None:
-            self.k, self.v = self._empty(k, max(stop, self.cache.slots))
-        elif stop > self.v.size(2):
-            self.cache.reserve(2 * stop)
+            slots = self.x.size(1)
+            self.k, self.v = self._empty(k, slots), self._empty(v, slots - 1)
         self.k[:, :, self.length + 1 : stop + 1], self.v[:, :, self.length : stop] = k, v
         first, self.length = self.length == 0, stop
         if first:
@@ -110,23 +120,26 @@ class LayerCache:
 
     def _empty(self, like, slots):
         """Zeros, since a masked value takes part in a sum with weight 0, and 0 * nan is nan."""
-        B, H, _, D = like.shape
-        dtype = self.cache.dtype or like.dtype
-        return (torch.zeros(B, H, n, D, dtype=dtype, device=like.device) for n in (slots + 1, slots))
+        *rows, _, channels = like.shape
+        return like.new_zeros(*rows, slots, channels, dtype=self.cache.dtype or like.dtype)
 
     def grow(self, slots: int):
-        old = self.k, self.v
-        self.k, self.v = self._empty(self.k, slots)
-        for new, x in zip((self.k, self.v), old, strict=True):
-            new[:, :, : x.size(2)] = x
+        old = self.x, self.k, self.v
+        self._renew(slots)
+        for new, x in zip((self.x, self.k, self.v), old, strict=True):
+            new[..., : x.size(-2), :] = x
+
+    def _renew(self, slots: int):
+        self.x, self.k = self._empty(self.x, slots + 1), self._empty(self.k, slots + 1)
+        self.v = self._empty(self.v, slots)
 
     def move(self, moves: list[tuple[int, int, int]], stop: int):
         """Row by row, take n slots from one place to another: (from, to, n). `stop` slots are in use then."""
-        old = self.k, self.v
-        self.k, self.v = self._empty(self.k, max(self.cache.slots, stop))
-        for new, x, more in zip((self.k, self.v), old, (1, 0), strict=True):
+        old = self.x, self.k, self.v
+        self._renew(max(self.cache.slots, stop))
+        for new, x, more in zip((self.x, self.k, self.v), old, (1, 1, 0), strict=True):
             for row, (source, to, n) in enumerate(moves):
-                new[row, :, to : to + n + more] = x[row, :, source : source + n + more]
+                new[row, ..., to : to + n + more, :] = x[row, ..., source : source + n + more, :]
         self.length = stop
 
 
@@ -147,7 +160,10 @@ class DecodeStep:
         self.embedding, self.head = model.embedding.weight.detach(), self._matrix(model.head.weight)
         self.layers = [self._layer(model, i) for i in range(config.depth)]
         self.residual_scales = [block.residual_scale.item() for block in model.blocks]
-        self.x0_scales = torch.stack([block.x0_scale.detach() for block in model.blocks]).to(dtype)
+        self.x0_scales, self.x_before_scales = (
+            torch.stack([getattr(block, name).detach() for block in model.blocks]).to(dtype)
+            for name in ("x0_scale", "x_before_scale")
+        )
         # A rotation of (x1, x2) is x * (cos, cos) + (x2, x1) * (-sin, sin). QK_SCALE is part of both.
         self.cos = (QK_SCALE * torch.cat((model.cos, model.cos), -1)).to(dtype)  # (T, D)
         self.sin = (QK_SCALE * torch.cat((-model.sin, model.sin), -1)).to(dtype)
@@ -185,7 +201,9 @@ class DecodeStep:
         x = x0 = norm(F.embedding(idx, self.embedding)).to(self.dtype)  # (B, C)
         shares = (self.x0_scales[:, None, None] * x0).unbind(0)
         for i, (qkvg, out, up, down, table) in enumerate(self.layers):
+            before = cache.layers[i].token_before(x[:, None])[:, 0]  # (B, C)
             x = torch.add(shares[i], x, alpha=self.residual_scales[i])
+            x = torch.addcmul(x, self.x_before_scales[i], before)
             qkvg = norm(x) @ qkvg  # (B, 3 * C), with a gate (B, 3 * C + H)
             qk = norm(qkvg[:, : 2 * C].view(B, 2, H, C // H))
             qk = torch.addcmul(qk * cos, qk.roll(C // H // 2, -1), sin)

@@ -2,10 +2,10 @@
 
 Rotary positions, QK norm, ReLU-squared MLP, RMSNorm without weights, untied embedding and head, softcapped
 logits, no biases. The projections back into the residual stream start at zero. A token is found by the key of
-the token before it, so that one layer can copy what followed (`attention.keys_before`). Three additions are
-here whose gain others have measured and we have not yet (docs/ablations.md): value embeddings on alternate
-layers, a learned scale of the residual stream at each layer, and a learned share of the first embedding mixed
-back in.
+the token before it, so that one layer can copy what followed (`attention.keys_before`), and each block adds a
+learned share of the stream of the token before. Three additions are here whose gain others have measured and
+we have not yet (docs/ablations.md): value embeddings on alternate layers, a learned scale of the residual
+stream at each layer, and a learned share of the first embedding mixed back in.
 
 Shapes: B rows, T positions, C width, H heads, D head size, V vocabulary. Parameters are float32; under
 `torch.autocast` the matrix multiplications and the residual stream run in autocast's dtype.
@@ -21,7 +21,7 @@ import torch
 import torch.nn as nn
 
 from nanochat import UserError
-from nanochat.attention import attention, keys_before, visible_from
+from nanochat.attention import attention, keys_before, token_before, visible_from
 from nanochat.elementwise import norm, norm_and_rotate, squared_relu
 from nanochat.lookup import look_up
 from nanochat.loss import softcap, softcapped_cross_entropy
@@ -105,9 +105,12 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.residual_scale = nn.Parameter(torch.empty(()))
         self.x0_scale = nn.Parameter(torch.empty(()))
+        self.x_before_scale = nn.Parameter(torch.empty(config.width))
 
     def forward(self, x, x0, value_embedding, rotary, cache=None, visible=None):
+        before = token_before(x, visible) if cache is None else cache.token_before(x)  # (B, T, C)
         x = self.residual_scale.to(x.dtype) * x + self.x0_scale.to(x.dtype) * x0
+        x = torch.addcmul(x, self.x_before_scale.to(x.dtype), before)
         x = x + self.attention(norm(x), value_embedding, rotary, cache, visible)
         return x + self.mlp(norm(x))
 
@@ -157,6 +160,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(block.attention.value_gate.weight)
             nn.init.ones_(block.residual_scale)
             nn.init.constant_(block.x0_scale, 0.1)
+            nn.init.zeros_(block.x_before_scale)
         self.init_rotary()
 
     def init_rotary(self):

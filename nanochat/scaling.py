@@ -218,9 +218,10 @@ def rate_scale(total_batch_size: int, tokens: float, d12_tokens: float) -> float
     return min(2.0, scale)
 
 
-def adam_width_scale(width: int) -> float:
-    """The factor of AdamW's rates, width**-0.5 from 768, where they were tuned. Muon needs no such factor."""
-    return (width / REFERENCE_WIDTH) ** -0.5
+def head_width_scale(width: int) -> float:
+    """The factor of the head's rate, 1 / width from 768: a step changes a logit by a sum over the width (muP,
+    arXiv 2203.03466). Embeddings, scalars and Muon need no such factor (docs/scale.md)."""
+    return REFERENCE_WIDTH / width
 
 
 def scaled_weight_decay(
@@ -249,15 +250,15 @@ def scaled_rates(settings: dict, width: int, horizon: Horizon) -> ScaledRates:
     """The rates of the settings, {name: value}, carried over from d12 to a model of that width."""
     run = horizon.total_batch_size, horizon.tokens, horizon.d12_tokens
     scale = rate_scale(*run)
-    adam_scale = scale * adam_width_scale(width)
+    head_scale = head_width_scale(width)
     rates = {
-        "embedding_lr": settings["embedding_lr"] * adam_scale,
-        "unembedding_lr": settings["unembedding_lr"] * adam_scale,
+        "embedding_lr": settings["embedding_lr"] * scale,
+        "unembedding_lr": settings["unembedding_lr"] * scale * head_scale,
         "scalar_lr": settings["scalar_lr"] * scale,
         "matrix_lr": settings["matrix_lr"] * scale,
     }
-    reason = f"x {scale:.3f} (batch^1/2 x tokens^-0.32, against d12), AdamW's "
-    reason += f"also x {adam_scale / scale:.3f} (width^-1/2)"
+    reason = f"x {scale:.3f} (batch^1/2 x tokens^-0.32, against d12), the head's "
+    reason += f"also x {head_scale:.3f} (1 / width)"
     decay = scaled_weight_decay(settings["weight_decay"], scale, *run)
     return ScaledRates(rates, decay, reason, "rate x decay x steps as at d12; linear to 0")
 

@@ -64,7 +64,7 @@ target_param_data_ratio = 12.0  # tokens a parameter of blocks and head (-1 = of
 # Optimization
 device_batch_size = -1  # rows of a micro-batch on a device (-1 = as many as fit) [-1, 1..2**20]
 total_batch_size = -1  # tokens a step, over all devices (-1 = derived from the horizon) [-1, 1..2**32]
-embedding_lr = 0.3  # AdamW's rate for embeddings [0..1e6]
+embedding_lr = 0.6  # AdamW's rate for embeddings [0..1e6]
 unembedding_lr = 0.004  # AdamW's rate for the head (the unembedding) [0..1e6]
 matrix_lr = 0.02  # Muon's rate [0..1e6]
 scalar_lr = 0.1  # AdamW's rate for the scalars [0..1e6]

@@ -34,7 +34,7 @@ from nanochat.paths import user_path
 
 # Of a checkpoint; one of another version is refused, with its number. 2: a position has the key of the token
 # before it, so weights of version 1 would compute something else
-VERSION = 2
+VERSION = 3
 MANIFEST, STATE, MODEL = "manifest.json", "state.json", "model.safetensors"
 
 
