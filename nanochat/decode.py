@@ -39,7 +39,7 @@ class KVCache:
     """
 
     def __init__(self, config, slots: int = 0, dtype: torch.dtype | None = None):
-        """slots: memory to take at once, and more later if needed. dtype: of the memory (None: the model's)."""
+        """slots: memory to take at once; more follows if needed. dtype: of the memory (None: the model's)."""
         self.max_seq_len, self.slots, self.dtype = config.max_seq_len, slots, dtype
         self.start = None  # (B,) int64, or None while all texts begin in slot 0
         self.visible = None  # (B, 1, 1, slots) bool, False in slots before start; None as start
