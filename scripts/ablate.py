@@ -10,7 +10,8 @@ The first variant is the baseline.
 
 Each training is a run of scripts/base_train.py with one thread, and every core has one. After a stop the same
 command goes on where every training was. A result is kept in <base_dir>/ablations/, and a command with more
-seeds or depths trains only what is new. A table gets a row for each variant and depth.
+seeds or depths trains only what is new. A table gets a row for each variant and depth. A training that fails
+is named at once, the others go on, and the exit status is 2.
 """
 
 import ast
@@ -172,11 +173,8 @@ class Training:
         with open(self.folder / "log.txt", "a") as log:
             return subprocess.Popen(command, cwd=where, env=environment, stdout=log, stderr=log)
 
-    def end(self, status: int):
-        """Keep the result of a training that has ended."""
-        if status:
-            last = (self.folder / "log.txt").read_text("utf-8", "replace").strip()[-2000:]
-            raise UserError(f"{self}: base_train failed; its output ends with:\n{last}")
+    def end(self):
+        """Keep the result of a training that has ended well."""
         records = read_metrics(self.folder / "run" / "metrics.jsonl")
         steps = [record for record in records if "loss" in record]
         result = {
@@ -199,11 +197,12 @@ class Training:
 QUIET = ("eval_every", "sample_every", "save_every", "core_metric_every")
 
 
-def train_all(trainings: list[Training], at_once: int):
-    """Run them, so many at a time. When this process is stopped, each saves a checkpoint, and goes on from it
-    the next time."""
+def train_all(trainings: list[Training], at_once: int) -> list[Training]:
+    """Run them, so many at a time; returns those that failed. When this process is stopped, each saves a
+    checkpoint, and goes on from it the next time."""
     waiting = [training for training in trainings if training.result is None]
     running: dict[Training, subprocess.Popen] = {}
+    failed = []
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
@@ -213,12 +212,19 @@ def train_all(trainings: list[Training], at_once: int):
             for training, process in list(running.items()):
                 if (status := process.poll()) is not None:
                     del running[training]
-                    training.end(status)
+                    if status:
+                        failed.append(training)
+                        last = (training.folder / "log.txt").read_text("utf-8", "replace").strip()[-2000:]
+                        say = f"{training}: base_train failed; its output ends with:\n{last}"
+                        print(say, file=sys.stderr, flush=True)
+                    else:
+                        training.end()
     finally:
         for process in running.values():
             process.terminate()
         for process in running.values():
             process.wait()
+    return failed
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -245,9 +251,18 @@ def verdict(differences: list[float]) -> str:
     return "better" if mean < 0 else "worse"
 
 
-def row(variant: str, depth: int) -> str:
-    of = {t.seed: t.result for t in trainings if (t.variant, t.depth) == (variant, depth)}
-    base = {t.seed: t.result for t in trainings if (t.variant, t.depth) == (baseline, depth)}
+def results(variant: str, depth: int) -> dict[int, dict]:
+    """By seed, of the trainings that did not fail."""
+    of = [t for t in trainings if (t.variant, t.depth) == (variant, depth)]
+    return {t.seed: t.result for t in of if t.result}
+
+
+def row(variant: str, depth: int) -> str | None:
+    """A row of the table, of the seeds that the variant and the baseline both have; None if there is none."""
+    base = results(baseline, depth)
+    of = {seed: one for seed, one in results(variant, depth).items() if seed in base}
+    if not of:
+        return None
     bits = [one["val_bpb"] for one in of.values()]
     compared = ["", "", "baseline"]
     if variant != baseline:
@@ -255,7 +270,7 @@ def row(variant: str, depth: int) -> str:
         time_ratio = statistics.median(one["step_s"] / base[seed]["step_s"] for seed, one in of.items())
         compared = [mean_and(differences, standard_error, "+"), f"{time_ratio:.2f}", verdict(differences)]
     commits = sorted({(one["git_commit"] or "?")[:7] for one in of.values()})
-    tokens = f"{of[0]['tokens']:,}"
+    tokens = f"{next(iter(of.values()))['tokens']:,}"
     cells = [date.today(), " ".join(commits), variants_path.stem, variant, depth, tokens, len(of)]
     return "| " + " | ".join([*map(str, cells), mean_and(bits, statistics.stdev), *compared]) + " |"
 
@@ -300,9 +315,9 @@ trainings = [
 ]
 at_once = jobs if jobs > 0 else 1 if machine.device.type != "cpu" else os.cpu_count() or 1
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-train_all(trainings, at_once)
+failed = train_all(trainings, at_once)
 
-rows = [row(variant, depth) for depth in wanted_depths for variant in found]
+rows = [line for depth in wanted_depths for variant in found if (line := row(variant, depth))]
 print("\n" + HEADER[HEADER.index("| date") :] + "\n".join(rows))
 if table_path:
     if not table_path.exists():
@@ -313,3 +328,5 @@ if table_path:
 if json:
     print(json_module.dumps({"settings": settings.values, "results": [t.result for t in trainings]}))
 machine.close()
+if failed:
+    raise UserError(f"failed: {'; '.join(map(str, failed))}. The same command tries these again")

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend
 from nanochat import attention as choices
 from nanochat import attention_backends as backends
 from nanochat import decode, engine
-from nanochat.attention import Attention, attention, keys_before, visible_from
+from nanochat.attention import Attention, attention, keys_before, token_before, visible_from
 from nanochat.gpt import GPT, GPTConfig
 
 
@@ -450,16 +450,19 @@ def test_the_probe_turns_down_what_is_wrong_or_fails(monkeypatch):
 # The key of the token before
 
 
-def test_a_position_has_the_key_of_the_token_before_it_and_none_at_the_start_of_a_document():
+def test_a_position_has_key_and_stream_of_the_token_before_it_and_none_at_the_start_of_a_document():
     k = torch.randn(2, 3, 6, 4, generator=torch.Generator().manual_seed(0))
+    x = k[:, 0]  # (B, T, C)
     alone = keys_before(k)
     assert torch.equal(alone[:, :, 1:], k[:, :, :-1]) and not alone[:, :, 0].any()
+    assert torch.equal(token_before(x), alone[:, 0])
     numbers = torch.tensor([[1, 1, 2, 2, 2, 3], [1, 1, 1, 1, 1, 1]])
     begins = torch.tensor([0, 2, 5, 6, 12, 12, 12], dtype=torch.int32)  # the same documents, for varlen
     expected = alone.clone()
     expected[0, :, [2, 5]] = 0
     for documents in (numbers, begins):
         assert torch.equal(keys_before(k, visible_from(documents)), expected)
+        assert torch.equal(token_before(x, visible_from(documents)), expected[:, 0])
 
 
 def test_one_layer_copies_what_followed_a_token():

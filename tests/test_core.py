@@ -46,7 +46,7 @@ def make_model(tokenizer, window_pattern="L") -> GPT:
     model, generator = GPT(config), torch.Generator().manual_seed(1)
     model.init_weights(generator)
     for p in model.parameters():
-        if p.ndim == 2:
+        if p.ndim > 0:
             p.data.normal_(std=0.3, generator=generator)
     return model
 

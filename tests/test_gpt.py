@@ -47,7 +47,7 @@ def test_parameters_are_as_many_as_the_formula_says(depth, width, num_heads, voc
         "value_embeddings": with_value_embedding * V * C,
         "matrices": depth * (4 * C * C + 8 * C * C) + with_value_embedding * min(C, 32) * num_heads,
         "head": V * C,
-        "scalars": 2 * depth,
+        "scalars": depth * (2 + C),
     }
     counts = model.parameter_counts()
     assert counts == by_hand | {"total": sum(by_hand.values())}

@@ -123,8 +123,9 @@ def test_the_rates_are_the_settings_times_the_factors_of_the_rules():
     horizon = scaling.derive_horizon(plan.config, 100, -1, 12.0, 4096, plan.flops_per_token)
     scale = scaling.rate_scale(4096, 100 * 4096, horizon.d12_tokens)
     assert plan.rates["matrix_lr"] == scale
-    assert plan.rates["embedding_lr"] == pytest.approx(2 * scale * (192 / 768) ** -0.5)
-    assert f"x {scale:.3f}" in text and "x 2.000" in text
+    assert plan.rates["embedding_lr"] == pytest.approx(2 * scale)
+    assert plan.rates["unembedding_lr"] == pytest.approx(0.004 * scale * 768 / 192)
+    assert f"x {scale:.3f}" in text and "x 4.000" in text
     assert plan.warmup_steps == 10  # a tenth of the run at most
     assert make_plan(num_iterations=1000, total_batch_size=4096)[0].warmup_steps == 40
 

@@ -144,6 +144,18 @@ def test_a_list_that_is_none_is_one_sentence(text, tmp_path):
     assert "mine.py" in said and "Traceback" not in said
 
 
+def test_a_training_that_fails_is_named_and_the_others_go_on(tmp_path):
+    """33 tokens are no multiple of a row."""
+    variants = {"usual": {}, "odd": {"total_batch_size": 33}, "twice": {"total_batch_size": 256}}
+    (tmp_path / "mine.py").write_text(f"settings = {{}}\nvariants = {variants}")
+    arguments = [f"--variants={tmp_path / 'mine.py'}", "--seeds=1", "--jobs=1"]
+    done = python_m(command(tmp_path, *arguments), ROOT)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "odd, depth 1, seed 0: base_train failed" in done.stderr and "multiple of" in done.stderr
+    assert "failed: odd, depth 1, seed 0. The same command" in done.stderr
+    assert [row[3] for row in rows(tmp_path)] == ["usual", "twice"]
+
+
 def test_a_patch_that_no_longer_fits_is_refused_before_the_first_training(tree, tmp_path):
     packing = tree / "nanochat" / "data" / "packing.py"
     packing.write_text(packing.read_text().replace("def _cut(self", "def _split(self"))
