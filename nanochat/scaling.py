@@ -1,6 +1,6 @@
 """The rules of the dial: from depth to width, horizon, batch and learning rates. Pure functions.
 
-The reference is a d12 model trained for its compute-optimal horizon with batches of 2**19 tokens. There the
+The reference is a d12 model trained on 12 tokens a parameter with batches of 2**19 tokens. There the
 learning rates of the scripts hold as they are; the rules carry them to other sizes. planning.py puts the
 rules together.
 """
@@ -17,11 +17,13 @@ from nanochat.gpt import GPT, GPTConfig
 REFERENCE_DEPTH = 12
 REFERENCE_BATCH = 2**19  # tokens
 REFERENCE_WIDTH = 768
+REFERENCE_RATIO = 12.0  # tokens a parameter
 HORIZON_EXPONENT = 0.32
 MOST_DECAY = 8.0
 FEWEST_GUESSED = 100  # steps of a horizon in minutes, while it is a guess: more than are timed
 ASSUMED_MFU = 0.3  # share of the peak that training is assumed to reach, before anything is timed
-BATCH_EXPONENT = 0.383  # best batch ~ tokens**0.383: Power Lines, arXiv 2505.13738
+BATCH_EXPONENT = 0.383  # past d12's horizon, best batch ~ tokens**0.383: Power Lines, arXiv 2505.13738
+SHORT_BATCH_EXPONENT = 0.65  # below it: our fit to what was best at d4 (docs/ablations.md)
 
 
 def model_config(
@@ -92,8 +94,7 @@ def derive_horizon(
         config.vocab_size,
         config.window_pattern,
     )
-    ratio = target_param_data_ratio if target_param_data_ratio > 0 else 12.0
-    d12_tokens = ratio * scaling_parameters(reference)
+    d12_tokens = REFERENCE_RATIO * scaling_parameters(reference)
     if num_iterations > 0:
         tokens, reason = None, "num_iterations is given"
     elif target_flops > 0:
@@ -113,7 +114,8 @@ def derive_horizon(
             total_batch_size = best_batch_for_iterations(num_iterations, d12_tokens, T)
         else:
             total_batch_size = best_batch(tokens, d12_tokens, T)
-        batch_reason = f"B ~ D^{BATCH_EXPONENT} from d12's 2^19"
+        exponent = batch_exponent(total_batch_size, REFERENCE_BATCH)
+        batch_reason = f"B ~ D^{exponent} from d12's 2^19"
     if tokens is not None:
         num_iterations = max(1, round(tokens / total_batch_size))
     return Horizon(num_iterations, total_batch_size, d12_tokens, reason, batch_reason)
@@ -175,16 +177,22 @@ def horizon_tokens(settings: dict, hardware, vocab_size: int = -1) -> int:
     return horizon.num_iterations * horizon.total_batch_size
 
 
+def batch_exponent(size: float, reference: float) -> float:
+    """The power of the tokens with which the best batch grows, by a size that is compared with d12's."""
+    return SHORT_BATCH_EXPONENT if size < reference else BATCH_EXPONENT
+
+
 def best_batch(tokens: float, d12_tokens: float, max_seq_len: int) -> int:
     """Tokens a step for a horizon of `tokens`: a power of two rows."""
-    best = REFERENCE_BATCH * (tokens / d12_tokens) ** BATCH_EXPONENT
+    best = REFERENCE_BATCH * (tokens / d12_tokens) ** batch_exponent(tokens, d12_tokens)
     return max_seq_len * 2 ** max(0, round(math.log2(best / max_seq_len)))
 
 
 def best_batch_for_iterations(num_iterations: int, d12_tokens: float, max_seq_len: int) -> int:
-    """The same for a given number of steps: B = 2**19 * (steps * B / d12_tokens)**0.383, solved for B."""
-    scale = REFERENCE_BATCH * (num_iterations / d12_tokens) ** BATCH_EXPONENT
-    return best_batch(num_iterations * scale ** (1 / (1 - BATCH_EXPONENT)), d12_tokens, max_seq_len)
+    """The same for a given number of steps: B = 2**19 * (steps * B / d12_tokens)**exponent, solved for B."""
+    exponent = batch_exponent(num_iterations * REFERENCE_BATCH, d12_tokens)
+    scale = REFERENCE_BATCH * (num_iterations / d12_tokens) ** exponent
+    return best_batch(num_iterations * scale ** (1 / (1 - exponent)), d12_tokens, max_seq_len)
 
 
 def rows_per_process(total_batch_size: int, max_seq_len: int, device_batch_size: int, world_size: int) -> int:

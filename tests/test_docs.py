@@ -185,7 +185,8 @@ def test_figures_from_formulas_come_out():
 
 
 def test_the_rules_of_scaling_are_the_ones_in_the_table():
-    says(f"^{scaling.BATCH_EXPONENT} tokens", f"^-{scaling.HORIZON_EXPONENT}, at most twice")
+    says(f"^{scaling.BATCH_EXPONENT} tokens, with {scaling.SHORT_BATCH_EXPONENT} in place")
+    says(f"^-{scaling.HORIZON_EXPONENT}, at most twice")
     d12 = 1e9
     assert scaling.rate_scale(2**19, d12, d12) == 1 and scaling.rate_scale(2**40, d12, d12) == 2
     assert scaling.rate_scale(2**17, d12, d12) == pytest.approx(0.5)

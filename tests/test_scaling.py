@@ -81,7 +81,8 @@ def test_every_horizon_says_why():
     assert "FLOPs" in horizon(model, flops=1e15).reason
     assert "parameters" in horizon(model, ratio=20).reason
     assert horizon(model, ratio=20, batch=4096).batch_reason == "as asked for"
-    assert "0.383" in horizon(model, ratio=20).batch_reason
+    assert "D^0.65 from d12's 2^19" in horizon(model, ratio=20).batch_reason
+    assert "D^0.383 from d12's 2^19" in horizon(config(20), ratio=20).batch_reason
 
 
 def test_the_reference_model_at_its_own_horizon_gets_the_reference_batch():
@@ -94,12 +95,12 @@ def test_the_reference_model_at_its_own_horizon_gets_the_reference_batch():
 
 @FEW
 @given(st.floats(6, 13), st.sampled_from([64, 512, 2048, 3000]))
-def test_the_batch_grows_with_tokens_to_the_0_383_in_powers_of_two_rows(log_tokens, T):
+def test_the_batch_grows_with_tokens_in_powers_of_two_rows_and_faster_below_d12(log_tokens, T):
     tokens, d12_tokens = 10**log_tokens, 1.3e9
     batch = scaling.best_batch(tokens, d12_tokens, T)
     rows = batch / T
     assert rows == 2 ** round(math.log2(rows)) and rows >= 1
-    exact = 2**19 * (tokens / d12_tokens) ** 0.383
+    exact = 2**19 * min((tokens / d12_tokens) ** 0.383, (tokens / d12_tokens) ** 0.65)
     assert rows == 1 or abs(math.log2(batch / exact)) <= 0.5 + 1e-9
     assert scaling.best_batch(2 * tokens, d12_tokens, T) >= batch
 
@@ -108,10 +109,11 @@ def test_the_batch_grows_with_tokens_to_the_0_383_in_powers_of_two_rows(log_toke
 @given(st.integers(1, 10**6), st.sampled_from([64, 512, 2048]))
 def test_with_the_steps_given_the_batch_is_the_best_one_for_the_tokens_it_makes(steps, T):
     d12_tokens = 1.3e9
-    low, high = 1.0, 1e12  # B = 2^19 (steps B / d12_tokens)^0.383 has one solution: bisect for it
+    low, high = 1e-12, 1e12  # B = 2^19 (steps B / d12_tokens)^exponent has one solution: bisect for it
     for _ in range(200):
         middle = math.sqrt(low * high)
-        grows = 2**19 * (steps * middle / d12_tokens) ** 0.383 > middle
+        ratio = steps * middle / d12_tokens
+        grows = 2**19 * min(ratio**0.383, ratio**0.65) > middle
         low, high = (middle, high) if grows else (low, middle)
     batch = scaling.best_batch_for_iterations(steps, d12_tokens, T)
     assert batch == T or abs(math.log2(batch / low)) <= 0.5 + 1e-6

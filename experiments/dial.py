@@ -1,0 +1,72 @@
+"""The rules of the dial as a picture: `python -m experiments.dial` writes docs/dial.png. Nothing is trained.
+
+For several depths, against the tokens of a run on public text: batch, steps, factor of the rates, and weight
+decay times rate, by the functions of nanochat/scaling.py that base_train calls. A cross stands for each batch
+that we trained with, a circle around the best of each series (docs/ablations.md).
+"""
+
+from pathlib import Path
+
+import configurator
+from nanochat import UserError, scaling
+
+folder = "docs"  # where dial.png is written
+
+settings = configurator.configure(globals())
+
+DEFAULTS = configurator.defaults(Path(configurator.__file__).parent / "scripts" / "base_train.py")
+DEPTHS = (4, 8, 12, 20, 32)
+TOKENS = [10 ** (5.5 + i / 40) for i in range(241)]  # 0.3 M to 300 B
+# Tokens of the run: {tokens a step: bits per byte}, all at d4
+TRAINED = {
+    1_536_000: {2048: 1.1474, 4096: 1.1204, 8192: 1.1050, 16384: 1.1376},
+}
+
+
+def config_of(depth: int) -> scaling.GPTConfig:
+    sizes = (DEFAULTS[name] for name in ("aspect_ratio", "head_dim", "max_seq_len"))
+    return scaling.model_config(depth, *sizes, 32768, "L")
+
+
+def rules(depth: int, tokens: float) -> dict[str, float]:
+    """What the dial gives a run of so many tokens."""
+    config = config_of(depth)
+    ratio = tokens / scaling.scaling_parameters(config)
+    horizon = scaling.derive_horizon(config, -1, -1, ratio, -1, 1)
+    found = scaling.scaled_rates(DEFAULTS, config.width, horizon)
+    rate = found.rates["matrix_lr"]
+    return {
+        "tokens a step": horizon.total_batch_size,
+        "steps": horizon.num_iterations,
+        "factor of the rates": rate / DEFAULTS["matrix_lr"],
+        "Muon's rate x weight decay": rate * found.weight_decay,
+    }
+
+
+def plot(path: Path):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = list(figure.subplots(2, 2).flat)
+    for depth in DEPTHS:
+        found = [rules(depth, tokens) for tokens in TOKENS]
+        own = DEFAULTS["target_param_data_ratio"] * scaling.scaling_parameters(config_of(depth))
+        for axes, name in zip(panels, found[0], strict=True):
+            (line,) = axes.plot(TOKENS, [one[name] for one in found], label=f"d{depth}", linewidth=1)
+            axes.plot(own, rules(depth, own)[name], "|", color=line.get_color(), markersize=14)
+            axes.set(xscale="log", yscale="log", xlabel="tokens of the run", title=name)
+            axes.grid(alpha=0.3)
+    for tokens, series in TRAINED.items():
+        panels[0].plot([tokens] * len(series), list(series), "kx", markersize=4)
+        panels[0].plot(tokens, min(series, key=series.get), "ko", fillstyle="none", markersize=10)
+    panels[0].legend()
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    if not Path(folder).is_dir():
+        raise UserError(f"--folder={folder} is no folder; make it, or name another one")
+    plot(Path(folder) / "dial.png")
+    print(Path(folder) / "dial.png")
