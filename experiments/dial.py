@@ -1,8 +1,9 @@
 """The rules of the dial as a picture: `python -m experiments.dial` writes docs/dial.png. Nothing is trained.
 
-For several depths, against the tokens of a run on public text: batch, steps, factor of the rates, and weight
-decay times rate, by the functions of nanochat/scaling.py that base_train calls. A cross stands for each batch
-that we trained with, a circle around the best of each series (docs/ablations.md).
+Against the tokens of a run on public text: batch, steps, factor of the rates, and weight decay times rate, by
+the functions of nanochat/scaling.py that base_train calls. They depend on the tokens and not on the depth,
+which has a mark where its own horizon is. A cross stands for each batch that we trained with, a circle around
+the best of each series (docs/ablations.md).
 """
 
 from pathlib import Path
@@ -15,8 +16,9 @@ folder = "docs"  # where dial.png is written
 settings = configurator.configure(globals())
 
 DEFAULTS = configurator.defaults(Path(configurator.__file__).parent / "scripts" / "base_train.py")
-DEPTHS = (4, 8, 12, 20, 32)
+DEPTHS = (4, 8, 12, 20, 32)  # to mark
 TOKENS = [10 ** (5.5 + i / 40) for i in range(241)]  # 0.3 M to 300 B
+ABOVE = {"textcoords": "offset points", "ha": "center", "arrowprops": {"arrowstyle": "-"}}
 # Tokens of the run: {tokens a step: bits per byte}, all at d4
 TRAINED = {
     1_536_000: {2048: 1.1474, 4096: 1.1204, 8192: 1.1050, 16384: 1.1376},
@@ -28,9 +30,9 @@ def config_of(depth: int) -> scaling.GPTConfig:
     return scaling.model_config(depth, *sizes, 32768, "L")
 
 
-def rules(depth: int, tokens: float) -> dict[str, float]:
+def rules(tokens: float) -> dict[str, float]:
     """What the dial gives a run of so many tokens."""
-    config = config_of(depth)
+    config = config_of(12)
     ratio = tokens / scaling.scaling_parameters(config)
     horizon = scaling.derive_horizon(config, -1, -1, ratio, -1, 1)
     found = scaling.scaled_rates(DEFAULTS, config.width, horizon)
@@ -50,18 +52,17 @@ def plot(path: Path):
     figure = Figure(figsize=(10, 7), layout="constrained")
     FigureCanvasAgg(figure)
     panels = list(figure.subplots(2, 2).flat)
-    for depth in DEPTHS:
-        found = [rules(depth, tokens) for tokens in TOKENS]
-        own = DEFAULTS["target_param_data_ratio"] * scaling.scaling_parameters(config_of(depth))
-        for axes, name in zip(panels, found[0], strict=True):
-            (line,) = axes.plot(TOKENS, [one[name] for one in found], label=f"d{depth}", linewidth=1)
-            axes.plot(own, rules(depth, own)[name], "|", color=line.get_color(), markersize=14)
-            axes.set(xscale="log", yscale="log", xlabel="tokens of the run", title=name)
-            axes.grid(alpha=0.3)
+    found = [rules(tokens) for tokens in TOKENS]
+    own = [DEFAULTS["target_param_data_ratio"] * scaling.scaling_parameters(config_of(d)) for d in DEPTHS]
+    for axes, name in zip(panels, found[0], strict=True):
+        axes.plot(TOKENS, [one[name] for one in found])
+        for depth, tokens in zip(DEPTHS, own, strict=True):
+            axes.annotate(f"d{depth}", (tokens, rules(tokens)[name]), xytext=(0, 12), **ABOVE)
+        axes.set(xscale="log", yscale="log", xlabel="tokens of the run", title=name)
+        axes.grid(alpha=0.3)
     for tokens, series in TRAINED.items():
         panels[0].plot([tokens] * len(series), list(series), "kx", markersize=4)
         panels[0].plot(tokens, min(series, key=series.get), "ko", fillstyle="none", markersize=10)
-    panels[0].legend()
     figure.savefig(path, dpi=110)
 
 

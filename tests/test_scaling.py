@@ -120,6 +120,23 @@ def test_with_the_steps_given_the_batch_is_the_best_one_for_the_tokens_it_makes(
     assert batch >= T and batch % T == 0
 
 
+@MANY
+@given(st.floats(5.5, 12))
+def test_a_slightly_longer_run_is_trained_almost_alike_unless_its_batch_doubles(log_tokens):
+    d12_tokens, T = 1.3e9, 512
+
+    def numbers(tokens):
+        batch = scaling.best_batch(tokens, d12_tokens, T)
+        rate = scaling.rate_scale(batch, tokens, d12_tokens)
+        return batch, rate, rate * scaling.scaled_weight_decay(0.28, rate, batch, tokens, d12_tokens)
+
+    short, long = numbers(10**log_tokens), numbers(1.001 * 10**log_tokens)
+    doubled = long[0] / short[0]
+    assert doubled in (1, 2)
+    assert 0.998 <= long[1] / short[1] <= 1.001 * math.sqrt(doubled)
+    assert 0.998 <= long[2] / short[2] <= 1.001 * doubled
+
+
 @settings(max_examples=15, deadline=None)
 @given(st.floats(0.1, 100), st.integers(1, 16))
 def test_more_tokens_a_parameter_or_more_depth_never_mean_fewer_tokens(ratio, depth):
