@@ -22,7 +22,8 @@ STEPS = 10
 SEED = "--seed=1"
 # At width 32 the rule's rate for the head, 24 times the setting, makes rounding large in a few steps
 RATE = "--unembedding_lr=0.0008"
-SHORT = [SEED, RATE, f"--num_iterations={STEPS}", "--save_every=1", "--keep_checkpoints=-1", "--eval_every=-1"]
+SHORT = [SEED, RATE, f"--num_iterations={STEPS}", "--save_every=1", "--keep_checkpoints=-1"]
+SHORT += ["--eval_every=-1"]
 
 
 @pytest.fixture(scope="module")
