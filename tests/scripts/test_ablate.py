@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -154,6 +155,27 @@ def test_a_training_that_fails_is_named_and_the_others_go_on(tmp_path):
     assert "odd, depth 1, seed 0: base_train failed" in done.stderr and "multiple of" in done.stderr
     assert "failed: odd, depth 1, seed 0. The same command" in done.stderr
     assert [row[3] for row in rows(tmp_path)] == ["usual", "twice"]
+
+
+PATCHES = sorted((ROOT / "experiments" / "variants").rglob("*.patch"))
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda path: path.stem)
+def test_every_patch_of_a_list_fits_the_sources_of_today(patch, tmp_path):
+    shutil.copytree(ROOT / "nanochat", tmp_path / "nanochat")
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
+    how = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+    done = subprocess.run(["git", "apply", patch], **how)
+    assert done.returncode == 0, f"make it again with git diff: {done.stderr}"
+    changed = [path for path in tmp_path.rglob("*.py") if path.read_text() != original(path, tmp_path)]
+    for path in changed:
+        compile(path.read_text(), path, "exec")
+    assert changed
+
+
+def original(path: Path, copied: Path) -> str:
+    return (ROOT / path.relative_to(copied)).read_text()
 
 
 def test_a_patch_that_no_longer_fits_is_refused_before_the_first_training(tree, tmp_path):
