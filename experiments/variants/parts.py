@@ -67,4 +67,6 @@ variants = {
     "norms scaled by layer": {"patch": "parts/norm-by-layer.patch"},
     "U-Net skips": {"patch": "parts/u-net.patch"},
     "backout": {"patch": "parts/backout.patch"},
+    "weights averaged at the end": {"patch": "parts/averaged-weights.patch"},
+    "eps of x_before_scale 1e-8": {"patch": "parts/small-eps.patch"},
 }
