@@ -59,21 +59,22 @@ def check(checkout: str | Path) -> Path:
 # The same text and tokens
 
 
-def prepare(dataset: Dataset, tokenizer: Tokenizer, base_dir: str | Path) -> Path:
+def prepare(dataset: Dataset, tokenizer: Tokenizer, base_dir: str | Path, cut: bool = True) -> Path:
     """The folder with our text and tokenizer in the peer's form; made at the first use, for both to read.
 
-    Documents of Python code are cut into `pieces`: the peer trains on the first row of a document only, so
-    with whole files it would see little of the text. Our base_train reads the same documents with
+    cut: documents of Python code are cut into `pieces`. The peer trains on the first row of a document only,
+    so with whole files it would see little of the text. Our base_train reads the same documents with
     `our_settings`. Raises UserError if the folder cannot be written.
     """
-    target = dataset.tokenizer_folder(Path(base_dir)) / f"peer-{FORMAT}-short-{tokenizer.fingerprint[:12]}"
+    name = f"peer-{FORMAT}-{'short' if cut else 'whole'}-{tokenizer.fingerprint[:12]}"
+    target = dataset.tokenizer_folder(Path(base_dir)) / name
     if target.exists():
         return target
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
         try:
-            _write_text(dataset, temporary / "base_data_climbmix")
+            _write_text(dataset, temporary / "base_data_climbmix", cut)
             _write_tokenizer(tokenizer, temporary / "tokenizer")
             with contextlib.suppress(FileExistsError):  # another process was faster
                 os.rename(temporary, target)
@@ -82,11 +83,13 @@ def prepare(dataset: Dataset, tokenizer: Tokenizer, base_dir: str | Path) -> Pat
     return target
 
 
-def text_of(data: str, vocab_size: int, base_dir: Path) -> Path:
+def text_of(
+    data: str, vocab_size: int, base_dir: Path, val_data: str | None = None, cut: bool = True
+) -> Path:
     """`prepare` for a data set by its name or path, with the tokenizer that base_train would take."""
-    dataset = open_dataset(data, base_dir=base_dir)
+    dataset = open_dataset(data, val_data, base_dir=base_dir)
     folder = dataset.tokenizer_folder(base_dir)
-    return prepare(dataset, open_tokenizer("auto", vocab_size, folder, dataset.train_texts), base_dir)
+    return prepare(dataset, open_tokenizer("auto", vocab_size, folder, dataset.train_texts), base_dir, cut)
 
 
 def our_settings(text: Path) -> dict:
@@ -96,13 +99,13 @@ def our_settings(text: Path) -> dict:
     return {"data": data, "val_data": data / VALIDATION, "tokenizer": tokenizer, "vocab_size": size}
 
 
-def _write_text(dataset: Dataset, folder: Path):
+def _write_text(dataset: Dataset, folder: Path, cut: bool):
     """Parquet shards in the order of the documents' hashes, which is as good as random."""
     folder.mkdir()
     splits = {"train": dataset.train_shards, "val": dataset.val_shards}
     texts = ((split, text) for split, shards in splits.items() for text in iterate_documents(shards))
-    cut = ((split, piece) for split, text in texts for piece in pieces(text))
-    written = write_sorted(cut, folder)
+    documents = ((split, piece) for split, text in texts for piece in (pieces(text) if cut else [text]))
+    written = write_sorted(documents, folder)
     for number, name in enumerate(sorted(written["train"])):
         os.rename(folder / name, folder / f"shard_{number:05d}.parquet")
     (val,) = written["val"]

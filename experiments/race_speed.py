@@ -83,7 +83,7 @@ def bench(settings: dict) -> dict:
     with tempfile.TemporaryDirectory(dir=settings["folder"]) as folder:
         race = Race(peer, text, settings["recipe"], base_dir, settings["minutes"], Path(folder), {})
         race.shape = warm_up(race)
-        write_job(race)
+        write_job(text, race.folder, race.shape["max_seq_len"])
         best = best_settings(race)
         laps = run_rounds(race, best, min(ROUNDS, settings["rounds"]))
     picture = Path(settings["folder"] or ROOT / "docs") / "race.png"
@@ -131,7 +131,9 @@ def our_lap(race: Race) -> Lap:
     checkpoints = sorted(run.glob("step_*"))
     saved = [(path, (path / "manifest.json").stat().st_mtime - done.began) for path in checkpoints]
     tokens = [record["tokens"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
-    return Lap(done.seconds, tokens[-1], done.peak_memory_bytes, score(race, "ours", saved))
+    paths, seconds = zip(*saved, strict=True)
+    points = [*zip(seconds, score("ours", paths, race.folder, race.peer), strict=True)]
+    return Lap(done.seconds, tokens[-1], done.peak_memory_bytes, points)
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -166,7 +168,8 @@ def peer_lap(race: Race, best: dict, minutes: float, before: peer_run.Run) -> tu
         if run.seconds > EARLY * 60 * minutes:
             break
     files = sorted((place / "base_checkpoints" / "run").glob("model_*.pt"))
-    points = score(race, "peer", [(path, path.stat().st_mtime - run.began) for path in files])
+    values = score("peer", files, race.folder, race.peer)
+    points = [(file.stat().st_mtime - run.began, bpb) for file, bpb in zip(files, values, strict=True)]
     return Lap(run.seconds, steps * chosen["total_batch_size"], run.peak_memory_bytes, points), run
 
 
@@ -232,32 +235,33 @@ def run_rounds(race: Race, best: dict, rounds: int) -> dict[str, list[Lap]]:
     return laps
 
 
-def write_job(race: Race):
-    """The validation text as tokens, for race_score.py."""
-    tokenizer = Tokenizer.load(race.text / "tokenizer" / "tokenizer.json")
-    texts = list(iterate_documents([race.text / "base_data_climbmix" / peer_run.VALIDATION]))
+def write_job(text: Path, folder: Path, length: int):
+    """The validation part of a text of peer_run.prepare as tokens, for race_score.py: folder / "job.pt".
+    length: the most tokens of a window."""
+    tokenizer = Tokenizer.load(text / "tokenizer" / "tokenizer.json")
+    texts = list(iterate_documents([text / "base_data_climbmix" / peer_run.VALIDATION]))
     documents = tokenizer.encode_batch(texts, os.cpu_count() or 1)
     job = {
         "documents": [torch.from_numpy(document.astype("int64")) for document in documents],
         "bos_id": tokenizer.bos_id,
         "token_bytes": torch.from_numpy(tokenizer.token_bytes()),
-        "length": race.shape["max_seq_len"],
+        "length": length,
     }
-    torch.save(job, race.folder / "job.pt")
+    torch.save(job, folder / "job.pt")
 
 
-def score(race: Race, side: str, saved: list[tuple[Path, float]]) -> list[tuple[float, float]]:
-    """The points of a run. saved: its checkpoints, and how many seconds after the command each was there."""
-    order = {"job": str(race.folder / "job.pt"), "checkpoints": [str(path) for path, _ in saved]}
-    folder = ROOT if side == "ours" else race.peer
+def score(side: str, checkpoints, place: Path, checkout: Path) -> list[float]:
+    """The bits per byte of checkpoints of one side, "ours" or "peer". place: the folder of `write_job`;
+    checkout: the peer's. Raises UserError if it fails."""
+    order = {"job": str(place / "job.pt"), "checkpoints": [str(path) for path in checkpoints]}
+    folder = ROOT if side == "ours" else checkout
     environment = os.environ | {"PYTHONPATH": str(folder), "NANOCHAT_DTYPE": "float32"}
     command = [sys.executable, ROOT / "experiments" / "race_score.py", side]
     how = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
     done = subprocess.run(command, input=json.dumps(order), **how)
     if done.returncode:
         raise UserError(f"the checkpoints of {side} could not be scored: {done.stderr.strip()[-1000:]}")
-    values = [json.loads(line) for line in done.stdout.splitlines()]
-    return [(seconds, bpb) for (_, seconds), bpb in zip(saved, values, strict=True)]
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def results(laps: dict[str, list[Lap]], best: dict) -> dict:

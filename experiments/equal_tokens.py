@@ -1,0 +1,254 @@
+"""Ours beside karpathy/nanochat at equal training tokens: bits per byte, and what they took in seconds.
+
+    python -m experiments.equal_tokens --peer=FOLDER --depths=4,6 --seeds=3        # FOLDER: a checkout of it
+    python -m experiments.equal_tokens --peer=FOLDER --batches=2048,8192,32768     # ours with several batches
+    python -m experiments.equal_tokens --peer=FOLDER --data=PATH --val_data=FILE   # on another text
+
+Both train with their own script and their own rules: width, rates and schedule follow from the depth, the
+batch and the number of tokens. Text, tokenizer, row length, tokens and precision are the same. The peer is
+given several batches, and its best is what ours is compared with. It has no setting for a seed, so it runs
+once. All checkpoints are scored by race_score.py: every token of every validation document, in float32.
+
+A run has one thread, and every core has a run. A result is kept in <base_dir>/equal_tokens/, so a command
+that was stopped trains only what is missing. A run that fails is named, the others go on, and the exit status
+is 2. The picture has bits per byte against tokens, and against seconds in training steps.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import statistics
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import configurator
+from experiments import peer_run, race_speed
+from nanochat import UserError
+from nanochat.metrics import read_metrics
+from nanochat.paths import user_path
+
+peer = ""  # a folder of karpathy/nanochat
+data = "embedded"  # as base_train's; a document stays whole
+val_data: str | None = None  # as base_train's
+depths = "4"  # separated by commas
+tokens = 4_915_200  # of each run [1..1e12]
+max_seq_len = 512  # tokens of a row [2..65536]
+vocab_size = 4096  # tokens [256..2**20]
+batches = "8192"  # of ours, tokens a step, separated by commas
+peer_batches = "2048,4096,8192"  # of the peer
+seeds = 1  # of ours: 0, 1, ... [1..1000]
+more = ""  # settings of our base_train, separated by spaces, such as --compile=off
+dtype = "float32"  # of both: float32 or bfloat16
+points = 6  # checkpoints on the way to score [1..100]
+jobs = -1  # runs at a time (-1 = one a core) [-1, 1..1024]
+plot: str | None = None  # the picture to draw (none = no picture)
+base_dir = "~/.cache/nanochat"  # where data, tokenizers and results are (environment: NANOCHAT_BASE_DIR)
+
+ROOT = Path(__file__).resolve().parent.parent
+SIDES = {"ours": "this project", "peer": "karpathy/nanochat"}
+
+
+def numbers(name: str, text: str) -> list[int]:
+    """A setting with whole numbers separated by commas."""
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise UserError(f"--{name}={text} has to be whole numbers separated by commas, as 4,6") from None
+
+
+def fingerprint(folder: Path) -> str:
+    """Of the sources that decide what a run computes."""
+    files = [folder / "scripts" / "base_train.py", *sorted((folder / "nanochat").rglob("*.py"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------------
+# A run of either side
+
+
+@dataclass(frozen=True)
+class Run:
+    side: str  # ours or peer
+    depth: int
+    batch: int  # tokens a step
+    seed: int
+
+    def __str__(self):
+        return f"{self.side}, depth {self.depth}, {self.batch:,} tokens a step, seed {self.seed}"
+
+    @property
+    def steps(self) -> int:
+        return max(1, round(tokens / self.batch))
+
+    @property
+    def folder(self) -> Path:
+        same = [self.steps, max_seq_len, text.name, str(text.parent), dtype, points, sources[self.side]]
+        same += [more] if self.side == "ours" else []
+        key = hashlib.sha256(json.dumps(same).encode()).hexdigest()[:12]
+        return base_path / "equal_tokens" / f"{self.side}-d{self.depth}-{self.batch}-{self.seed}-{key}"
+
+    @property
+    def result(self) -> dict | None:
+        kept = self.folder / "result.json"
+        return json.loads(kept.read_text("utf-8")) if kept.exists() else None
+
+    def train(self):
+        """Train, score, and keep {"points": [(tokens, seconds in steps, bits per byte)], "tok_per_sec"}."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        done_s, checkpoints = OURS_OR_PEER[self.side](self)
+        steps = [int(path.stem.rpartition("_")[2]) for path in checkpoints]
+        values = race_speed.score(self.side, checkpoints, job, checkout)
+        found = [(step * self.batch, done_s[step - 1], bpb) for step, bpb in zip(steps, values, strict=True)]
+        speed = self.batch * len(done_s) / done_s[-1]
+        temporary = self.folder / "result.tmp"
+        temporary.write_text(json.dumps({"points": found, "tok_per_sec": speed}), "utf-8")
+        for path in checkpoints:  # they would fill the disk
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        os.replace(temporary, self.folder / "result.json")
+        print(f"{self}: {found[-1][2]:.4f} bits per byte, {speed:,.0f} tokens/s", flush=True)
+
+
+def added_up(step_s: list[float]) -> list[float]:
+    """Seconds in steps, after each step."""
+    return [sum(step_s[: i + 1]) for i in range(len(step_s))]
+
+
+def our_command(run: Run) -> list:
+    chosen = {"depth": run.depth, "total_batch_size": run.batch, "num_iterations": run.steps}
+    chosen |= {"max_seq_len": max_seq_len, "seed": run.seed, "dtype": dtype, "save_minutes": -1}
+    chosen |= dict.fromkeys(("eval_every", "core_metric_every", "sample_every"), -1)
+    chosen |= {"eval_tokens": 1, "sample_prompts": "", "save_every": max(1, run.steps // points)}
+    chosen |= {"keep_checkpoints": -1, "base_dir": base_path, "out_dir": run.folder / "run"}
+    chosen |= peer_run.our_settings(text)
+    arguments = (f"--{name}={value}" for name, value in chosen.items())
+    return [sys.executable, "-m", "scripts.base_train", *arguments, *more.split()]
+
+
+def train_ours(run: Run) -> tuple[list[float], list[Path]]:
+    """(Seconds in steps after each step, checkpoints). What an earlier command began goes on."""
+    done = peer_run.watch(our_command(run), ROOT)
+    if done.status:
+        raise UserError(f"base_train failed: {done.tail()}")
+    records = read_metrics(run.folder / "run" / "metrics.jsonl")
+    step_s = [record["step_time_s"] for record in records if "loss" in record]
+    return added_up(step_s), sorted((run.folder / "run").glob("step_*"))
+
+
+def train_peer(run: Run) -> tuple[list[float], list[Path]]:
+    place = run.folder / "run"
+    shutil.rmtree(place, ignore_errors=True)  # it cannot go on from where it was
+    rows = max(1, min(run.batch // max_seq_len, 16))
+    chosen = {"depth": run.depth, "max_seq_len": max_seq_len, "num_iterations": run.steps}
+    chosen |= {"total_batch_size": run.batch, "device_batch_size": rows}
+    found = peer_run.train(checkout, text, place, chosen | {"save_every": max(1, run.steps // points)}, dtype)
+    step_s = [run.batch / speed for speed in found.step_tok_per_sec]
+    return added_up(step_s), sorted((place / "base_checkpoints" / "run").glob("model_*.pt"))
+
+
+OURS_OR_PEER = {"ours": train_ours, "peer": train_peer}
+
+
+def train_all(runs: list[Run], at_once: int) -> list[Run]:
+    """Train what has no result; returns the runs that failed, which are named on stderr."""
+    failed = []
+
+    def attempt(run: Run):
+        try:
+            run.train()
+        except UserError as error:
+            failed.append(run)
+            print(f"{run}: {error}", file=sys.stderr, flush=True)
+
+    with ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(attempt, [run for run in runs if run.result is None]))
+    return failed
+
+
+# ------------------------------------------------------------------------------------------------------
+# What came out
+
+
+def bpb(run: Run) -> float:
+    return run.result["points"][-1][2]
+
+
+def best_of_peer(runs: list[Run], depth: int) -> Run | None:
+    of_peer = [run for run in runs if (run.side, run.depth) == ("peer", depth) and run.result]
+    return min(of_peer, key=bpb, default=None)
+
+
+def table(runs: list[Run]) -> str:
+    """A row for each side, depth and batch; seeds are put together."""
+    lines = [
+        "| side | depth | tokens | tokens a step | seeds | bits per byte | over the peer's best | tokens/s |",
+        "|:--|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for side, depth, batch in dict.fromkeys((run.side, run.depth, run.batch) for run in runs):
+        same = [r for r in runs if (r.side, r.depth, r.batch) == (side, depth, batch) and r.result]
+        if not same:
+            continue
+        values, best = [bpb(run) for run in same], best_of_peer(runs, depth)
+        spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+        ratio = f"{statistics.mean(values) / bpb(best):.3f}" if best else ""
+        speed = statistics.median(run.result["tok_per_sec"] for run in same)
+        trained = same[0].result["points"][-1][0]
+        cells = [SIDES[side], depth, f"{trained:,}", f"{batch:,}", len(same)]
+        cells += [f"{statistics.mean(values):.4f}{spread}", ratio, f"{speed:,.0f}"]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def draw(runs: list[Run], batch: int, path: Path):
+    """The peer's best and our runs with `batch`: bits per byte against tokens, and against seconds. Raises
+    OSError if the picture cannot be written."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2, sharey=True)
+    styles = dict(zip(sorted({run.depth for run in runs}), ("-", "--", ":", "-."), strict=False))
+    shown = [run for run in runs if run.side == "ours" and run.batch == batch and run.result]
+    shown += [best for depth in styles if (best := best_of_peer(runs, depth))]
+    for run in shown:
+        color = "tab:blue" if run.side == "ours" else "tab:gray"
+        label = f"{SIDES[run.side]}, d{run.depth}" if run.seed == 0 else None
+        for axes, column in zip(panels, (0, 1), strict=True):
+            x, y = ([point[i] for point in run.result["points"]] for i in (column, 2))
+            axes.plot(x, y, styles[run.depth], marker="o", markersize=3, color=color, label=label)
+            axes.grid(alpha=0.3)
+    panels[0].set(xlabel="tokens", ylabel="validation bits per byte", xlim=(0, None))
+    panels[1].set(xlabel="seconds in training steps, one thread", xlim=(0, None))
+    panels[0].legend()
+    figure.savefig(path, dpi=110)
+
+
+# ------------------------------------------------------------------------------------------------------
+
+if __name__ == "__main__":
+    configurator.configure(globals())
+    if not peer:
+        raise UserError("give --peer=FOLDER, a checkout of karpathy/nanochat")
+    if plot and not Path(plot).resolve().parent.is_dir():
+        raise UserError(f"--plot={plot} is in no folder; make the folder, or give another file")
+    wanted_depths, ours = numbers("depths", depths), numbers("batches", batches)
+    runs = [
+        Run("peer", d, batch, 0) for d in wanted_depths for batch in numbers("peer_batches", peer_batches)
+    ]
+    runs += [Run("ours", d, batch, seed) for seed in range(seeds) for d in wanted_depths for batch in ours]
+    checkout, base_path = peer_run.check(peer), user_path("base_dir", base_dir).resolve()
+    text = peer_run.text_of(data, vocab_size, base_path, val_data, cut=False)
+    sources = {"ours": fingerprint(ROOT), "peer": fingerprint(checkout)}
+    job = text / f"job-{max_seq_len}"  # the text to score
+    job.mkdir(exist_ok=True)
+    race_speed.write_job(text, job, max_seq_len)
+    os.environ["OMP_NUM_THREADS"] = "1"  # for what is started below
+    failed = train_all(runs, jobs if jobs > 0 else os.cpu_count() or 1)
+    print(table(runs))
+    if plot:
+        draw(runs, ours[0], Path(plot))
+    if failed:
+        raise UserError(f"failed: {'; '.join(map(str, failed))}. The same command tries these again")
