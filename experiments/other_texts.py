@@ -1,0 +1,106 @@
+"""Texts of another kind than Python, from what lies on a Debian machine: to try the recipe on what it was not
+tuned on.
+
+    python -m experiments.other_texts --folder=FOLDER
+    python -m scripts.base_train --data=FOLDER/prose-short/train.jsonl --val_data=FOLDER/prose-short/val.jsonl
+
+prose: documentation in Markdown and reStructuredText. manual: sources of manual pages. headers: C and C++.
+Each is there twice, with whole files as documents (long), and cut at empty lines into documents of about 500
+characters (short). A file is validation text if its path hashes to 0 mod 20, and the same text counts once.
+What the machine lacks is skipped, with a line that says so.
+"""
+
+import gzip
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import configurator
+from nanochat import UserError
+
+folder = ""  # gets a folder for each text
+characters = 2_000_000  # of a text, about [1e4..1e9]
+root = "/usr"  # where files are looked for
+
+KINDS = {"prose": (".md", ".rst"), "manual": (".1.gz", ".3.gz", ".5.gz", ".8.gz"), "headers": (".h", ".hpp")}
+SHORT = 500  # characters of a short document, at least
+LEAST, MOST = 2000, 50_000  # characters of a file: one long file would be most of a text
+
+
+def hashed(text: str) -> int:
+    return int(hashlib.sha1(text.encode()).hexdigest(), 16)
+
+
+def content(path: Path) -> str:
+    """The text of a file, also of a compressed one; empty if it is none in UTF-8."""
+    try:
+        raw = path.read_bytes()
+        return (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError):
+        return ""
+
+
+def texts_of(root: Path, endings: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """(split, text) of each file below `root` with one of these endings, in an order as good as random."""
+    paths = (p for p in root.rglob("*") if p.name.endswith(endings) and p.is_file() and not p.is_symlink())
+    known = set()
+    for path in sorted(paths, key=lambda path: hashed(str(path))):
+        text = content(path)
+        if LEAST <= len(text) <= MOST and (number := hashed(text)) not in known:
+            known.add(number)
+            yield "val" if hashed(str(path)) % 20 == 0 else "train", text
+
+
+def pieces(text: str, at_least: int = SHORT) -> Iterator[str]:
+    """The text cut at empty lines into pieces of `at_least` characters or more, the last of fewer."""
+    piece = ""
+    for paragraph in text.split("\n\n"):
+        piece += paragraph + "\n\n"
+        if len(piece) >= at_least:
+            yield piece
+            piece = ""
+    if piece.strip():
+        yield piece
+
+
+def write(kind: str, found: list[tuple[str, str]], folder: Path):
+    """Both forms of a text, each as train.jsonl and val.jsonl, and a line about each."""
+    for form in ("short", "long"):
+        place = folder / f"{kind}-{form}"
+        place.mkdir(parents=True, exist_ok=True)
+        for split in ("train", "val"):
+            documents = [
+                document
+                for one, text in found
+                if one == split
+                for document in (pieces(text) if form == "short" else [text])
+            ]
+            lines = (json.dumps({"text": document}) + "\n" for document in documents)
+            (place / f"{split}.jsonl").write_text("".join(lines), "utf-8")
+            size = sum(map(len, documents))
+            print(f"{place / split}.jsonl: {len(documents):,} documents, {size:,} characters")
+
+
+def main():
+    if not folder:
+        raise UserError("give --folder=FOLDER, for the texts")
+    if not Path(root).is_dir():
+        raise UserError(f"--root={root} is no folder; name one with files to read, such as /usr")
+    for kind, endings in KINDS.items():
+        found, size = [], 0
+        for split, text in texts_of(Path(root), endings):
+            found.append((split, text))
+            size += len(text)
+            if size >= characters:
+                break
+        if {split for split, _ in found} == {"train", "val"}:
+            write(kind, found, Path(folder))
+        else:
+            print(f"{kind}: skipped, {root} has too few files ending in {' '.join(endings)}")
+
+
+if __name__ == "__main__":
+    configurator.configure(globals())
+    main()
