@@ -29,8 +29,7 @@ widest = 1024  # the largest width; the smallest is 128 [256..8192]
 picture: str | None = "docs/coordinates.png"  # the file to draw (none = no picture)
 
 DEPTH, HEAD_DIM, ROWS = 4, 64, 8
-NARROWEST = 128
-OLD_WIDEST = 512  # of the rule before: the widest model takes most of the time
+NARROWEST, OLD_WIDEST = 128, 512  # the second of the rule before: a wide model takes most of the time
 DEFAULTS = configurator.defaults(Path(configurator.__file__).parent / "scripts" / "base_train.py")
 # A run whose rates at width 768 are those of the settings: the batch and the tokens of the reference model.
 # It has 100 steps, so its warm-up has 10.

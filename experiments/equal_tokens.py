@@ -30,7 +30,7 @@ from nanochat import UserError
 from nanochat.metrics import read_metrics
 from nanochat.paths import user_path
 
-peer = ""  # a folder of karpathy/nanochat
+peer: str | None = None  # a folder of karpathy/nanochat
 data = "embedded"  # as base_train's; a document stays whole
 val_data: str | None = None  # as base_train's
 depths = "4"  # separated by commas

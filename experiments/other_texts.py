@@ -20,13 +20,12 @@ from pathlib import Path
 import configurator
 from nanochat import UserError
 
-folder = ""  # gets a folder for each text
+folder: str | None = None  # gets a folder for each text
 characters = 2_000_000  # of a text, about [1e4..1e9]
 root = "/usr"  # where files are looked for
 
 KINDS = {"prose": (".md", ".rst"), "manual": (".1.gz", ".3.gz", ".5.gz", ".8.gz"), "headers": (".h", ".hpp")}
-SHORT = 500  # characters of a short document, at least
-LEAST, MOST = 2000, 50_000  # characters of a file: one long file would be most of a text
+SHORT, LEAST, MOST = 500, 2000, 50_000  # characters: of a short document; of a file, at least and at most
 
 
 def hashed(text: str) -> int:
