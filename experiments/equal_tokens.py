@@ -11,8 +11,8 @@ once. All checkpoints are scored by race_score.py: every token of every validati
 
 A run has one thread, and every core has a run. A result is kept in <base_dir>/equal_tokens/, so a command
 that was stopped trains only what is missing. A run that fails is named, the others go on, and the exit status
-is 2. The picture has bits per byte against tokens, and against seconds in training steps; compiling is part of
-a step, on both sides.
+is 2. The picture has bits per byte against tokens, and against seconds in training steps. Compiling is part
+of a step, on both sides.
 """
 
 import hashlib
