@@ -176,7 +176,8 @@ class DecodeStep:
         if model.config.has_value_embedding(i):
             gate = attention.value_gate.weight  # it reads the first channels: zeros for the others
             rows.append(F.pad(gate, (0, model.config.width - gate.size(1))))
-            table = model.value_embeddings[str(i)].weight.detach()
+            of_head = i == model.config.depth - 1
+            table = (model.head if of_head else model.value_embeddings[str(i)]).weight.detach()
         qkvg = torch.cat([w.detach().to(self.dtype) for w in rows])
         matrices = qkvg, attention.out.weight, mlp.up.weight, mlp.down.weight
         return *map(self._matrix, matrices), table
@@ -209,7 +210,9 @@ class DecodeStep:
             qk = torch.addcmul(qk * cos, qk.roll(C // H // 2, -1), sin)
             v = qkvg[:, 2 * C : 3 * C].view(B, H, C // H)
             if table is not None:  # v + 2 * sigmoid(gate) * embedding
-                value_embedding = F.embedding(idx, table).to(self.dtype).view(B, H, C // H)
+                rows = F.embedding(idx, table)
+                rows = norm(rows) if i == len(self.layers) - 1 else rows
+                value_embedding = rows.to(self.dtype).view(B, H, C // H)
                 v = torch.addcmul(v, qkvg[:, 3 * C :].sigmoid().unsqueeze(-1), value_embedding, value=2)
             y = self._attend(qk, v, cache, i).to(self.dtype)
             x = torch.addmm(x, y, out)

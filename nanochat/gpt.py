@@ -3,9 +3,11 @@
 Rotary positions, QK norm, ReLU-squared MLP, RMSNorm without weights, untied embedding and head, softcapped
 logits, no biases. The projections back into the residual stream start at zero. A token is found by the key of
 the token before it, so that one layer can copy what followed (`attention.keys_before`), and each block adds a
-learned share of the stream of the token before. Three additions are here whose gain others have measured and
-we have not yet (docs/ablations.md): value embeddings on alternate layers, a learned scale of the residual
-stream at each layer, and a learned share of the first embedding mixed back in.
+learned share of the stream of the token before. To the values of the last layer each token adds its own row of
+the head: what attention finds there, the head reads as that token, also one that is rarely seen. Three
+additions are here whose gain others have measured and we have not yet (docs/ablations.md): value embeddings on
+every second of the other layers, a learned scale of the residual stream at each layer, and a learned share of
+the first embedding mixed back in.
 
 Shapes: B rows, T positions, C width, H heads, D head size, V vocabulary. Parameters are float32; under
 `torch.autocast` the matrix multiplications and the residual stream run in autocast's dtype.
@@ -55,7 +57,7 @@ class GPTConfig:
         return [self.max_seq_len if letter == "L" else short for letter in letters]
 
     def has_value_embedding(self, layer: int) -> bool:
-        """Every second layer, counted from the last."""
+        """Every second layer, counted from the last, whose value embeddings are the rows of the head."""
         return (self.depth - 1 - layer) % 2 == 0
 
 
@@ -129,7 +131,7 @@ class GPT(nn.Module):
         self.value_embeddings = nn.ModuleDict(
             {
                 str(i): embedding(config.vocab_size, config.width)
-                for i in range(config.depth)
+                for i in range(config.depth - 1)
                 if config.has_value_embedding(i)
             }
         )
@@ -188,9 +190,11 @@ class GPT(nn.Module):
         rotary = cos.unsqueeze(-2), sin.unsqueeze(-2)
         x0, visible = x, visible_from(documents)
         for i, block in enumerate(self.blocks):
-            value_embedding = None
-            if str(i) in self.value_embeddings:
-                value_embedding = look_up(self.value_embeddings[str(i)], idx).to(x.dtype)  # (B, T, C)
+            value_embedding = None  # (B, T, C)
+            if i == self.config.depth - 1:
+                value_embedding = norm(look_up(self.head, idx)).to(x.dtype)
+            elif self.config.has_value_embedding(i):
+                value_embedding = look_up(self.value_embeddings[str(i)], idx).to(x.dtype)
             x = block(x, x0, value_embedding, rotary, None if cache is None else cache.layers[i], visible)
         x = norm(x)
         if positions is not None:

@@ -5,15 +5,15 @@ import torch
 from nanochat.operators import register, register_autograd
 
 
-def look_up(table: torch.nn.Embedding, idx):
-    """table(idx): idx (B, T) int64 -> (B, T, C) in the table's dtype.
+def look_up(table, idx):
+    """Rows of the weight (V, C) of an embedding or a linear layer: idx (B, T) int64 -> (B, T, C) in its dtype.
 
     On a CPU compiled code would add up the gradient of a row in the order in which its threads come, so no
     two runs would be the same. PyTorch's own operator has one order, and is no slower (docs/benchmarks.md).
     """
     if torch.compiler.is_compiling() and table.weight.device.type == "cpu":
         return torch.ops.nanochat.rows_of_table(table.weight, idx)
-    return table(idx)
+    return table(idx) if isinstance(table, torch.nn.Embedding) else torch.embedding(table.weight, idx)
 
 
 register(

@@ -41,10 +41,10 @@ def random_tokens(model, B=2, T=None, seed=1):
 def test_parameters_are_as_many_as_the_formula_says(depth, width, num_heads, vocab_size):
     model = make_model(depth, width, num_heads, vocab_size)
     C, V = width, vocab_size
-    with_value_embedding = math.ceil(depth / 2)  # every second layer, the last among them
+    with_value_embedding = math.ceil(depth / 2)  # every second layer; the last of them has the head's rows
     by_hand = {
         "embedding": V * C,
-        "value_embeddings": with_value_embedding * V * C,
+        "value_embeddings": (with_value_embedding - 1) * V * C,
         "matrices": depth * (4 * C * C + 8 * C * C) + with_value_embedding * min(C, 32) * num_heads,
         "head": V * C,
         "scalars": depth * (2 + C),

@@ -33,8 +33,9 @@ from nanochat.checkpoint.folder import STEP, checkpoints_in, remove_temporary, s
 from nanochat.paths import user_path
 
 # Of a checkpoint; one of another version is refused, with its number. 2: a position has the key of the token
-# before it, so weights of version 1 would compute something else. 3: blocks have an x_before_scale
-VERSION = 3
+# before it, so weights of version 1 would compute something else. 3: blocks have an x_before_scale. 4: the
+# last layer's value embeddings are the rows of the head
+VERSION = 4
 MANIFEST, STATE, MODEL = "manifest.json", "state.json", "model.safetensors"
 
 
