@@ -3,11 +3,10 @@
 Rotary positions, QK norm, ReLU-squared MLP, RMSNorm without weights, untied embedding and head, softcapped
 logits, no biases. The projections back into the residual stream start at zero. A token is found by the key of
 the token before it, so that one layer can copy what followed (`attention.keys_before`), and each block adds a
-learned share of the stream of the token before. To the values of the last layer each token adds its own row of
-the head: what attention finds there, the head reads as that token, also one that is rarely seen. Three
-additions are here whose gain others have measured and we have not yet (docs/ablations.md): value embeddings on
-every second of the other layers, a learned scale of the residual stream at each layer, and a learned share of
-the first embedding mixed back in.
+learned share of the stream of the token before. Alternate layers have value embeddings, the last one the rows
+of the head: so the head reads what attention finds there as that token. Two additions are here whose gain
+others have measured and we have not yet (docs/ablations.md): a learned scale of the residual stream at each
+layer, and a learned share of the first embedding mixed back in.
 
 Shapes: B rows, T positions, C width, H heads, D head size, V vocabulary. Parameters are float32; under
 `torch.autocast` the matrix multiplications and the residual stream run in autocast's dtype.
@@ -57,7 +56,7 @@ class GPTConfig:
         return [self.max_seq_len if letter == "L" else short for letter in letters]
 
     def has_value_embedding(self, layer: int) -> bool:
-        """Every second layer, counted from the last, whose value embeddings are the rows of the head."""
+        """Every second layer, counted from the last, which has no table but the head's rows."""
         return (self.depth - 1 - layer) % 2 == 0
 
 
@@ -191,10 +190,10 @@ class GPT(nn.Module):
         x0, visible = x, visible_from(documents)
         for i, block in enumerate(self.blocks):
             value_embedding = None  # (B, T, C)
-            if i == self.config.depth - 1:
-                value_embedding = norm(look_up(self.head, idx)).to(x.dtype)
-            elif self.config.has_value_embedding(i):
+            if str(i) in self.value_embeddings:
                 value_embedding = look_up(self.value_embeddings[str(i)], idx).to(x.dtype)
+            elif self.config.has_value_embedding(i):  # the last layer
+                value_embedding = norm(look_up(self.head, idx)).to(x.dtype)
             x = block(x, x0, value_embedding, rotary, None if cache is None else cache.layers[i], visible)
         x = norm(x)
         if positions is not None:

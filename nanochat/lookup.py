@@ -6,7 +6,7 @@ from nanochat.operators import register, register_autograd
 
 
 def look_up(table, idx):
-    """Rows of the weight (V, C) of an embedding or a linear layer: idx (B, T) int64 -> (B, T, C) in its dtype.
+    """Rows of the weight (V, C) of an nn.Embedding or nn.Linear: idx (B, T) int64 -> (B, T, C) in its dtype.
 
     On a CPU compiled code would add up the gradient of a row in the order in which its threads come, so no
     two runs would be the same. PyTorch's own operator has one order, and is no slower (docs/benchmarks.md).
