@@ -157,7 +157,8 @@ class DecodeStep:
         self.dtype, self.windows, self.num_heads = dtype, config.windows, config.num_heads
         size, on_cpu = sum(p.numel() for p in model.parameters()), model.head.weight.device.type == "cpu"
         self.copies = on_cpu and dtype == torch.float32 and size < SMALL
-        self.embedding, self.head = model.embedding.weight.detach(), self._matrix(model.head.weight)
+        self.embedding, self.head_rows = model.embedding.weight.detach(), model.head.weight.detach()
+        self.head = self._matrix(self.head_rows)
         self.layers = [self._layer(model, i) for i in range(config.depth)]
         self.residual_scales = [block.residual_scale.item() for block in model.blocks]
         self.x0_scales, self.x_before_scales = (
@@ -176,8 +177,8 @@ class DecodeStep:
         if model.config.has_value_embedding(i):
             gate = attention.value_gate.weight  # it reads the first channels: zeros for the others
             rows.append(F.pad(gate, (0, model.config.width - gate.size(1))))
-            of_head = i == model.config.depth - 1
-            table = (model.head if of_head else model.value_embeddings[str(i)]).weight.detach()
+            own = str(i) in model.value_embeddings
+            table = model.value_embeddings[str(i)].weight.detach() if own else self.head_rows
         qkvg = torch.cat([w.detach().to(self.dtype) for w in rows])
         matrices = qkvg, attention.out.weight, mlp.up.weight, mlp.down.weight
         return *map(self._matrix, matrices), table
@@ -211,7 +212,7 @@ class DecodeStep:
             v = qkvg[:, 2 * C : 3 * C].view(B, H, C // H)
             if table is not None:  # v + 2 * sigmoid(gate) * embedding
                 rows = F.embedding(idx, table)
-                rows = norm(rows) if i == len(self.layers) - 1 else rows
+                rows = norm(rows) if table is self.head_rows else rows
                 value_embedding = rows.to(self.dtype).view(B, H, C // H)
                 v = torch.addcmul(v, qkvg[:, 3 * C :].sigmoid().unsqueeze(-1), value_embedding, value=2)
             y = self._attend(qk, v, cache, i).to(self.dtype)

@@ -21,6 +21,7 @@ variants = {
     "today": {},
     # Parts of the model
     "no value embeddings": {"patch": "parts/no-value-embeddings.patch"},
+    "a table of its own for the last layer's value embeddings": {"patch": "parts/own-table.patch"},
     "value embeddings without gate": {"patch": "parts/no-value-gate.patch"},
     "no residual scale": {"patch": "parts/no-residual-scale.patch"},
     "no share of the first embedding": {"patch": "parts/no-x0.patch"},
@@ -59,6 +60,8 @@ variants = {
     # Candidates
     "document mask": {"document_mask": True},
     "value embeddings on every layer": {"patch": "parts/value-embeddings-everywhere.patch"},
+    "rows of the head as all value embeddings": {"patch": "parts/no-tables.patch"},
+    "queries, keys and values with a share of the token before": {"patch": "parts/mixed-qkv.patch"},
     "a gate for each head": {"patch": "parts/gate-per-head.patch"},
     "exclusive self-attention": {"patch": "parts/exclusive-self-attention.patch"},
     "leaky ReLU squared": {"patch": "parts/leaky-relu-squared.patch"},
