@@ -143,8 +143,9 @@ class GPT(nn.Module):
     def init_weights(self, generator: torch.Generator | None = None):
         """Fill parameters and rotary tables in place, on the device the model is on.
 
-        A matrix that reads the residual stream is uniform, with standard deviation 1 / sqrt(C). A matrix that
-        writes to it is zero, so each block begins as the identity. A small head makes the first loss ln(V).
+        A matrix that reads the residual stream is uniform, with standard deviation 1 / sqrt(C). Keys begin as
+        queries: what followed the same token is found before anything is learned. A matrix that writes to the
+        stream is zero, so each block begins as the identity. A small head makes the first loss ln(V).
         """
         bound = math.sqrt(3 / self.config.width)  # uniform on [-b, b] has standard deviation b / sqrt(3)
         nn.init.normal_(self.embedding.weight, std=0.8, generator=generator)
@@ -152,8 +153,9 @@ class GPT(nn.Module):
         for table in self.value_embeddings.values():
             nn.init.uniform_(table.weight, -bound, bound, generator=generator)
         for block in self.blocks:
-            for linear in (block.attention.query, block.attention.key, block.attention.value):
+            for linear in (block.attention.query, block.attention.value):
                 nn.init.uniform_(linear.weight, -bound, bound, generator=generator)
+            block.attention.key.weight.copy_(block.attention.query.weight)
             nn.init.uniform_(block.mlp.up.weight, -0.5 * bound, 0.5 * bound, generator=generator)
             for zero in (block.attention.out.weight, block.mlp.down.weight):
                 nn.init.zeros_(zero)

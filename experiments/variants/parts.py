@@ -26,6 +26,7 @@ variants = {
     "no residual scale": {"patch": "parts/no-residual-scale.patch"},
     "no share of the first embedding": {"patch": "parts/no-x0.patch"},
     "no stream of the token before": {"patch": "parts/no-stream-before.patch"},
+    "keys do not begin as queries": {"patch": "parts/own-keys.patch"},
     "own key": {"patch": "own-key.patch"},
     "QK scale 1": {"patch": "parts/qk-scale-1.patch"},
     "QK scale 1.5": {"patch": "parts/qk-scale-1.5.patch"},

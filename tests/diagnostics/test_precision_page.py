@@ -138,7 +138,7 @@ def test_casts_are_counted_and_a_product_without_its_forward_product_is_not_pass
     twice = [op for op in record.ops for _ in range(2 if op.parameter == "head.weight" else 1)]
     said = [s for s in statements(Record(twice, record.parameters)) if "forward pass, each" in s]
     assert said[0].startswith(
-        "20 of 22 parameters were cast to bfloat16 in the forward pass, each 1 to 2 times"
+        "20 of 21 parameters were cast to bfloat16 in the forward pass, each 1 to 2 times"
     )
     orphan = Op("backward", "", "mm", (BF16, BF16), (BF16,), flops=8)
     assert "1 backward matmuls have no recorded forward matmul." in statements(Record([orphan]))
