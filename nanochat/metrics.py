@@ -82,7 +82,8 @@ class Metrics:
     """Writes records to `<out_dir>/metrics.jsonl` and, where a run has one, to wandb.
 
     A record is one JSON object on one line, written with one system call: whatever kills the process, the
-    file holds whole records. NaN and infinity are written as null, since JSON has neither.
+    file holds whole records, and at most the beginning of one more, which is not read. NaN and infinity are
+    written as null, since JSON has neither.
     """
 
     def __init__(self, out_dir, wandb_log=None, enabled: bool = True):

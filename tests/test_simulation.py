@@ -17,7 +17,7 @@ DEFAULTS = configurator.defaults(ROOT / "scripts" / "base_train.py")
 H100 = known_device("H100")
 C, L, V, T = 768, 12, 32768, 2048  # d12's width, layers, vocabulary, positions
 MATRICES = L * 12 * C * C + L // 2 * 32 * (C // 128)  # query, key, value, out, 4 + 4 of the MLP; gates
-D12 = MATRICES + (1 + L // 2 + 1) * V * C + (2 + C) * L  # embedding, value embeddings, head; scalars
+D12 = MATRICES + (L // 2 + 1) * V * C + (2 + C) * L  # embedding, L / 2 - 1 tables of values, head; scalars
 
 
 def settings(**changes):
