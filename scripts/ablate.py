@@ -173,10 +173,12 @@ class Training:
         with open(self.folder / "log.txt", "a") as log:
             return subprocess.Popen(command, cwd=where, env=environment, stdout=log, stderr=log)
 
-    def end(self):
-        """Keep the result of a training that has ended well."""
+    def end(self) -> bool:
+        """Keep the result of a training; False if it has none, since a signal stopped it alone."""
         records = read_metrics(self.folder / "run" / "metrics.jsonl")
         steps = [record for record in records if "loss" in record]
+        if not any("val_bpb" in record for record in records):
+            return False
         result = {
             "variant": self.variant, "depth": self.depth, "seed": self.seed, "settings": self.settings,
             "val_bpb": next(r["val_bpb"] for r in reversed(records) if "val_bpb" in r),
@@ -189,6 +191,7 @@ class Training:
         for checkpoint in (self.folder / "run").glob("step_*"):  # a list of variants would fill the disk
             shutil.rmtree(checkpoint)
         print(f"{self}: {result['val_bpb']:.4f} bits per byte, {result['step_s']:.3f} s a step", flush=True)
+        return True
 
     def __str__(self):
         return f"{self.variant}, depth {self.depth}, seed {self.seed}"
@@ -212,13 +215,12 @@ def train_all(trainings: list[Training], at_once: int) -> list[Training]:
             for training, process in list(running.items()):
                 if (status := process.poll()) is not None:
                     del running[training]
-                    if status:
+                    if status or not training.end():
                         failed.append(training)
                         last = (training.folder / "log.txt").read_text("utf-8", "replace").strip()[-2000:]
-                        say = f"{training}: base_train failed; its output ends with:\n{last}"
+                        how = "failed" if status else "was stopped"
+                        say = f"{training}: base_train {how}; its output ends with:\n{last}"
                         print(say, file=sys.stderr, flush=True)
-                    else:
-                        training.end()
     finally:
         for process in running.values():
             process.terminate()

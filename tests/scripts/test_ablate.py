@@ -157,6 +157,25 @@ def test_a_training_that_fails_is_named_and_the_others_go_on(tmp_path):
     assert [row[3] for row in rows(tmp_path)] == ["usual", "twice"]
 
 
+def test_a_training_that_a_signal_stops_is_named_and_goes_on_with_the_next_command(tmp_path):
+    arguments = ["--variants=documents", "--seeds=1", "--jobs=1"]
+    long = command(tmp_path, *arguments, more="--num_iterations=60")
+    process = subprocess.Popen([sys.executable, "-m", *long], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    logs = tmp_path / "base" / "ablations" / "documents"
+    deadline, metrics = time.monotonic() + 120, ()
+    while time.monotonic() < deadline and not (metrics and metrics[0].stat().st_size):
+        metrics = [*logs.glob("*/run/metrics.jsonl")]
+        time.sleep(0.01)
+    (lock,) = logs.glob("*/run/.lock")
+    os.kill(int(re.search(r"\d+", lock.read_text())[0]), signal.SIGTERM)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 2 and "Traceback" not in said
+    assert "depth 1, seed 0: base_train was stopped; its output ends with:" in said
+    done = python_m(long, ROOT)
+    assert done.returncode == 0, done.stderr
+    assert [run["tokens"] for run in results_of(done.stdout)] == [60 * 128] * 2
+
+
 PATCHES = sorted((ROOT / "experiments" / "variants").rglob("*.patch"))
 
 
