@@ -96,9 +96,9 @@ def anomaly(loss) -> str:
 
 
 def overflow(dtype) -> dict:
-    """A model with an MLP whose weights are 100 times too large: who names the operator that overflowed?"""
+    """A model with an MLP whose weights are 1,000 times too large: who names the operator that overflowed?"""
     model, operator, modules = our_model(), FirstBad(), []
-    model.blocks[1].mlp.up.weight.data *= 100
+    model.blocks[1].mlp.up.weight.data *= 1000
 
     def note(name, output):
         if not output.isfinite().all():
