@@ -157,7 +157,7 @@ class DecodeStep:
         self.dtype, self.windows, self.num_heads = dtype, config.windows, config.num_heads
         size, on_cpu = sum(p.numel() for p in model.parameters()), model.head.weight.device.type == "cpu"
         self.copies = on_cpu and dtype == torch.float32 and size < SMALL
-        self.embedding, self.head_rows = model.embedding.weight.detach(), model.head.weight.detach()
+        self.embedding, self.head_rows = (table.detach() for table in model.tables())
         self.head = self._matrix(self.head_rows)
         self.layers = [self._layer(model, i) for i in range(config.depth)]
         self.residual_scales = [block.residual_scale.item() for block in model.blocks]

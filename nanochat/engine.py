@@ -4,6 +4,7 @@ token costs a forward pass of that token only."""
 import codecs
 import contextlib
 import os
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from nanochat.decode import KVCache, decode_step
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.paths import user_path
 from nanochat.precision import autocast
+from nanochat.spelling import Pieces
 
 NOT_NUMBERS = (
     "the model's logits are not numbers: its training went wrong, or they overflow in this dtype; use "
@@ -94,12 +96,26 @@ def model_config(checkpoint: Checkpoint, tensors: dict) -> GPTConfig:
     )
 
 
+def with_rows_of_pieces(config: GPTConfig, tensors: dict) -> tuple[GPTConfig, dict]:
+    """The same model without pieces: its tensors {name: tensor}, with theirs added (spelling.py)."""
+    pieces = Pieces(config.vocab_size, config.width)
+    pieces.load_state_dict({n[7:]: t for n, t in tensors.items() if n.startswith("pieces.")}, assign=True)
+    tables = "embedding.weight", "head.weight"
+    with torch.no_grad():
+        rows = dict(zip(tables, pieces(*(tensors[name] for name in tables)), strict=True))
+    tensors = {name: rows.get(name, tensor) for name, tensor in tensors.items() if name[:7] != "pieces."}
+    return replace(config, spelled=False), tensors
+
+
 def load_for_inference(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> GPT:
-    """The model of a checkpoint, on `device`, with its matrices in `dtype`. Raises UserError as
-    `model_config` does."""
+    """The model of a checkpoint, on `device`, with its matrices in `dtype`. The rows of pieces are added to
+    those of tokens once and for all. Raises UserError as `model_config` does."""
     tensors = checkpoint.load_model()
+    config = model_config(checkpoint, tensors)
+    if config.spelled:
+        config, tensors = with_rows_of_pieces(config, tensors)
     with torch.device("meta"):
-        model = GPT(model_config(checkpoint, tensors))
+        model = GPT(config)
     cast_weights(model, dtype).to_empty(device=device)
     model.init_rotary()
     model.load_state_dict(tensors)

@@ -20,12 +20,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 from nanochat import UserError
 from nanochat.attention import attention, keys_before, token_before, visible_from
 from nanochat.elementwise import norm, norm_and_rotate, squared_relu
-from nanochat.lookup import look_up
+from nanochat.lookup import embedding, look_up
 from nanochat.loss import softcap, softcapped_cross_entropy
+from nanochat.spelling import Pieces
 
 ROPE_BASE = 100_000  # longer wavelengths than the usual 10,000
 QK_SCALE = 1.2  # on q and on k after their norm: attention a little sharper than 1 / sqrt(D) gives
@@ -42,6 +44,7 @@ class GPTConfig:
     vocab_size: int
     max_seq_len: int
     window_pattern: str = "L"  # one letter a layer, repeated: L sees all of the past, S a quarter of T
+    spelled: bool = False  # tokens spelled alike share a part of their rows in embedding and head
 
     @property
     def head_dim(self) -> int:
@@ -116,12 +119,6 @@ class Block(nn.Module):
         return x + self.mlp(norm(x))
 
 
-def embedding(vocab_size: int, width: int) -> nn.Embedding:
-    """A table for `init_weights` to fill. nn.Embedding() would fill it first, and on the meta device torch
-    loads its whole compiler for that, which takes a second or two."""
-    return nn.Embedding.from_pretrained(torch.empty(vocab_size, width), freeze=False)
-
-
 class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -136,6 +133,7 @@ class GPT(nn.Module):
         )
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.depth))
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.pieces = Pieces(config.vocab_size, config.width) if config.spelled else None
         self.register_buffer("cos", None, persistent=False)
         self.register_buffer("sin", None, persistent=False)
 
@@ -150,6 +148,8 @@ class GPT(nn.Module):
         bound = math.sqrt(3 / self.config.width)  # uniform on [-b, b] has standard deviation b / sqrt(3)
         nn.init.normal_(self.embedding.weight, std=0.8, generator=generator)
         nn.init.normal_(self.head.weight, std=0.001, generator=generator)
+        if self.pieces is not None:
+            self.pieces.init_weights(generator)
         for table in self.value_embeddings.values():
             nn.init.uniform_(table.weight, -bound, bound, generator=generator)
         for block in self.blocks:
@@ -174,6 +174,11 @@ class GPT(nn.Module):
         angles = torch.outer(positions, frequencies)  # (T, D / 2)
         self.cos, self.sin = angles.cos().to(device), angles.sin().to(device)
 
+    def tables(self):
+        """The rows of embedding and head, (V, C) each, float32."""
+        tables = self.embedding.weight, self.head.weight
+        return tables if self.pieces is None else self.pieces(*tables)
+
     def forward(self, idx, targets=None, reduction="mean", cache=None, positions=None, documents=None):
         """idx (B, T) int64 -> logits (B, T, V) float32; with targets (B, T) int64, the loss in nats instead.
 
@@ -183,7 +188,8 @@ class GPT(nn.Module):
         documents of each row, or is what Attention.boundaries returns: a token sees its own document only.
         """
         places = slice(idx.size(1)) if cache is None else cache.places(idx.size(1))
-        x = norm(look_up(self.embedding, idx))  # (B, T, C)
+        embedding_rows, head_rows = self.tables()  # (V, C) each
+        x = norm(look_up(embedding_rows, idx))  # (B, T, C)
         if torch.is_autocast_enabled(x.device.type):  # so the residual stream runs in the compute dtype too
             x = x.to(torch.get_autocast_dtype(x.device.type))
         # (T, 1, D / 2): the same for all heads
@@ -193,16 +199,16 @@ class GPT(nn.Module):
         for i, block in enumerate(self.blocks):
             value_embedding = None  # (B, T, C)
             if str(i) in self.value_embeddings:
-                value_embedding = look_up(self.value_embeddings[str(i)], idx).to(x.dtype)
+                value_embedding = look_up(self.value_embeddings[str(i)].weight, idx).to(x.dtype)
             elif self.config.has_value_embedding(i):  # the last layer
-                value_embedding = norm(look_up(self.head, idx)).to(x.dtype)
+                value_embedding = norm(look_up(head_rows, idx)).to(x.dtype)
             x = block(x, x0, value_embedding, rotary, None if cache is None else cache.layers[i], visible)
         x = norm(x)
         if positions is not None:
             x = x.flatten(0, 1)[positions]  # (N, C)
         if targets is None:
-            return softcap(self.head(x))
-        return softcapped_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten(), reduction)
+            return softcap(F.linear(x, head_rows))
+        return softcapped_cross_entropy(x.flatten(0, 1), head_rows, targets.flatten(), reduction)
 
     def parameter_counts(self) -> dict[str, int]:
         """Parameters by role. Each token is multiplied with all of `matrices` and `head`."""
@@ -211,6 +217,7 @@ class GPT(nn.Module):
             "value_embeddings": sum(p.numel() for p in self.value_embeddings.parameters()),
             "matrices": sum(p.numel() for p in self.blocks.parameters() if p.ndim >= 2),
             "head": self.head.weight.numel(),
+            "pieces": sum(p.numel() for p in self.pieces.parameters()) if self.pieces else 0,
         }
         total = sum(p.numel() for p in self.parameters())
         return counts | {"scalars": total - sum(counts.values()), "total": total}

@@ -1,19 +1,26 @@
-"""Rows of an embedding table, compiled or not with the same gradient."""
+"""Embedding tables, and their rows: compiled or not with the same gradient."""
 
 import torch
+import torch.nn as nn
 
 from nanochat.operators import register, register_autograd
 
 
-def look_up(table, idx):
-    """Rows of the weight (V, C) of an nn.Embedding or nn.Linear: idx (B, T) int64 -> (B, T, C) in its dtype.
+def embedding(vocab_size: int, width: int) -> nn.Embedding:
+    """A table for `init_weights` to fill. nn.Embedding() would fill it first, and on the meta device torch
+    loads its whole compiler for that, which takes a second or two."""
+    return nn.Embedding.from_pretrained(torch.empty(vocab_size, width), freeze=False)
+
+
+def look_up(weight, idx):
+    """Rows of a table: weight (V, C), idx (B, T) int64 -> (B, T, C) in the dtype of weight.
 
     On a CPU compiled code would add up the gradient of a row in the order in which its threads come, so no
     two runs would be the same. PyTorch's own operator has one order, and is no slower (docs/benchmarks.md).
     """
-    if torch.compiler.is_compiling() and table.weight.device.type == "cpu":
-        return torch.ops.nanochat.rows_of_table(table.weight, idx)
-    return table(idx) if isinstance(table, torch.nn.Embedding) else torch.embedding(table.weight, idx)
+    if torch.compiler.is_compiling() and weight.device.type == "cpu":
+        return torch.ops.nanochat.rows_of_table(weight, idx)
+    return torch.embedding(weight, idx)
 
 
 register(

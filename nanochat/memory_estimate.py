@@ -58,6 +58,7 @@ def training_bytes(
         "activations": round(micro_batch_tokens * config.width * (layer * config.depth + once)) + casts,
         "logits": logit_bytes(config, micro_batch_tokens, dtype, compiled, on_cpu=on_cpu),
         "save copies": on_cpu * (4 * total + state),
+        "rows with pieces": 16 * config.spelled * counts["head"],  # of both tables, and gradients
         "gradient exchange": 2 * min(BUCKET_BYTES, 4 * total) if world_size > 1 else 0,
     }
     # At the end of a compiled backward pass its gradients are there besides those of earlier micro-steps

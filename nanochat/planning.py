@@ -110,6 +110,7 @@ class Plan:
     def resolved(self) -> dict:
         """What the checkpoints keep: a resumed run, or one that continues this one, goes on with it."""
         kept = {"device_batch_size": self.device_batch_size, "rates": self.rates, "fp8": self.fp8}
+        kept["spelled"] = self.config.spelled
         if self.horizon.minutes:
             kept |= {"target_minutes": self.horizon.minutes, "estimated": self.horizon.estimated}
         return kept
@@ -246,6 +247,9 @@ class Plan:
                 f"{config.head_dim}), rows of {config.max_seq_len} tokens",
                 "parameters": f"{counts['total']:,}, of which {counts['matrices']:,} in matrices and "
                 f"{counts['head']:,} in the head; {self.flops_per_token:,} FLOPs a token",
+                "spelling": "tokens spelled alike share a part of their rows in embedding and head"
+                if config.spelled
+                else "each token has rows of its own alone",
             },
             "training": self.training_section,
             "cost": {
@@ -262,7 +266,9 @@ def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dic
     resolved: what a resumed run has decided at its first start. Its device_batch_size stays if it still
     divides the rows. Raises UserError for settings that contradict each other.
     """
-    config, horizon = scaling.horizon_of(settings, tokenizer.vocab_size, hardware.peak_flops, resolved)
+    V = tokenizer.vocab_size
+    config, horizon = scaling.horizon_of(settings, V, hardware.peak_flops, resolved)
+    config = replace(config, spelled=scaling.is_spelled(settings, V, horizon, resolved))
     return _plan(
         settings,
         config,

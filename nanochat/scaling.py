@@ -21,6 +21,7 @@ REFERENCE_RATIO = 12.0  # tokens a parameter
 HORIZON_EXPONENT = 0.32
 MOST_DECAY = 8.0
 FEWEST_GUESSED = 100  # steps of a horizon in minutes, while it is a guess: more than are timed
+SPELLED_TOKENS = 10_000  # tokens of a run for each of the vocabulary, up to which spelling is worth sharing
 ASSUMED_MFU = 0.3  # share of the peak that training is assumed to reach, before anything is timed
 BATCH_EXPONENT = 0.383  # past d12's horizon, best batch ~ tokens**0.383: Power Lines, arXiv 2505.13738
 SHORT_BATCH_EXPONENT = 0.65  # below it: our fit to what was best at d4 (docs/ablations.md)
@@ -164,6 +165,14 @@ def in_minutes(horizon: Horizon, minutes: float, before: dict | None) -> Horizon
         reason = f"{steps:,} steps as timed for {was:g} minutes, times {minutes:g} / {was:g}"
         steps = max(1, round(steps * minutes / was))
     return replace(horizon, num_iterations=steps, reason=reason, minutes=minutes)
+
+
+def is_spelled(settings: dict, vocab_size: int, horizon: Horizon, before: dict | None = None) -> bool:
+    """Whether tokens spelled alike share a part of their rows (spelling.py): in a run that is too short for
+    each row to learn alone (docs/ablations.md). before: what a resumed run has resolved, which stays."""
+    if settings["spelling"] != "auto":
+        return settings["spelling"] == "on"
+    return (before or {}).get("spelled", horizon.tokens < SPELLED_TOKENS * vocab_size)
 
 
 def horizon_tokens(settings: dict, hardware, vocab_size: int = -1) -> int:

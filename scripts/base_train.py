@@ -36,6 +36,7 @@ from nanochat.paths import user_path
 from nanochat.profiler import StepProfiler
 from nanochat.run_output import RunOutput
 from nanochat.scaling import horizon_tokens
+from nanochat.spelling import pieces_table
 from nanochat.task_scores import in_words, open_tasks, score_tasks
 from nanochat.time_budget import FirstSteps, fit_minutes
 
@@ -46,6 +47,7 @@ head_dim = 128  # channels of an attention head [2..1024]
 max_seq_len = 2048  # tokens of a row; a longer document goes on in later rows [1..2**20]
 window_pattern = "L"  # one letter a layer, repeated: L attends to everything before, S to the last quarter
 vocab_size = -1  # tokens (-1 = 4096 for the embedded text, 32768 for other data) [-1, 256..2**20]
+spelling: Literal["auto", "on", "off"] = "auto"  # tokens spelled alike learn together (auto = in short runs)
 
 # Data
 data = "embedded"  # embedded (Python's standard library), a file or folder of text, climbmix or fineweb-edu
@@ -178,6 +180,8 @@ if resumed:
 with torch.device("meta"):  # shapes first, then memory and initial weights
     model = GPT(plan.config)
 materialize(model, device, seed)
+if model.pieces is not None:
+    model.pieces.spelling.copy_(pieces_table(tokenizer.tokens, tokenizer.vocab_size))
 if fp8:
     convert_to_fp8(model)
 attention.use(model, attend)
