@@ -207,7 +207,7 @@ class GPT(nn.Module):
         if positions is not None:
             x = x.flatten(0, 1)[positions]  # (N, C)
         if targets is None:
-            return softcap(F.linear(x, head_rows))
+            return softcap(self.head(x) if self.pieces is None else F.linear(x, head_rows))
         return softcapped_cross_entropy(x.flatten(0, 1), head_rows, targets.flatten(), reduction)
 
     def parameter_counts(self) -> dict[str, int]:

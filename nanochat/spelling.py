@@ -1,8 +1,8 @@
 """What tokens share with those that are spelled alike.
 
 ` self`, `Self` and `self` are three tokens, and each would have to learn alone what they have in common. So a
-row of the embedding, and of the head, is the token's own plus the mean of the rows of its pieces: any three
-letters in a row, the whole word, and its shape, each shared with all tokens that have it. fastText (arXiv
+row of the embedding, and of the head, is the token's own plus the mean of the rows of its pieces: two to
+four letters in a row, the whole word, and its shape, each shared with all tokens that have it. fastText (arXiv
 1607.04606) does so for words.
 """
 
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from nanochat.lookup import embedding
 
-PIECES = 16  # that a token has at most
+PIECES = 32  # that a token has at most
 
 
 def pieces_of(token: bytes) -> set[bytes]:
@@ -28,7 +28,8 @@ def pieces_of(token: bytes) -> set[bytes]:
     shape = token
     for run, letter in ((rb"[a-z]+", b"a"), (rb"[A-Z]+", b"A"), (rb"[0-9]+", b"0")):
         shape = re.sub(run, letter, shape)
-    return {word, b"shape " + shape} | {word[i : i + 3] for i in range(len(word) - 2)}
+    letters = {word[i : i + n] for n in (2, 3, 4) for i in range(len(word) - n + 1)}
+    return letters | {word, b"shape " + shape}
 
 
 def pieces_table(tokens: list[bytes], vocab_size: int) -> torch.Tensor:

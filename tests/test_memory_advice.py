@@ -21,7 +21,7 @@ def needs(plan, depth=None, **changes) -> int:
     config = plan.config
     if depth:
         sizes = config.head_dim, config.max_seq_len, config.vocab_size, config.window_pattern
-        config = scaling.model_config(depth, plan.aspect_ratio, *sizes)
+        config = replace(scaling.model_config(depth, plan.aspect_ratio, *sizes), spelled=config.spelled)
     rows = changes.pop("device_batch_size", plan.device_batch_size)
     return replace(plan, config=replace(config, **changes), device_batch_size=rows).expected_bytes
 
@@ -52,8 +52,8 @@ def test_each_value_that_is_named_is_the_largest_one_that_fits(share, changes):
 
 
 def test_the_refusal_names_them():
-    plan = make(device_batch_size=24, memory=GIB // 2)
-    found = dict(smaller_values(plan, GIB // 2))
+    plan = make(device_batch_size=24, memory=GIB)
+    found = dict(smaller_values(plan, GIB))
     assert set(found) == {"device_batch_size", "max_seq_len"} or "depth" in found
     with pytest.raises(UserError, match=r"lower (--\w+ to \d+, or )+--\w+ to \d+; or go on all the same"):
         plan.check("")

@@ -222,10 +222,11 @@ def find_weights(path, identity, say=print):
     if (checkpoint := _in_folder(path, say, "init_from")) is None:
         raise UserError(f"no checkpoint in {path}; init_from is the folder of a checkpoint or of a run")
     then = {"model": None, "tokenizer": None} | checkpoint.state.get("identity", {})
-    if then["model"] != identity["model"]:
+    if (was := then["model"]) != identity["model"]:
+        spelled = isinstance(was, dict) and was.get("spelled", False)
         raise UserError(
-            f"the model of {checkpoint.path} is {then['model']}, this one {identity['model']}; give the same "
-            "settings of the model"
+            f"the model of {checkpoint.path} is {was}, this one {identity['model']}; give the same settings of "
+            f"the model, among them --spelling={'on' if spelled else 'off'}"
         )
     if then["tokenizer"] != identity["tokenizer"]:
         raise UserError(
