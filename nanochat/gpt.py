@@ -4,9 +4,10 @@ Rotary positions, QK norm, ReLU-squared MLP, RMSNorm without weights, untied emb
 logits, no biases. The projections back into the residual stream start at zero. A token is found by the key of
 the token before it, so that one layer can copy what followed (`attention.keys_before`), and each block adds a
 learned share of the stream of the token before. Alternate layers have value embeddings, the last one the rows
-of the head: so the head reads what attention finds there as that token. Two additions are here whose gain
-others have measured and we have not yet (docs/ablations.md): a learned scale of the residual stream at each
-layer, and a learned share of the first embedding mixed back in.
+of the head: so the head reads what attention finds there as that token. In short runs tokens spelled alike
+share a part of their rows (spelling.py). Two additions are here whose gain others have measured and we have not
+yet (docs/ablations.md): a learned scale of the residual stream at each layer, and a learned share of the first
+embedding mixed back in.
 
 Shapes: B rows, T positions, C width, H heads, D head size, V vocabulary. Parameters are float32; under
 `torch.autocast` the matrix multiplications and the residual stream run in autocast's dtype.
@@ -188,7 +189,7 @@ class GPT(nn.Module):
         documents of each row, or is what Attention.boundaries returns: a token sees its own document only.
         """
         places = slice(idx.size(1)) if cache is None else cache.places(idx.size(1))
-        embedding_rows, head_rows = self.tables()  # (V, C) each
+        embedding_rows, head_rows = self.tables()
         x = norm(look_up(embedding_rows, idx))  # (B, T, C)
         if torch.is_autocast_enabled(x.device.type):  # so the residual stream runs in the compute dtype too
             x = x.to(torch.get_autocast_dtype(x.device.type))
