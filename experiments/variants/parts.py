@@ -23,6 +23,7 @@ variants = {
     "no value embeddings": {"patch": "parts/no-value-embeddings.patch"},
     "a table of its own for the last layer's value embeddings": {"patch": "parts/own-table.patch"},
     "value embeddings without gate": {"patch": "parts/no-value-gate.patch"},
+    "tokens do not share their spelling": {"spelling": "off"},
     "no residual scale": {"patch": "parts/no-residual-scale.patch"},
     "no share of the first embedding": {"patch": "parts/no-x0.patch"},
     "no stream of the token before": {"patch": "parts/no-stream-before.patch"},
