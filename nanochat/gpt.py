@@ -5,9 +5,9 @@ logits, no biases. The projections back into the residual stream start at zero. 
 the token before it, so that one layer can copy what followed (`attention.keys_before`), and each block adds a
 learned share of the stream of the token before. Alternate layers have value embeddings, the last one the rows
 of the head: so the head reads what attention finds there as that token. In short runs tokens spelled alike
-share a part of their rows (spelling.py). Two additions are here whose gain others have measured and we have not
-yet (docs/ablations.md): a learned scale of the residual stream at each layer, and a learned share of the first
-embedding mixed back in.
+share a part of their rows (spelling.py). Two additions are here whose gain others have measured and we have
+not yet (docs/ablations.md): a learned scale of the residual stream at each layer, and a learned share of the
+first embedding mixed back in.
 
 Shapes: B rows, T positions, C width, H heads, D head size, V vocabulary. Parameters are float32; under
 `torch.autocast` the matrix multiplications and the residual stream run in autocast's dtype.

@@ -1,8 +1,8 @@
 """What tokens share with those that are spelled alike.
 
 ` self`, `Self` and `self` are three tokens, and each would have to learn alone what they have in common. So a
-row of the embedding, and of the head, is the token's own plus the mean of the rows of its pieces: two to
-four letters in a row, the whole word, and its shape, each shared with all tokens that have it. fastText (arXiv
+row of the embedding, and of the head, is the token's own plus the mean of the rows of its pieces: any three
+letters in a row, the whole word, and its shape, each shared with all tokens that have it. fastText (arXiv
 1607.04606) does so for words.
 """
 
@@ -14,8 +14,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanochat.lookup import embedding
+from nanochat.operators import register, register_autograd
 
-PIECES = 32  # that a token has at most
+PIECES = 16  # that a token has at most
 
 
 def pieces_of(token: bytes) -> set[bytes]:
@@ -28,8 +29,7 @@ def pieces_of(token: bytes) -> set[bytes]:
     shape = token
     for run, letter in ((rb"[a-z]+", b"a"), (rb"[A-Z]+", b"A"), (rb"[0-9]+", b"0")):
         shape = re.sub(run, letter, shape)
-    letters = {word[i : i + n] for n in (2, 3, 4) for i in range(len(word) - n + 1)}
-    return letters | {word, b"shape " + shape}
+    return {word, b"shape " + shape} | {word[i : i + 3] for i in range(len(word) - 2)}
 
 
 def pieces_table(tokens: list[bytes], vocab_size: int) -> torch.Tensor:
@@ -56,14 +56,79 @@ class Pieces(nn.Module):
         super().__init__()
         self.embedding, self.head = embedding(vocab_size, width), embedding(vocab_size, width)
         self.register_buffer("spelling", torch.empty(vocab_size, PIECES, dtype=torch.int32))
+        for name in INDEX:
+            self.register_buffer(name, None, persistent=False)
 
     def init_weights(self, generator: torch.Generator | None = None):
-        """Fill the tables in place. Tokens have no pieces yet: `spelling` is for the caller to fill."""
+        """Fill the tables in place. No token has pieces before `spell`."""
         nn.init.normal_(self.embedding.weight, std=2.0, generator=generator)
         nn.init.zeros_(self.head.weight)
-        self.spelling.zero_()
+        self.spell(torch.zeros_like(self.spelling))
+
+    def spell(self, spelling):
+        """Take a `pieces_table`, and note who has what in the order in which it is added up."""
+        self.spelling.copy_(spelling)
+        tokens, places = self.spelling.nonzero().unbind(1)
+        pieces, V = self.spelling[tokens, places].long(), len(self.spelling)
+        each = torch.arange(V, device=pieces.device)
+        self.pieces, self.first_piece = pieces, torch.searchsorted(tokens, each)
+        order = pieces.argsort(stable=True)
+        self.tokens, self.first_token = tokens[order], torch.searchsorted(pieces[order], each)
+        self.share = 1 / tokens.bincount(minlength=V).clamp_min(1)[:, None].float()  # (V, 1) of a mean
+
+    def _load_from_state_dict(self, *args):
+        super()._load_from_state_dict(*args)
+        self.spell(self.spelling)
 
     def forward(self, embedding, head):
         """Rows of tokens, (V, C) each, plus the mean of the rows of their pieces: (V, C) each."""
-        pairs = (embedding, self.embedding.weight), (head, self.head.weight)
-        return [own + F.embedding_bag(self.spelling, rows, mode="mean", padding_idx=0) for own, rows in pairs]
+        index = [getattr(self, name) for name in INDEX]
+        return embedding + means(self.embedding.weight, *index), head + means(self.head.weight, *index)
+
+
+# Buffers of Pieces: the pieces of all tokens, one after another, and where those of each token begin; the
+# tokens of all pieces likewise; and the share that a piece has in the mean
+INDEX = "pieces", "first_piece", "tokens", "first_token", "share"
+
+
+def means(rows, pieces, first_piece, tokens, first_token, share):
+    """The mean of the rows (V, C) of each token's pieces: (V, C), zeros where it has none.
+
+    On a CPU the backward pass is a sum over the tokens of each piece, in one order. That takes half the time
+    of PyTorch's own.
+    """
+    if rows.device.type == "cpu":
+        return torch.ops.nanochat.means(rows, pieces, first_piece, tokens, first_token, share)
+    return F.embedding_bag(pieces, rows, first_piece, mode="mean")
+
+
+def _means(rows, pieces, first_piece, tokens, first_token, share):
+    return share * F.embedding_bag(pieces, rows, first_piece, mode="sum")
+
+
+register(
+    "means",
+    "(Tensor rows, Tensor pieces, Tensor first_piece, Tensor tokens, Tensor first_token, Tensor share)"
+    " -> Tensor",
+    _means,
+    lambda rows, *index: torch.empty_like(rows),
+)
+register(
+    "means_backward",
+    "(Tensor gradient, Tensor tokens, Tensor first_token, Tensor share) -> Tensor",
+    lambda gradient, tokens, first_token, share: F.embedding_bag(
+        tokens, share * gradient, first_token, mode="sum"
+    ),
+    lambda gradient, *index: torch.empty_like(gradient),
+)
+
+
+def _keep(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[3:])
+
+
+def _gradients(ctx, gradient):
+    return torch.ops.nanochat.means_backward(gradient, *ctx.saved_tensors), *[None] * 5
+
+
+register_autograd("means", _keep, _gradients)

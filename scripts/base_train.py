@@ -181,7 +181,7 @@ with torch.device("meta"):  # shapes first, then memory and initial weights
     model = GPT(plan.config)
 materialize(model, device, seed)
 if model.pieces is not None:
-    model.pieces.spelling.copy_(pieces_table(tokenizer.tokens, tokenizer.vocab_size))
+    model.pieces.spell(pieces_table(tokenizer.tokens, tokenizer.vocab_size))
 if fp8:
     convert_to_fp8(model)
 attention.use(model, attend)

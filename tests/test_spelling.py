@@ -11,8 +11,9 @@ from nanochat.spelling import PIECES, Pieces, pieces_of, pieces_table
 
 
 def test_a_token_has_its_letters_in_threes_its_word_and_its_shape():
-    assert pieces_of(b" Self") == {b"<se", b"sel", b"elf", b"lf>", b"<self>", b"shape  Aa"}
-    assert pieces_of(b"self") == {b"<se", b"sel", b"elf", b"lf>", b"<self>", b"shape a"}
+    letters = {b"<se", b"sel", b"elf", b"lf>"}
+    assert pieces_of(b" Self") == letters | {b"<self>", b"shape  Aa"}
+    assert pieces_of(b"self") == letters | {b"<self>", b"shape a"}
     assert pieces_of(b"a") == {b"<a>", b"shape a"}
     assert pieces_of(b"\n        ") == {b"<>", b"shape \n        "}
     assert b"shape  aAa(0" in pieces_of(b" assertEqual(12")
@@ -41,8 +42,9 @@ def spelled_model(**sizes):
     model = make_model(spelled=True, **sizes)
     V = model.config.vocab_size
     generator = torch.Generator().manual_seed(5)
-    model.pieces.spelling.copy_(torch.randint(V, (V, PIECES), generator=generator))
-    model.pieces.spelling[:, 9:], model.pieces.spelling[-1] = 0, 0
+    table = torch.randint(V, (V, PIECES), generator=generator)
+    table[:, 9:], table[-1] = 0, 0
+    model.pieces.spell(table)
     return model
 
 
@@ -80,7 +82,9 @@ def test_a_model_without_pieces_gives_the_same_logits_as_the_one_that_it_is_made
 def test_fresh_pieces_leave_the_head_as_it_is_and_tell_tokens_apart():
     pieces = Pieces(50, 16)
     pieces.init_weights(torch.Generator().manual_seed(0))
-    pieces.spelling[1:3, 0] = 7
+    table = torch.zeros(50, PIECES)
+    table[1:3, 0] = 7
+    pieces.spell(table)
     embedding, head = pieces(torch.zeros(50, 16), torch.ones(50, 16))
     assert head.eq(1).all() and embedding[0].eq(0).all()
     assert torch.equal(embedding[1], embedding[2]) and embedding[1].std() > 1

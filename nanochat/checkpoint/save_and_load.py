@@ -225,8 +225,8 @@ def find_weights(path, identity, say=print):
     if (was := then["model"]) != identity["model"]:
         spelled = isinstance(was, dict) and was.get("spelled", False)
         raise UserError(
-            f"the model of {checkpoint.path} is {was}, this one {identity['model']}; give the same settings of "
-            f"the model, among them --spelling={'on' if spelled else 'off'}"
+            f"the model of {checkpoint.path} is {was}, this one {identity['model']}; give the same settings "
+            f"of the model, among them --spelling={'on' if spelled else 'off'}"
         )
     if then["tokenizer"] != identity["tokenizer"]:
         raise UserError(
