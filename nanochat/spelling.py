@@ -42,11 +42,9 @@ def pieces_table(tokens: list[bytes], vocab_size: int) -> torch.Tensor:
     count = Counter(piece for found in pieces for piece in found)
     order = sorted((piece for piece, n in count.items() if n > 1), key=lambda piece: (-count[piece], piece))
     number = {piece: i for i, piece in enumerate(order[: vocab_size - 1], start=1)}
-    table = torch.zeros(vocab_size, PIECES, dtype=torch.int32)
-    for row, found in zip(table, pieces, strict=False):
-        rarest = sorted((number[piece] for piece in found if piece in number), reverse=True)[:PIECES]
-        row[: len(rarest)] = torch.tensor(rarest, dtype=torch.int32)
-    return table
+    rows = [sorted((number.get(piece, 0) for piece in found), reverse=True)[:PIECES] for found in pieces]
+    rows = [row + [0] * (PIECES - len(row)) for row in rows + [[]] * (vocab_size - len(tokens))]
+    return torch.tensor(rows, dtype=torch.int32)
 
 
 class Pieces(nn.Module):
