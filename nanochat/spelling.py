@@ -47,6 +47,12 @@ def pieces_table(tokens: list[bytes], vocab_size: int) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int32)
 
 
+def spell(model: nn.Module, tokenizer):
+    """Tell a model how its tokens are spelled, if it is one whose tokens share that."""
+    if (pieces := getattr(model, "pieces", None)) is not None:
+        pieces.spell(pieces_table(tokenizer.tokens, tokenizer.vocab_size))
+
+
 class Pieces(nn.Module):
     """The rows of pieces, for the embedding and for the head, and which pieces each token has."""
 

@@ -36,7 +36,7 @@ from nanochat.paths import user_path
 from nanochat.profiler import StepProfiler
 from nanochat.run_output import RunOutput
 from nanochat.scaling import horizon_tokens
-from nanochat.spelling import pieces_table
+from nanochat.spelling import spell
 from nanochat.task_scores import in_words, open_tasks, score_tasks
 from nanochat.time_budget import FirstSteps, fit_minutes
 
@@ -180,8 +180,7 @@ if resumed:
 with torch.device("meta"):  # shapes first, then memory and initial weights
     model = GPT(plan.config)
 materialize(model, device, seed)
-if model.pieces is not None:
-    model.pieces.spell(pieces_table(tokenizer.tokens, tokenizer.vocab_size))
+spell(model, tokenizer)  # says which tokens share what, in a short run
 if fp8:
     convert_to_fp8(model)
 attention.use(model, attend)
