@@ -83,9 +83,9 @@ def test_a_float16_run_s_checkpoint_writes_text_in_float16(trained):
 
 @pytest.fixture(scope="module")
 def overflowed(corpus, trained, tmp_path_factory):
-    """The same run from its second step on, with a scale of 3 x 2^21 in the checkpoint, too much for float16."""
+    """The same run from its second step on, with a scale of 2^23 in the checkpoint, too much for float16."""
     out = tmp_path_factory.mktemp("overflowed") / "run"
-    save_with_scale(trained, out, 2, 3 * 2.0**21)
+    save_with_scale(trained, out, 2, 2.0**23)
     assert "going on from" in run(command(corpus, out, *SHORT, "--dtype=float16"))
     return out
 
@@ -101,7 +101,8 @@ def save_with_scale(source, out, step, scale):
 
 def test_an_overflow_skips_the_step_halves_the_scale_and_the_run_recovers(overflowed):
     skipped = skipped_steps(overflowed)
-    assert skipped and skipped == list(range(2, 2 + len(skipped))) and len(skipped) < STEPS - 4
+    assert skipped[:2] == [2, 3] and len(skipped) < STEPS - 4  # a later gradient may be larger, and too much
+    assert skipped[-1] < STEPS - 3
     for step in range(2, STEPS):
         was_skipped = step in skipped
         scale, before = scale_after(overflowed, step + 1), scale_after(overflowed, step)
@@ -112,7 +113,7 @@ def test_an_overflow_skips_the_step_halves_the_scale_and_the_run_recovers(overfl
     scales = {r["step"]: r["loss_scale"] for r in records(overflowed) if "loss" in r}
     assert scales == {step: scale_after(overflowed, step + 1) for step in range(2, STEPS)}
     counts = {r["step"]: r["skipped"] for r in records(overflowed) if "loss" in r}
-    assert counts == {step: min(step - 1, len(skipped)) for step in range(2, STEPS)}
+    assert counts == {step: sum(s <= step for s in skipped) for step in range(2, STEPS)}
     found = losses(overflowed)
     assert all(loss is not None for loss in found.values()) and found[STEPS - 1] < found[2] - 0.05
 
@@ -130,7 +131,7 @@ def test_a_resumed_float16_run_has_the_scale_and_the_losses_of_one_never_stopped
     expected = losses(overflowed)
     assert losses(out) == {step: expected[step] for step in range(last, STEPS)}
     assert scale_after(out, STEPS) == scale_after(overflowed, STEPS)
-    assert records(out)[-2]["skipped"] == last - 1
+    assert records(out)[-2]["skipped"] == len(skipped_steps(overflowed))
 
 
 def test_a_float16_run_that_no_scale_can_save_ends_and_names_the_step(corpus, trained, tmp_path):
