@@ -72,13 +72,19 @@ class Pieces(nn.Module):
     def spell(self, spelling):
         """Take a `pieces_table`, and note who has what in the order in which it is added up."""
         self.spelling.copy_(spelling)
-        tokens, places = self.spelling.nonzero().unbind(1)
-        pieces, V = self.spelling[tokens, places].long(), len(self.spelling)
-        each = torch.arange(V, device=pieces.device)
-        self.pieces, self.first_piece = pieces, torch.searchsorted(tokens, each)
+        table, each = spelling.cpu(), torch.arange(len(spelling))
+        tokens, places = table.nonzero().unbind(1)
+        pieces = table[tokens, places].long()
         order = pieces.argsort(stable=True)
-        self.tokens, self.first_token = tokens[order], torch.searchsorted(pieces[order], each)
-        self.share = 1 / tokens.bincount(minlength=V).clamp_min(1)[:, None].float()  # (V, 1) of a mean
+        index = {
+            "pieces": pieces,
+            "first_piece": torch.searchsorted(tokens, each),
+            "tokens": tokens[order],
+            "first_token": torch.searchsorted(pieces[order], each),
+            "share": 1 / tokens.bincount(minlength=len(each)).clamp_min(1)[:, None].float(),
+        }
+        for name in INDEX:
+            setattr(self, name, index[name].to(self.spelling.device))
 
     def _load_from_state_dict(self, *args):
         super()._load_from_state_dict(*args)
@@ -90,8 +96,8 @@ class Pieces(nn.Module):
         return embedding + means(self.embedding.weight, *index), head + means(self.head.weight, *index)
 
 
-# Buffers of Pieces: the pieces of all tokens, one after another, and where those of each token begin; the
-# tokens of all pieces likewise; and the share that a piece has in the mean
+# Buffers of Pieces, which no checkpoint holds: the pieces of all tokens, one after another, and where those of
+# each token begin; the tokens of all pieces likewise; and the share (V, 1) that a piece has in the mean
 INDEX = "pieces", "first_piece", "tokens", "first_token", "share"
 
 
