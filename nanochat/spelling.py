@@ -96,16 +96,16 @@ class Pieces(nn.Module):
         return embedding + means(self.embedding.weight, *index), head + means(self.head.weight, *index)
 
 
-# Buffers of Pieces, which no checkpoint holds: the pieces of all tokens, one after another, and where those of
-# each token begin; the tokens of all pieces likewise; and the share (V, 1) that a piece has in the mean
+# Buffers of Pieces, which no checkpoint holds: the pieces of all tokens, one after another, and where those
+# of each token begin; the tokens of all pieces likewise; and the share (V, 1) that a piece has in the mean
 INDEX = "pieces", "first_piece", "tokens", "first_token", "share"
 
 
 def means(rows, pieces, first_piece, tokens, first_token, share):
     """The mean of the rows (V, C) of each token's pieces: (V, C), zeros where it has none.
 
-    On a CPU the backward pass is a sum over the tokens of each piece, in one order. That takes half the time
-    of PyTorch's own.
+    On a CPU the backward pass is a sum over the tokens of each piece, in one order, which is also faster than
+    PyTorch's own.
     """
     if rows.device.type == "cpu":
         return torch.ops.nanochat.means(rows, pieces, first_piece, tokens, first_token, share)
