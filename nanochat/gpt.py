@@ -147,7 +147,7 @@ class GPT(nn.Module):
         stream is zero, so each block begins as the identity. A small head makes the first loss ln(V).
         """
         bound = math.sqrt(3 / self.config.width)  # uniform on [-b, b] has standard deviation b / sqrt(3)
-        nn.init.normal_(self.embedding.weight, std=0.8 if self.pieces is None else 0.6, generator=generator)
+        nn.init.normal_(self.embedding.weight, std=0.8, generator=generator)
         nn.init.normal_(self.head.weight, std=0.001, generator=generator)
         if self.pieces is not None:
             self.pieces.init_weights(generator)
