@@ -98,12 +98,15 @@ def model_config(checkpoint: Checkpoint, tensors: dict) -> GPTConfig:
 
 def with_rows_of_pieces(config: GPTConfig, tensors: dict) -> tuple[GPTConfig, dict]:
     """The same model without pieces: its tensors {name: tensor}, with theirs added (spelling.py)."""
-    pieces = Pieces(config.vocab_size, config.width)
-    pieces.load_state_dict({n[7:]: t for n, t in tensors.items() if n.startswith("pieces.")}, assign=True)
+    pieces, prefix = Pieces(config.vocab_size, config.width), "pieces."
+    theirs = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+    pieces.load_state_dict(theirs, assign=True)
     tables = "embedding.weight", "head.weight"
     with torch.no_grad():
         rows = dict(zip(tables, pieces(*(tensors[name] for name in tables)), strict=True))
-    tensors = {name: rows.get(name, tensor) for name, tensor in tensors.items() if name[:7] != "pieces."}
+    tensors = {
+        name: rows.get(name, tensor) for name, tensor in tensors.items() if not name.startswith(prefix)
+    }
     return replace(config, spelled=False), tensors
 
 

@@ -115,8 +115,7 @@ INDEX = "pieces", "first_piece", "tokens", "first_token", "share"
 def sums(rows, *index):
     """The sum of the rows (V, C) of each token's pieces, times its share: (V, C), zeros where it has none.
 
-    On a CPU the backward pass is a sum over the tokens of each piece, in one order, which is also faster than
-    PyTorch's own.
+    On a CPU the backward pass is a sum over the tokens of each piece, so that it has one order.
     """
     return (torch.ops.nanochat.sums if rows.device.type == "cpu" else _sums)(rows, *index)
 
