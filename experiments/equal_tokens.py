@@ -30,6 +30,7 @@ from experiments import peer_run, race_speed
 from nanochat import UserError
 from nanochat.metrics import read_metrics
 from nanochat.paths import user_path
+from nanochat.runtime import sources_fingerprint
 
 peer: str | None = None  # a folder of karpathy/nanochat
 data = "embedded"  # as base_train's; a document stays whole
@@ -58,12 +59,6 @@ def numbers(name: str, text: str) -> list[int]:
         return [int(number) for number in text.split(",")]
     except ValueError:
         raise UserError(f"--{name}={text} has to be whole numbers separated by commas, as 4,6") from None
-
-
-def fingerprint(folder: Path) -> str:
-    """Of the sources that decide what a run computes."""
-    files = [folder / "scripts" / "base_train.py", *sorted((folder / "nanochat").rglob("*.py"))]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -242,7 +237,7 @@ if __name__ == "__main__":
     runs += [Run("ours", d, batch, seed) for seed in range(seeds) for d in wanted_depths for batch in ours]
     checkout, base_path = peer_run.check(peer), user_path("base_dir", base_dir).resolve()
     text = peer_run.text_of(data, vocab_size, base_path, val_data, cut=False)
-    sources = {"ours": fingerprint(ROOT), "peer": fingerprint(checkout)}
+    sources = {"ours": sources_fingerprint(ROOT), "peer": sources_fingerprint(checkout)}
     job = text / f"job-{max_seq_len}"  # the text to score
     job.mkdir(exist_ok=True)
     race_speed.write_job(text, job, max_seq_len)

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import hashlib
 import inspect
 import os
 import platform
@@ -319,6 +320,12 @@ def git_commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def sources_fingerprint(folder: Path) -> str:
+    """Of the sources below `folder`, a checkout, that decide what a run of base_train computes."""
+    files = [folder / "scripts" / "base_train.py", *sorted((folder / "nanochat").rglob("*.py"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def device_name(device: torch.device) -> str:

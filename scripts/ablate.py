@@ -148,8 +148,8 @@ class Training:
         self.patch = contents.get("patch", "")
         own = {name: value for name, value in contents.items() if name != "patch"}
         self.settings = shared | {"depth": depth, "seed": seed, **own}
-        # A result counts for the same variant, settings, data and kind of device only
-        same = [self.patch, self.settings, *self.text(), machine.device.type]
+        # A result counts for the same sources, variant, settings, data and kind of device only
+        same = [sources, self.patch, self.settings, *self.text(), machine.device.type]
         key = hashlib.sha256(json_module.dumps(same).encode()).hexdigest()[:12]
         name = "".join(c if c.isalnum() else "-" for c in variant)
         self.folder = base_path / "ablations" / variants_path.stem / f"{name}-d{depth}-{seed}-{key}"
@@ -301,6 +301,7 @@ for contents in found.values():  # a patch that no longer fits is noticed before
             patched_copy(patch, Path(folder) / "sources")
 machine = runtime.start("auto", seed=0)
 base_path = user_path("base_dir", base_dir).resolve()
+sources = runtime.sources_fingerprint(ROOT)
 for name in ("data", "val_data"):  # absolute: a copy of the sources is another working directory
     if name in shared and (path := user_path(name, shared[name])).exists():
         shared[name] = str(path.resolve())

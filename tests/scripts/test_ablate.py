@@ -80,6 +80,17 @@ def test_only_some_variants_at_two_depths_and_the_baseline_is_among_them(tmp_pat
     assert len({run["val_bpb"] for run in results}) == 4 and len(rows(tmp_path)) == 4
 
 
+def test_a_result_of_other_sources_does_not_count(tree, tmp_path):
+    (tmp_path / "mine.py").write_text("settings = {}\nvariants = {'usual': {}}")
+    arguments = [f"--variants={tmp_path / 'mine.py'}", "--seeds=1"]
+    (before,) = results_of(ablate(tmp_path, *arguments, root=tree))
+    gpt = tree / "nanochat" / "gpt.py"
+    gpt.write_text(gpt.read_text().replace("QK_SCALE = 1.2", "QK_SCALE = 1.5"))
+    (after,) = results_of(ablate(tmp_path, *arguments, root=tree))
+    assert before["val_bpb"] != after["val_bpb"]
+    assert results_of(ablate(tmp_path, *arguments, root=tree)) == [after]
+
+
 @pytest.mark.slow
 def test_more_seeds_add_to_the_results_of_fewer_and_are_compared_in_pairs(tmp_path):
     first = results_of(ablate(tmp_path, "--variants=documents", "--seeds=1"))
