@@ -20,8 +20,9 @@ import configurator
 from experiments.measurements import T, byte_rows
 from nanochat import optim, scaling
 from nanochat.elementwise import norm
-from nanochat.gpt import GPT, GPTConfig, materialize
+from nanochat.gpt import GPT, GPTConfig
 from nanochat.gradients import clip_grad_norm_
+from nanochat.runtime import materialize
 
 steps = 5  # optimizer steps before the change is measured [1..1000]
 seeds = 3  # models of a width to take the mean of; above width 256 fewer, down to one [1..100]
@@ -48,6 +49,8 @@ MEASURED = {
     "writers": "out, down: (W' - W) x",
     "x_before_scale": "scales of the token before: the weights",
     "value_gate": "gates of value embeddings: (W' - W) x",
+    "head_gate": "gates of heads: (W' - W) x",
+    "x_before_gate": "gates of the token before: (W' - W) x",
 }
 READERS, WRITERS = ("query", "key", "value", "up"), ("out", "down")
 
@@ -143,6 +146,8 @@ def changes(width: int, rates: dict[str, float], steps: int, seed: int) -> dict[
         "writers": mean_of(*WRITERS),
         "x_before_scale": sum(map(rms, scales)) / len(scales),
         "value_gate": mean_of("value_gate"),
+        "head_gate": mean_of("head_gate"),
+        "x_before_gate": mean_of("x_before_gate"),
     }
 
 

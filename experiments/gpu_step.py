@@ -33,7 +33,7 @@ class Ours:
 
     def __init__(self, job: dict):
         from nanochat import attention, optim, precision, runtime
-        from nanochat.gpt import GPT, materialize
+        from nanochat.gpt import GPT
 
         self.machine = runtime.start(job["device"], seed=0)
         self.device = self.machine.device
@@ -41,7 +41,7 @@ class Ours:
         self.plan = our_plan(job, self.machine, self.dtype)
         with torch.device("meta"):
             model = GPT(self.plan.config)
-        self.model = materialize(model, self.device, 0)
+        self.model = runtime.materialize(model, self.device, 0)
         if job.get("fp8"):
             from nanochat.fp8 import convert_to_fp8
 

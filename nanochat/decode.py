@@ -19,12 +19,12 @@ from nanochat.attention import keys_before
 from nanochat.attention_backends import for_any_length
 from nanochat.elementwise import norm
 from nanochat.fp8 import Float8Linear
-from nanochat.gpt import GPT, QK_SCALE
+from nanochat.gpt import GPT, QK_SCALE, gated
 from nanochat.loss import softcap
 
 # The parameters that DecodeStep knows, as they are called in gpt.py
 TABLES = {"embedding", "value_embeddings", "head"}
-MATRICES = {"query", "key", "value", "out", "up", "down", "value_gate"}
+MATRICES = {"query", "key", "value", "out", "up", "down", "value_gate", "head_gate", "x_before_gate"}
 SCALARS = {"residual_scale", "x0_scale", "x_before_scale"}
 
 SMALL = 2**27  # parameters, half a gigabyte of float32
@@ -147,7 +147,7 @@ class DecodeStep:
     """The forward pass of a GPT for one token a row, (B, 1) int64 -> logits (B, V) float32.
 
     Its weights are those of the model at the time it is made, in `dtype`, as matrices (inputs, outputs). They
-    share memory with the model's where these have that dtype already. Query, key, value and gate become one
+    share memory with the model's where these have that dtype already. Query, key, value and gates become one
     matrix; and in float32 on a CPU, the matrices of a small model are copied, since products with few rows
     are faster when outputs lie side by side.
     """
@@ -170,17 +170,18 @@ class DecodeStep:
         self.sin = (QK_SCALE * torch.cat((-model.sin, model.sin), -1)).to(dtype)
 
     def _layer(self, model, i: int):
-        """The matrices of a layer: query, key, value and gate in one; out; up; down; value embedding."""
+        """What a layer multiplies with: gates of the token before; query, key, value and gates in one; out;
+        up; down; and its value embedding."""
         attention, mlp = model.blocks[i].attention, model.blocks[i].mlp
-        rows = [attention.query.weight, attention.key.weight, attention.value.weight]
+        readers = [attention.query, attention.key, attention.value, attention.head_gate]
         table = None
         if model.config.has_value_embedding(i):
-            gate = attention.value_gate.weight  # it reads the first channels: zeros for the others
-            rows.append(F.pad(gate, (0, model.config.width - gate.size(1))))
+            readers.append(attention.value_gate)
             own = str(i) in model.value_embeddings
             table = model.value_embeddings[str(i)].weight.detach() if own else self.head_rows
-        qkvg = torch.cat([w.detach().to(self.dtype) for w in rows])
-        matrices = qkvg, attention.out.weight, mlp.up.weight, mlp.down.weight
+        qkvg = torch.cat([linear.weight.detach().to(self.dtype) for linear in readers])
+        gate = model.blocks[i].x_before_gate.weight
+        matrices = gate, qkvg, attention.out.weight, mlp.up.weight, mlp.down.weight
         return *map(self._matrix, matrices), table
 
     def _matrix(self, weight):
@@ -202,26 +203,27 @@ class DecodeStep:
         idx = idx.view(B)
         x = x0 = norm(F.embedding(idx, self.embedding)).to(self.dtype)  # (B, C)
         shares = (self.x0_scales[:, None, None] * x0).unbind(0)
-        for i, (qkvg, out, up, down, table) in enumerate(self.layers):
-            before = cache.layers[i].token_before(x[:, None])[:, 0]  # (B, C)
+        for i, (x_before_gate, qkvg, out, up, down, table) in enumerate(self.layers):
+            before = cache.layers[i].token_before(x[:, None])  # (B, 1, C)
+            before = gated(before, (norm(x) @ x_before_gate)[:, None])[:, 0]  # (B, C)
             x = torch.add(shares[i], x, alpha=self.residual_scales[i])
             x = torch.addcmul(x, self.x_before_scales[i], before)
-            qkvg = norm(x) @ qkvg  # (B, 3 * C), with a gate (B, 3 * C + H)
+            qkvg = norm(x) @ qkvg  # (B, 3 * C + H), with a value embedding (B, 3 * C + 2 * H)
             qk = norm(qkvg[:, : 2 * C].view(B, 2, H, C // H))
             qk = torch.addcmul(qk * cos, qk.roll(C // H // 2, -1), sin)
             v = qkvg[:, 2 * C : 3 * C].view(B, H, C // H)
-            if table is not None:  # v + 2 * sigmoid(gate) * embedding
+            gates = 2 * qkvg[:, 3 * C :].sigmoid().unsqueeze(-1)  # (B, H or 2 * H, 1)
+            if table is not None:
                 rows = F.embedding(idx, table)
                 rows = norm(rows) if table is self.head_rows else rows
-                value_embedding = rows.to(self.dtype).view(B, H, C // H)
-                v = torch.addcmul(v, qkvg[:, 3 * C :].sigmoid().unsqueeze(-1), value_embedding, value=2)
-            y = self._attend(qk, v, cache, i).to(self.dtype)
-            x = torch.addmm(x, y, out)
+                v = torch.addcmul(v, gates[:, H:], rows.to(self.dtype).view(B, H, C // H))
+            y = gates[:, :H] * self._attend(qk, v, cache, i).to(self.dtype)
+            x = torch.addmm(x, y.view(B, C), out)
             x = torch.addmm(x, (norm(x) @ up).relu_().square_(), down)
         return softcap(norm(x) @ self.head)
 
     def _attend(self, qk, v, cache: KVCache, i: int):
-        """Add a key and a value to layer i, and attend to its window; returns (B, C)."""
+        """Add a key and a value to layer i, and attend to its window; returns (B, H, D)."""
         layer, (q, k) = cache.layers[i], qk.unbind(1)  # (B, H, D)
         layer.k.select(2, layer.length + 1).copy_(k)
         layer.v.select(2, layer.length).copy_(v)
@@ -230,7 +232,7 @@ class DecodeStep:
         k, v = layer.k[:, :, first : layer.length], layer.v[:, :, first : layer.length]
         mask = None if cache.visible is None else cache.visible[..., first : layer.length]
         y = F.scaled_dot_product_attention(q.unsqueeze(2).to(k.dtype), k, v, attn_mask=mask)
-        return y.view(len(q), -1)
+        return y.squeeze(2)
 
 
 # ------------------------------------------------------------------------------------------------------

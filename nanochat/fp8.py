@@ -10,8 +10,8 @@ Everything else stays as it is: weights are float32 parameters of the same names
 the optimizer's state and the checkpoints. fp8 is for training alone: without gradients the products run in
 the compute dtype, so every evaluation and every sample is of the model that a checkpoint gives anyone.
 
-In bfloat16 stay the value embedding's gates (too small to gain), attention, and the head: its errors would go
-straight into the loss (arXiv 2412.19437, section 3.3, keeps the same parts out). The FLOPs are counted as
+In bfloat16 stay the gates (too small to gain), attention, and the head: its errors would go straight into the
+loss (arXiv 2412.19437, section 3.3, keeps the same parts out). The FLOPs are counted as
 before, and MFU is still a share of the 16-bit peak.
 
 Never run on a GPU by us: on a CPU torch computes the same products slowly (tests/test_fp8.py).

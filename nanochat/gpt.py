@@ -2,12 +2,11 @@
 
 Rotary positions, QK norm, ReLU-squared MLP, RMSNorm without weights, untied embedding and head, softcapped
 logits, no biases. The projections back into the residual stream start at zero. A token is found by the key of
-the token before it, so that one layer can copy what followed (`attention.keys_before`), and each block adds a
-learned share of the stream of the token before. Alternate layers have value embeddings, the last one the rows
-of the head: so the head reads what attention finds there as that token. In short runs tokens spelled alike
-share a part of their rows (spelling.py). Two additions are here whose gain others have measured and we have
-not yet (docs/ablations.md): a learned scale of the residual stream at each layer, and a learned share of the
-first embedding mixed back in.
+the token before it, so that one layer can copy what followed (`attention.keys_before`). A block scales the
+stream, and adds learned shares of the first embedding and of the stream of the token before. A head's output
+passes a gate. Alternate layers have value embeddings, the last one the rows of the head: so the head reads
+what attention finds there as that token. In short runs tokens spelled alike share a part of their rows
+(spelling.py). docs/ablations.md has what most of these parts are worth.
 
 Shapes: B rows, T positions, C width, H heads, D head size, V vocabulary. Parameters are float32; under
 `torch.autocast` the matrix multiplications and the residual stream run in autocast's dtype.
@@ -23,7 +22,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from nanochat import UserError
 from nanochat.attention import attention, keys_before, token_before, visible_from
 from nanochat.elementwise import norm, norm_and_rotate, squared_relu
 from nanochat.lookup import embedding, look_up
@@ -31,8 +29,8 @@ from nanochat.loss import softcap, softcapped_cross_entropy
 from nanochat.spelling import Pieces
 
 ROPE_BASE = 100_000  # longer wavelengths than the usual 10,000
+GATED_CHANNELS = 16  # of the stream of the token before, that share a gate
 QK_SCALE = 1.2  # on q and on k after their norm: attention a little sharper than 1 / sqrt(D) gives
-VALUE_GATE_CHANNELS = 32  # channels of the residual stream that the gate of a value embedding looks at
 
 
 @dataclass(frozen=True)
@@ -64,6 +62,11 @@ class GPTConfig:
         return (self.depth - 1 - layer) % 2 == 0
 
 
+def gated(x, gates):
+    """x (B, T, C), each of its G groups of channels times 2 * sigmoid(gate), at first 1; gates (B, T, G)."""
+    return (2 * torch.sigmoid(gates).unsqueeze(-1) * x.view(*gates.shape, -1)).view_as(x)
+
+
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
@@ -75,14 +78,14 @@ class Attention(nn.Module):
         self.value = nn.Linear(C, C, bias=False)
         self.out = nn.Linear(C, C, bias=False)
         if config.has_value_embedding(layer):
-            self.value_gate = nn.Linear(min(C, VALUE_GATE_CHANNELS), config.num_heads, bias=False)
+            self.value_gate = nn.Linear(C, config.num_heads, bias=False)
+        self.head_gate = nn.Linear(C, config.num_heads, bias=False)
 
     def forward(self, x, value_embedding, rotary, cache=None, visible=None):
         B, T, C = x.shape
         q, k, v = (proj(x).view(B, T, self.num_heads, -1) for proj in (self.query, self.key, self.value))
-        if value_embedding is not None:  # v + gate * embedding; the gate is read off the stream, at first 1
-            gate = 2 * torch.sigmoid(self.value_gate(x[..., : self.value_gate.in_features]))  # (B, T, H)
-            v = v + gate.unsqueeze(-1) * value_embedding.view_as(v)
+        if value_embedding is not None:
+            v = v + gated(value_embedding, self.value_gate(x)).view_as(v)
         q, k = (norm_and_rotate(x, *rotary, QK_SCALE) for x in (q, k))
         q, k, v = (x.to(v.dtype).transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)
         if cache is None:
@@ -90,7 +93,7 @@ class Attention(nn.Module):
         else:
             k, v, visible = cache.append(k, v)
         y = self.attend(q, k, v, self.window, visible)  # (B, H, T, D)
-        return self.out(y.transpose(1, 2).reshape(B, T, C))
+        return self.out(gated(y.transpose(1, 2).reshape(B, T, C), self.head_gate(x)))
 
 
 class MLP(nn.Module):
@@ -111,9 +114,12 @@ class Block(nn.Module):
         self.residual_scale = nn.Parameter(torch.empty(()))
         self.x0_scale = nn.Parameter(torch.empty(()))
         self.x_before_scale = nn.Parameter(torch.empty(config.width))
+        gates = config.width // math.gcd(config.width, GATED_CHANNELS)
+        self.x_before_gate = nn.Linear(config.width, gates, bias=False)
 
     def forward(self, x, x0, value_embedding, rotary, cache=None, visible=None):
         before = token_before(x, visible) if cache is None else cache.token_before(x)  # (B, T, C)
+        before = gated(before, self.x_before_gate(norm(x)))
         x = self.residual_scale.to(x.dtype) * x + self.x0_scale.to(x.dtype) * x0
         x = torch.addcmul(x, self.x_before_scale.to(x.dtype), before)
         x = x + self.attention(norm(x), value_embedding, rotary, cache, visible)
@@ -158,8 +164,9 @@ class GPT(nn.Module):
                 nn.init.uniform_(linear.weight, -bound, bound, generator=generator)
             block.attention.key.weight.copy_(block.attention.query.weight)
             nn.init.uniform_(block.mlp.up.weight, -0.5 * bound, 0.5 * bound, generator=generator)
-            for zero in (block.attention.out.weight, block.mlp.down.weight):
-                nn.init.zeros_(zero)
+            zeros = block.attention.out, block.mlp.down, block.attention.head_gate, block.x_before_gate
+            for linear in zeros:
+                nn.init.zeros_(linear.weight)
             if hasattr(block.attention, "value_gate"):
                 nn.init.zeros_(block.attention.value_gate.weight)
             nn.init.ones_(block.residual_scale)
@@ -232,22 +239,3 @@ class GPT(nn.Module):
         counts = self.parameter_counts()
         attended = sum(self.config.windows)
         return 6 * (counts["matrices"] + counts["head"]) + 12 * self.config.width * attended
-
-
-def materialize(model: nn.Module, device: torch.device, seed: int) -> nn.Module:
-    """Give a model made on the meta device its memory on `device`, and its initial weights; returns it.
-
-    Raises UserError that names the parameters which the model's `init_weights` leaves without a value.
-    """
-    # Module.to_empty, without its empty_like: on the meta device that loads sympy, which takes half a second
-    model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.fill_(torch.nan)  # what init_weights forgets is found below
-    model.init_weights(torch.Generator(device).manual_seed(seed))
-    if forgotten := [name for name, p in model.named_parameters() if p.isnan().any()]:
-        raise UserError(
-            f"init_weights gives no value to {', '.join(forgotten)}; add it to init_weights in "
-            "nanochat/gpt.py (ones for the weight of a norm, zeros for a bias)"
-        )
-    return model

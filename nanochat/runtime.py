@@ -267,6 +267,25 @@ def is_random_state(name: str) -> bool:
     return name.startswith("random_state/")
 
 
+def materialize(model: torch.nn.Module, device: torch.device, seed: int) -> torch.nn.Module:
+    """Give a model made on the meta device its memory on `device`, and its initial weights; returns it.
+
+    Raises UserError that names the parameters which the model's `init_weights` leaves without a value.
+    """
+    # Module.to_empty, without its empty_like: on the meta device that loads sympy, which takes half a second
+    model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(torch.nan)  # what init_weights forgets is found below
+    model.init_weights(torch.Generator(device).manual_seed(seed))
+    if forgotten := [name for name, p in model.named_parameters() if p.isnan().any()]:
+        raise UserError(
+            f"init_weights gives no value to {', '.join(forgotten)}; add it to init_weights in "
+            "nanochat/gpt.py (ones for the weight of a norm, zeros for a bias)"
+        )
+    return model
+
+
 def decide_compile(
     setting: str, device: torch.device, expected_seconds: float, before: bool | None = None
 ) -> tuple[bool, str]:

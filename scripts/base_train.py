@@ -28,7 +28,7 @@ from nanochat.data.validation import ValidationBatches, tokenize_validation
 from nanochat.engine import continuations
 from nanochat.evaluate import bits_per_byte
 from nanochat.fp8 import check_fp8, convert_to_fp8
-from nanochat.gpt import GPT, materialize
+from nanochat.gpt import GPT
 from nanochat.gradients import clip_grad_norm_, exchange_gradients
 from nanochat.hardware import survey
 from nanochat.memory_trial import check_plan, fit_micro_batch
@@ -179,7 +179,7 @@ if resumed:
 
 with torch.device("meta"):  # shapes first, then memory and initial weights
     model = GPT(plan.config)
-materialize(model, device, seed)
+runtime.materialize(model, device, seed)
 spell(model, tokenizer)  # says which tokens share what, in a short run
 if fp8:
     convert_to_fp8(model)

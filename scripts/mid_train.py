@@ -29,7 +29,7 @@ from nanochat.data.exact_match import exact_match_questions, nearest_answer_shar
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.engine import find_source, model_config
 from nanochat.evaluate import bits_per_byte
-from nanochat.gpt import GPT, materialize
+from nanochat.gpt import GPT
 from nanochat.gradients import clip_grad_norm_, exchange_gradients
 from nanochat.hardware import survey
 from nanochat.memory_trial import check_plan, fit_micro_batch
@@ -159,7 +159,7 @@ if resumed:
 
 with torch.device("meta"):
     model = GPT(config)
-materialize(model, device, seed)
+runtime.materialize(model, device, seed)
 attention.use(model, attend)
 groups = optim.parameter_groups(model, plan.rates, plan.weight_decay)
 optimizer = optim.MuonAdamW(groups, compute_dtype, compiled, machine.rank, world_size)

@@ -49,7 +49,9 @@ def test_parameters_are_as_many_as_the_formula_says(depth, width, num_heads, voc
     by_hand = {
         "embedding": V * C,
         "value_embeddings": (with_value_embedding - 1) * V * C,
-        "matrices": depth * (4 * C * C + 8 * C * C) + with_value_embedding * min(C, 32) * num_heads,
+        "matrices": depth * (4 * C * C + 8 * C * C)
+        + (depth + with_value_embedding) * C * num_heads
+        + depth * C * C // math.gcd(C, 16),
         "head": V * C,
         "pieces": 0,
         "scalars": depth * (2 + C),

@@ -9,7 +9,7 @@ import torch
 from helpers import ROOT, command, losses, python_m
 
 from nanochat import attention, precision, runtime
-from nanochat.gpt import GPT, GPTConfig, materialize
+from nanochat.gpt import GPT, GPTConfig
 
 # The imports of the training script, then a first step as it takes it, without compiled code
 FIRST_STEP = """
@@ -21,7 +21,7 @@ exec(compile(imports, "imports", "exec"))
 
 with torch.device("meta"):
     model = GPT(planning.GPTConfig(2, 32, 2, 300, 32, "SL"))
-materialize(model, torch.device("cpu"), 0)
+runtime.materialize(model, torch.device("cpu"), 0)
 machine = runtime.start("cpu", seed=0)
 attention.use(model, attention.choose(model.config, machine, torch.bfloat16, False, False, {}))
 rates = dict.fromkeys(("embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr"), 0.1)
@@ -48,7 +48,7 @@ def test_the_first_step_of_an_eager_run_loads_no_compiler():
 def test_torch_can_keep_the_compiled_model_for_the_next_start():
     """torch keeps no graph with a higher-order operator in it, such as one made from an autograd.Function."""
     machine = runtime.start("cpu", seed=0)
-    model = materialize(GPT(GPTConfig(2, 32, 2, 300, 32, "SL")), machine.device, 0)
+    model = runtime.materialize(GPT(GPTConfig(2, 32, 2, 300, 32, "SL")), machine.device, 0)
     attention.use(model, attention.choose(model.config, machine, torch.bfloat16, True, False, {}))
     found = []
 
