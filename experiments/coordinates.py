@@ -48,11 +48,10 @@ MEASURED = {
     "readers": "query, key, value, up: (W' - W) x",
     "writers": "out, down: (W' - W) x",
     "x_before_scale": "scales of the token before: the weights",
-    "value_gate": "gates of value embeddings: (W' - W) x",
-    "head_gate": "gates of heads: (W' - W) x",
-    "x_before_gate": "gates of the token before: (W' - W) x",
+    "gates": "gates of all kinds: (W' - W) x",
 }
 READERS, WRITERS = ("query", "key", "value", "up"), ("out", "down")
+GATES = ("value_gate", "head_gate", "x_before_gate")
 
 # ------------------------------------------------------------------------------------------------------
 # Rates
@@ -145,9 +144,7 @@ def changes(width: int, rates: dict[str, float], steps: int, seed: int) -> dict[
         "readers": mean_of(*READERS),
         "writers": mean_of(*WRITERS),
         "x_before_scale": sum(map(rms, scales)) / len(scales),
-        "value_gate": mean_of("value_gate"),
-        "head_gate": mean_of("head_gate"),
-        "x_before_gate": mean_of("x_before_gate"),
+        "gates": mean_of(*GATES),
     }
 
 

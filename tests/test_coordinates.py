@@ -7,10 +7,9 @@ from experiments.coordinates import MEASURED, RULES, measure, plot, slope, table
 
 WIDTHS, STEPS = [64, 128, 256], 3
 # The largest slope that counts as none. Where the width is four times as large, 0.1 is 15 % more and 0.25 is
-# 41 %, which is what three steps of warm-up do to small matrices. The gates of heads are not flat below width
-# 256: docs/scale.md.
+# 41 %, which is what three steps of warm-up do to small matrices. Gates are not flat: docs/scale.md.
 FLAT = dict.fromkeys(MEASURED, 0.25) | dict.fromkeys(("logits", "stream", "head"), 0.1)
-del FLAT["head_gate"]
+del FLAT["gates"]
 
 
 @pytest.fixture(scope="module")

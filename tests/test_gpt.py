@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from experiments.autocast_rules import autocast_on
 from nanochat import gpt
-from nanochat.gpt import GPT, MLP, GPTConfig
+from nanochat.gpt import GPT, MLP, GPTConfig, gated
 from nanochat.lookup import look_up
 
 PATTERNS = ["L", "SL", "SSSL", "S"]
@@ -285,3 +285,13 @@ def test_the_mlp_is_the_square_of_the_relu():
     x = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(0))
     expected = mlp.down(torch.clamp(mlp.up(x), min=0) ** 2)
     assert torch.equal(mlp(x), expected)
+
+
+def test_a_gate_of_0_changes_nothing_and_each_group_of_channels_has_its_own():
+    x, gates = torch.randn(2, 3, 8), torch.zeros(2, 3, 2)
+    assert torch.equal(gated(x, gates), x)
+    gates[..., 0], gates[0, 0, 1] = 50, -50
+    expected = x.clone()
+    expected[..., :4] *= 2
+    expected[0, 0, 4:] = 0
+    torch.testing.assert_close(gated(x, gates), expected)
