@@ -16,7 +16,8 @@ from nanochat.simulation import DEVICES, known_device, simulate
 DEFAULTS = configurator.defaults(ROOT / "scripts" / "base_train.py")
 H100 = known_device("H100")
 C, L, V, T = 768, 12, 32768, 2048  # d12's width, layers, vocabulary, positions
-MATRICES = L * 12 * C * C + L // 2 * 32 * (C // 128)  # query, key, value, out, 4 + 4 of the MLP; gates
+GATES = L // 2 * C * 6 + L * C * 6 + L * C * C // 16  # of value embeddings, heads, the stream before
+MATRICES = L * 12 * C * C + GATES  # query, key, value, out, 4 + 4 of the MLP
 D12 = MATRICES + (L // 2 + 1) * V * C + (2 + C) * L  # embedding, L / 2 - 1 tables of values, head; scalars
 
 
@@ -72,7 +73,8 @@ def test_the_flops_of_an_orthogonalization_are_those_of_its_products(rows, colum
 def test_the_optimizers_time_is_that_of_the_process_with_the_most_matrices():
     config = scaling.model_config(12, 64, 128, T, V, "L")
     block = 4 * 30 * C**3 + 2 * 60 * C**3
-    assert simulation.optimizer_flops(config, 1) == L * block
+    of_heads, of_stream = (simulation.polar_factor_flops(rows, C) for rows in (6, C // 16))
+    assert simulation.optimizer_flops(config, 1) == L * (block + 1.5 * of_heads + of_stream)
     assert simulation.optimizer_flops(config, 12) < 1.1 * block
     assert simulation.optimizer_flops(config, 10**6) == 60 * C**3  # one matrix of an MLP
 
@@ -102,7 +104,7 @@ def test_the_plan_is_the_one_that_planning_makes_for_that_hardware():
     assert hardware.peak_flops == 64 * 989e12 and 77 * 2**30 < hardware.memory < 80 * 2**30
 
     class Text:
-        vocab_size, more_text = V, ""
+        vocab_size, documents, more_text = V, 1, ""
 
         def estimated_tokens(self, tokenizer):
             return 10**15

@@ -47,7 +47,6 @@ def changes(found, identity, accept=""):
     with both values, for every other difference.
     """
     accepted, then = {name.strip() for name in accept.split(",")} - {""}, found.state["identity"]
-    then = {"document_mask": False} | then  # older runs had no such setting
     possible = identity.keys() - {"model"}
     if unknown := sorted(accepted - possible - {"epochs", "memory"}):  # these are for planning.py
         raise UserError(f"accept cannot name {', '.join(unknown)}; it takes {', '.join(sorted(possible))}")

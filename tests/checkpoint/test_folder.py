@@ -74,13 +74,6 @@ def test_what_differs_from_the_checkpoint_is_refused_by_name_and_accepted_by_nam
         changes(found, now | {"model": {"depth": 4}}, accept="seed,data")
 
 
-def test_a_run_from_before_document_boundaries_goes_on_without_them(tmp_path):
-    save_step(tmp_path, 3, state={"step": 3, "identity": {"seed": 42}})
-    assert changes(find(tmp_path), {"seed": 42, "document_mask": False}) == []
-    with pytest.raises(UserError, match="document_mask was False, is True"):
-        changes(find(tmp_path), {"seed": 42, "document_mask": True})
-
-
 # The lock
 
 
