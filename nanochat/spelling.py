@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from nanochat import UserError
 from nanochat.lookup import embedding
 from nanochat.operators import register, register_autograd
 
@@ -81,16 +82,25 @@ class Pieces(nn.Module):
         self.spell(torch.zeros_like(self.spelling))
 
     def spell(self, spelling):
-        """Take a `pieces_table`, and note who has what in the order in which it is added up."""
+        """Take a `pieces_table`, and note who has what in the order in which it is added up.
+
+        UserError for numbers that no piece has.
+        """
+        least, most = spelling.aminmax()
+        if least < 0 or most >= len(spelling):
+            raise UserError(
+                f"the table of pieces has numbers from {least} to {most}, and there are "
+                f"{len(spelling)} rows; the checkpoint is damaged, use another one"
+            )
         self.spelling.copy_(spelling)
         table, each = spelling.cpu(), torch.arange(len(spelling))
         tokens, places = table.nonzero().unbind(1)
         pieces = table[tokens, places].long()
         order = pieces.argsort(stable=True)
         index = {
-            "pieces": pieces,
+            "piece_ids": pieces,
             "first_piece": torch.searchsorted(tokens, each),
-            "tokens": tokens[order],
+            "token_ids": tokens[order],
             "first_token": torch.searchsorted(pieces[order], each),
             "share": WEIGHT / tokens.bincount(minlength=len(each)).clamp_min(1)[:, None].sqrt(),
         }
@@ -109,7 +119,7 @@ class Pieces(nn.Module):
 
 # Buffers of Pieces, which no checkpoint holds: the pieces of all tokens, one after another, and where those
 # of each token begin; the tokens of all pieces likewise; and the factor (V, 1) of the sum over its pieces
-INDEX = "pieces", "first_piece", "tokens", "first_token", "share"
+INDEX = "piece_ids", "first_piece", "token_ids", "first_token", "share"
 
 
 def sums(rows, *index):

@@ -63,7 +63,9 @@ def test_given_iterations_may_read_a_text_as_often_as_they_like_with_a_warning()
         ({"document_mask": "off"}, 3 * 10, None, False),
     ],
 )
-def test_tokens_attend_to_their_own_document_alone_where_rows_hold_several(given, data_tokens, before, masked):
+def test_tokens_attend_to_their_own_document_alone_where_documents_are_short(
+    given, data_tokens, before, masked
+):
     resolved = before and before | {"device_batch_size": 1}
     size = {"max_seq_len": 256, "num_iterations": 10, "total_batch_size": 256}
     plan, text = make_plan(data_tokens=data_tokens, resolved=resolved, **size, **given)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_gpt import make_model, random_tokens
 
-from nanochat import scaling
+from nanochat import UserError, scaling
 from nanochat.engine import with_rows_of_pieces
 from nanochat.gpt import GPT
 from nanochat.spelling import PIECES, Pieces, pieces_of, pieces_table
@@ -89,6 +89,15 @@ def test_fresh_pieces_leave_the_head_as_it_is_and_tell_tokens_apart():
     embedding, head = pieces(torch.zeros(50, 16), torch.ones(50, 16))
     assert head.eq(1).all() and embedding[0].eq(0).all()
     assert torch.equal(embedding[1], embedding[2]) and embedding[1].std() > 0.3
+
+
+@pytest.mark.parametrize("number", [-1, 50])
+def test_a_table_with_numbers_that_no_piece_has_is_refused(number):
+    pieces = Pieces(50, 16)
+    pieces.init_weights()
+    damaged = pieces.state_dict() | {"spelling": torch.full((50, PIECES), number)}
+    with pytest.raises(UserError, match=f"has numbers from {number} to {number}, and there are 50 rows"):
+        pieces.load_state_dict(damaged)
 
 
 @pytest.mark.parametrize(
