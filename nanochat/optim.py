@@ -22,16 +22,16 @@ from nanochat.zero import is_shared_out, share_out
 # How each parameter is trained. The first row that fits its name and its number of dimensions decides.
 # The rate is a setting of the script times the factor. Muon's betas are its momentum, which the script's
 # schedule replaces, and that of NorMuon's second moment. Muon takes matrices only. The gradients of scalars
-# begin as nothing but rounding; a smaller eps would turn that into full steps. The last row is for what you
-# add (norm weights, biases); its factor is not tuned.
+# begin as nothing but rounding; a smaller eps would turn that into full steps. The last column is rate x
+# decay over that of the matrices. The last row is for what you add (norm weights, biases) and not tuned.
 # fmt: off
 PARAMETER_TABLE = [
     # name                     dimensions  method   rate              factor  betas         eps    decay
     ("blocks.*.residual_scale", (0,),      "adamw", "scalar_lr",      0.01,   (0.80, 0.95), 1e-5,  0.0),
     ("blocks.*.x*_scale",       (0, 1),    "adamw", "scalar_lr",      1.00,   (0.96, 0.95), 1e-5,  0.0),
-    ("value_embeddings.*",      (2,),      "adamw", "embedding_lr",   0.50,   (0.80, 0.95), 1e-10, 0.0),
-    ("*embedding.weight",       (2,),      "adamw", "embedding_lr",   1.00,   (0.80, 0.95), 1e-10, 0.0),
-    ("*head.weight",            (2,),      "adamw", "unembedding_lr", 1.00,   (0.80, 0.95), 1e-10, 0.0),
+    ("value_embeddings.*",      (2,),      "adamw", "embedding_lr",   0.50,   (0.80, 0.95), 1e-10, 0.15),
+    ("*embedding.weight",       (2,),      "adamw", "embedding_lr",   1.00,   (0.80, 0.95), 1e-10, 0.3),
+    ("*head.weight",            (2,),      "adamw", "unembedding_lr", 1.00,   (0.80, 0.95), 1e-10, 0.3),
     ("blocks.*",                (2,),      "muon",  "matrix_lr",      1.00,   (0.95, 0.90), 0.0,   1.0),
     ("*",                       (0, 1),    "adamw", "scalar_lr",      0.10,   (0.80, 0.95), 1e-5,  0.0),
 ]
@@ -270,31 +270,23 @@ def table_row(name: str, p: torch.Tensor) -> int:
     )
 
 
-def parameter_groups(model, rates: dict[str, float], weight_decay: float) -> list[dict]:
+def parameter_groups(model, rates: dict, weight_decay: float, table_decay: float = 0.0) -> list[dict]:
     """Groups for MuonAdamW from PARAMETER_TABLE. Muon has one group a shape, so that it can stack them.
 
-    `rates` holds embedding_lr, unembedding_lr, matrix_lr and scalar_lr; `weight_decay` is multiplied with the
-    table's. UserError for a parameter without a row.
+    `rates` holds embedding_lr, unembedding_lr, matrix_lr and scalar_lr. `table_decay` is for embeddings and
+    head what `weight_decay` is for matrices. UserError for a parameter without a row.
     """
     groups: dict[tuple, dict] = {}
     for name, p in model.named_parameters():
         if not p.requires_grad:  # frozen
             continue
         row = table_row(name, p)
-        _, _, method, rate, factor, betas, eps, decay = PARAMETER_TABLE[row]
+        _, _, method, rate, factor, betas, eps, share = PARAMETER_TABLE[row]
         key = (row, tuple(p.shape)) if method == "muon" else (row,)
-        group = groups.setdefault(
-            key,
-            {
-                "method": method,
-                "params": [],
-                "names": [],
-                "lr": rates[rate] * factor,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay * decay,
-            },
-        )
+        lr = rates[rate] * factor
+        decay = weight_decay if method == "muon" else table_decay * rates["matrix_lr"] / lr if lr else 0.0
+        fresh = {"method": method, "params": [], "names": [], "lr": lr, "betas": betas, "eps": eps}
+        group = groups.setdefault(key, fresh | {"weight_decay": share * decay})
         group["params"].append(p)
         group["names"].append(name)
     # AdamW's first: they are sent while Muon works on its own. Then the largest, so that little is sent last.

@@ -34,6 +34,7 @@ class Plan:
     compiled: bool = False  # what the model is, which decides how much memory it needs (see `fitted`)
     aspect_ratio: int = 0  # width for each layer (0: the model is given, and has its depth)
     fp8: bool = False  # the large products of the blocks train in 8 bits
+    table_share: float = 0.0  # weight decay of embeddings and head, as a share of that of matrices
     document_mask: bool = True  # a token attends to its own document alone
     document_tokens: float = 0.0  # of a document on average, with <|bos|> (0: not known)
     more_text: str = ""  # how to get the public shards that the horizon needs and the run does not have
@@ -57,6 +58,11 @@ class Plan:
     def weight_decay(self) -> float:
         """Scaled."""
         return self.scaled.weight_decay
+
+    @property
+    def table_decay(self) -> float:
+        """That of embeddings and head."""
+        return self.table_share * self.weight_decay
 
     @property
     def tokens(self) -> int:
@@ -113,6 +119,7 @@ class Plan:
         """What the checkpoints keep: a resumed run, or one that continues this one, goes on with it."""
         kept = {"device_batch_size": self.device_batch_size, "rates": self.rates, "fp8": self.fp8}
         kept |= {"spelled": self.config.spelled, "document_mask": self.document_mask}
+        kept["table_share"] = self.table_share
         if self.horizon.minutes:
             kept |= {"target_minutes": self.horizon.minutes, "estimated": self.horizon.estimated}
         return kept
@@ -122,7 +129,8 @@ class Plan:
         horizon = replace(self.horizon, num_iterations=num_iterations, reason=reason, estimated=False)
         scaled = scaling.scaled_rates(settings, self.config.width, horizon)
         warmup_steps = scaling.warmup_steps(settings, horizon)
-        return replace(self, horizon=horizon, scaled=scaled, warmup_steps=warmup_steps)
+        plan = replace(self, horizon=horizon, scaled=scaled, warmup_steps=warmup_steps)
+        return replace(plan, table_share=scaling.table_share(settings, plan.epochs))
 
     def with_rows(self, rows: int) -> "Plan":
         """The same steps in micro-batches of `rows` rows, which divide those of a process."""
@@ -218,7 +226,8 @@ class Plan:
             f"{processes} x {micro_steps}",
             "rates": ", ".join(f"{name} {rate:.3g}" for name, rate in self.rates.items()),
             "rate factors": scaled.reason,
-            "weight decay": f"{self.weight_decay:.4g} ({scaled.decay_reason})",
+            "weight decay": f"{self.weight_decay:.4g} ({scaled.decay_reason}), x {self.table_share:.3g} "
+            "for embeddings and head",
             "warm-up": counted(self.warmup_steps, "step", "steps"),
         }
 
@@ -288,7 +297,8 @@ def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dic
         more_text=dataset.more_text,
     )
     mask = scaling.is_document_mask(settings, document_tokens, resolved)
-    return replace(plan, document_mask=mask, document_tokens=document_tokens)
+    share = scaling.table_share(settings, plan.epochs, resolved)
+    return replace(plan, document_mask=mask, document_tokens=document_tokens, table_share=share)
 
 
 def derive_continued(

@@ -183,6 +183,15 @@ def is_document_mask(settings: dict, document_tokens: float, before: dict | None
     return (before or {}).get("document_mask", document_tokens < settings["max_seq_len"])
 
 
+def table_share(settings: dict, epochs: float, before: dict | None = None) -> float:
+    """Weight decay of embeddings and head, as a share of that of matrices: none up to one epoch, all from two
+    on, when a text would be learned by heart (docs/ablations.md). before: what a resumed run has resolved,
+    which stays."""
+    if settings["table_decay"] != -1:
+        return settings["table_decay"]
+    return (before or {}).get("table_share", min(1.0, max(0.0, epochs - 1)))
+
+
 def horizon_tokens(settings: dict, hardware, vocab_size: int = -1) -> int:
     """How many tokens a run with the settings of base_train reads; of a horizon in minutes, about how many.
 

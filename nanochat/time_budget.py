@@ -176,7 +176,7 @@ def _set_rates(optimizer, model, plan):
     """The rates and the decay of the plan, where the optimizer has its groups from PARAMETER_TABLE."""
     if not isinstance(optimizer, optim.MuonAdamW):
         return
-    groups = optim.parameter_groups(model, plan.rates, plan.weight_decay)
+    groups = optim.parameter_groups(model, plan.rates, plan.weight_decay, plan.table_decay)
     for group, new in zip(optimizer.param_groups, groups, strict=True):
         group["lr"] = group["initial_lr"] = new["lr"]
         group["weight_decay"] = group["initial_weight_decay"] = new["weight_decay"]

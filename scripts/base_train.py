@@ -71,6 +71,7 @@ unembedding_lr = 0.004  # AdamW's rate for the head (the unembedding) [0..1e6]
 matrix_lr = 0.02  # Muon's rate [0..1e6]
 scalar_lr = 0.1  # AdamW's rate for the scalars [0..1e6]
 weight_decay = 0.28  # cautious weight decay of Muon's matrices (0 = off) [0..1e6]
+table_decay = -1.0  # that of embeddings and head, as a share of it (-1 = by the epochs) [-1, 0..1e6]
 grad_clip = 1.0  # largest norm of the gradient (-1 = off) [-1, 1e-6..1e6]
 warmup_steps = 40  # steps of linear warm-up, at most a tenth of the run (0 = off) [0..1e9]
 warmdown_ratio = 0.65  # share of the run in which the rate falls linearly [0..1]
@@ -184,7 +185,7 @@ spell(model, tokenizer)  # says which tokens share what, in a short run
 if fp8:
     convert_to_fp8(model)
 attention.use(model, attend)
-groups = optim.parameter_groups(model, plan.rates, plan.weight_decay)
+groups = optim.parameter_groups(model, plan.rates, plan.weight_decay, plan.table_decay)
 eager_steps = runtime.eager_steps(compile, machine, plan, resolved)  # of a compiled run: the loop compiles
 compile_now = compiled and step >= eager_steps
 optimizer = optim.MuonAdamW(groups, compute_dtype, compile_now, machine.rank, world_size)

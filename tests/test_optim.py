@@ -316,12 +316,16 @@ def test_muon_gets_the_matrices_inside_the_blocks_and_adamw_all_else():
 
 def test_rates_and_decay_are_the_settings_times_the_tables_factors():
     model = tiny_model()
-    for group in parameter_groups(model, RATES, weight_decay=0.1):
+    for group in parameter_groups(model, RATES, weight_decay=0.1, table_decay=0.03):
         row = PARAMETER_TABLE[table_row(group["names"][0], group["params"][0])]
         assert group["lr"] == RATES[row[3]] * row[4]
         assert group["betas"] == row[5]
         assert group["eps"] == row[6]
-        assert group["weight_decay"] == 0.1 * row[7]
+        decay = 0.1 if group["method"] == "muon" else 0.03
+        assert group["lr"] * group["weight_decay"] == pytest.approx(RATES["matrix_lr"] * decay * row[7])
+    assert {group["weight_decay"] for group in parameter_groups(model, RATES, 0.1)} == {0.0, 0.1}
+    frozen = parameter_groups(model, RATES | {"embedding_lr": 0.0}, 0.1, 0.03)
+    assert all(group["weight_decay"] == 0 for group in frozen if group["lr"] == 0)
     optimizer = make_optimizer(model)
     assert all(g["initial_lr"] == g["lr"] for g in optimizer.param_groups)
 

@@ -74,6 +74,30 @@ def test_tokens_attend_to_their_own_document_alone_where_documents_are_short(
     assert said + ("its own alone" if masked else "all that its row holds") in text
 
 
+@pytest.mark.parametrize(
+    ("given", "epochs", "before", "share"),
+    [
+        ({}, 0.5, None, 0.0),
+        ({}, 1.5, None, 0.5),
+        ({}, 2.0, None, 1.0),
+        ({}, 9.0, None, 1.0),
+        ({}, 9.0, {"table_share": 0.25}, 0.25),  # a resumed run that is made longer
+        ({"table_decay": 0.3}, 0.5, {"table_share": 0.25}, 0.3),
+        ({"table_decay": 0.0}, 9.0, None, 0.0),
+    ],
+)
+def test_embeddings_and_head_decay_where_a_text_is_read_again(given, epochs, before, share):
+    tokens, resolved = 1000 * 256, before and before | {"device_batch_size": 1}
+    size = {"max_seq_len": 256, "num_iterations": 1000, "total_batch_size": 256}
+    plan, text = make_plan(data_tokens=int(tokens / epochs), resolved=resolved, **size, **given)
+    assert plan.table_share == plan.resolved["table_share"] == pytest.approx(share, abs=1e-4)
+    assert plan.table_decay == plan.table_share * plan.weight_decay > -1
+    assert f", x {plan.table_share:.3g} for embeddings and head" in text
+    if not before and not given:
+        longer = plan.with_iterations(2000, "timed", DEFAULTS | given)
+        assert longer.table_share == pytest.approx(min(1, max(0, 2 * epochs - 1)), abs=1e-4)
+
+
 def test_public_shards_that_the_horizon_lacks_are_named_in_the_plan_and_in_a_refusal(monkeypatch):
     monkeypatch.setitem(DATASET, "more_text", "get the others with the command")
     warning = "warning: the text is read 0.10 times; get the others with the command"  # also far below 1

@@ -146,7 +146,7 @@ def test_another_loss_another_model_and_ones_own_batches_take_a_few_lines(tree, 
         ("# Build: model, optimizer, batches\n", "# Build: model, optimizer, batches\n"
          + MY_MODEL + MY_BATCHES),
         (MUON_ADAMW, ADAMW),
-        ("groups = optim.parameter_groups(model, plan.rates, plan.weight_decay)\n", ""),
+        ("groups = optim.parameter_groups(model, plan.rates, plan.weight_decay, plan.table_decay)\n", ""),
         ("loader = TrainLoader(\n", "loader = MyBatches(position)\nassert (\n"),
     )  # fmt: skip
     out = tmp_path / "run"
