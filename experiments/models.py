@@ -26,7 +26,7 @@ DEFAULTS = configurator.defaults(Path(configurator.__file__).parent / "scripts" 
 def plan_of(depth: int) -> planning.Plan:
     """The plan for a depth, on unlimited text with a vocabulary of 32,768."""
     tokenizer = types.SimpleNamespace(vocab_size=32768)
-    dataset = types.SimpleNamespace(estimated_tokens=lambda tokenizer: 10**12, documents=1, more_text="")
+    dataset = types.SimpleNamespace(estimated_tokens=lambda tokenizer: 10**12, more_text="")
     peak, memory = gpus * gpu_tflops * 1e12, int(gpu_gib * 2**30)
     hardware = planning.Hardware("cuda", gpus, torch.bfloat16, "", memory, peak, "")
     return planning.derive(DEFAULTS | {"depth": depth}, tokenizer, dataset, hardware)

@@ -35,8 +35,6 @@ class Plan:
     aspect_ratio: int = 0  # width for each layer (0: the model is given, and has its depth)
     fp8: bool = False  # the large products of the blocks train in 8 bits
     table_share: float = 0.0  # weight decay of embeddings and head, as a share of that of matrices
-    document_mask: bool = True  # a token attends to its own document alone
-    document_tokens: float = 0.0  # of a document on average, with <|bos|> (0: not known)
     more_text: str = ""  # how to get the public shards that the horizon needs and the run does not have
 
     @property
@@ -118,8 +116,7 @@ class Plan:
     def resolved(self) -> dict:
         """What the checkpoints keep: a resumed run, or one that continues this one, goes on with it."""
         kept = {"device_batch_size": self.device_batch_size, "rates": self.rates, "fp8": self.fp8}
-        kept |= {"spelled": self.config.spelled, "document_mask": self.document_mask}
-        kept["table_share"] = self.table_share
+        kept |= {"spelled": self.config.spelled, "table_share": self.table_share}
         if self.horizon.minutes:
             kept |= {"target_minutes": self.horizon.minutes, "estimated": self.horizon.estimated}
         return kept
@@ -237,7 +234,6 @@ class Plan:
         flops = self.flops_per_token * self.total_batch_size
         mfu = flops / self.expected_step_seconds / hardware.peak_flops
         held = f"{gib(hardware.held)} of it held already, " if hardware.held else ""
-        long = f"{self.document_tokens:,.0f} tokens on average; " if self.document_tokens else ""
         return {
             "machine": {
                 "device": f"{hardware.device_type} x {hardware.world_size}, "
@@ -253,8 +249,6 @@ class Plan:
                 "tokenizer": f"{tokenizer.name}, {tokenizer.vocab_size:,} tokens, fingerprint "
                 f"{tokenizer.fingerprint[:12]}",
                 "epochs": f"{self.epochs:.2f}; the text has about {self.data_tokens:,} tokens",
-                "documents": f"{long}a token attends to "
-                f"{'its own alone' if self.document_mask else 'all that its row holds'}",
             },
             "model": {
                 "size": f"depth {config.depth}, width {config.width} ({config.num_heads} heads of "
@@ -283,8 +277,6 @@ def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dic
     V = tokenizer.vocab_size
     config, horizon = scaling.horizon_of(settings, V, hardware.peak_flops, resolved)
     config = replace(config, spelled=scaling.is_spelled(settings, V, horizon, resolved))
-    data_tokens = dataset.estimated_tokens(tokenizer)
-    document_tokens = 1 + data_tokens / dataset.documents
     plan = _plan(
         settings,
         config,
@@ -292,13 +284,11 @@ def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dic
         horizon,
         scaling.scaled_rates(settings, config.width, horizon),
         resolved,
-        data_tokens=data_tokens,
+        data_tokens=dataset.estimated_tokens(tokenizer),
         horizon_is_given=settings["num_iterations"] > 0,
         more_text=dataset.more_text,
     )
-    mask = scaling.is_document_mask(settings, document_tokens, resolved)
-    share = scaling.table_share(settings, plan.epochs, resolved)
-    return replace(plan, document_mask=mask, document_tokens=document_tokens, table_share=share)
+    return replace(plan, table_share=scaling.table_share(settings, plan.epochs, resolved))
 
 
 def derive_continued(

@@ -175,14 +175,6 @@ def is_spelled(settings: dict, vocab_size: int, horizon: Horizon, before: dict |
     return (before or {}).get("spelled", horizon.tokens < SPELLED_TOKENS * vocab_size)
 
 
-def is_document_mask(settings: dict, document_tokens: float, before: dict | None = None) -> bool:
-    """Whether a token attends to its own document alone: if documents are shorter than rows on average, so
-    that a row holds several (docs/ablations.md). before: what a resumed run has resolved, which stays."""
-    if settings["document_mask"] != "auto":
-        return settings["document_mask"] == "on"
-    return (before or {}).get("document_mask", document_tokens < settings["max_seq_len"])
-
-
 def table_share(settings: dict, epochs: float, before: dict | None = None) -> float:
     """Weight decay of embeddings and head, as a share of that of matrices: none up to one epoch, all from two
     on, when a text would be learned by heart (docs/ablations.md). before: what a resumed run has resolved,

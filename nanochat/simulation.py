@@ -196,7 +196,7 @@ def simulate(settings: dict) -> Simulation:
     )
     vocab_size = settings["vocab_size"] if settings["vocab_size"] != -1 else PUBLIC_VOCABULARY
     tokenizer = types.SimpleNamespace(vocab_size=vocab_size)
-    text = types.SimpleNamespace(estimated_tokens=lambda tokenizer: ENOUGH_TEXT, documents=1, more_text="")
+    text = types.SimpleNamespace(estimated_tokens=lambda tokenizer: ENOUGH_TEXT, more_text="")
     plan = planning.derive(settings, tokenizer, text, hardware).fitted(compiled=True)
     gradient_bytes = 2 if settings["gradient_dtype"] == "bfloat16" else 4
     exchange = exchanged_bytes(plan.config, world_size, gradient_bytes)

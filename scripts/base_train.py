@@ -52,7 +52,7 @@ spelling: Literal["auto", "on", "off"] = "auto"  # tokens spelled alike learn to
 # Data
 data = "embedded"  # embedded (Python's standard library), a file or folder of text, climbmix or fineweb-edu
 val_data: str | None = None  # a file or folder that is the validation split (none = the data set's own)
-document_mask: Literal["auto", "on", "off"] = "auto"  # attend inside a document (auto = if they are short)
+document_mask = False  # a token attends to its own document only, not to all that its row holds
 text_field = "text"  # the field of JSON objects or column of parquet files that holds the text
 download: Literal["off", "on"] = "off"  # on = get the shards of public data while training goes on
 tokenizer = "auto"  # auto (trained on the data at the first use), a JSON file, or gpt2, cl100k_base
@@ -152,7 +152,7 @@ plan = planning.derive(settings.values, tokenizer, dataset, hardware, resolved)
 decision = runtime.decide_compile(compile, device, plan.expected_seconds, before=resolved.get("compiled"))
 compiled, compile_reason = min(machine.all_gather(decision))  # False sorts first: one "no" decides for all
 plan = plan.fitted(compiled)
-attend = attention.choose(plan.config, machine, compute_dtype, compiled, plan.document_mask, resolved)
+attend = attention.choose(plan.config, machine, compute_dtype, compiled, document_mask, resolved)
 sections = plan.sections(dataset, tokenizer, compiled, compile_reason, run_path)
 sections["machine"]["attention"] = attend.reason
 say(planning.text(sections, plan.warnings(accept)))
@@ -163,7 +163,7 @@ check_plan(plan, accept)  # a run that must not begin ends here
 # ------------------------------------------------------------------------------------------------------
 # Begin or continue
 
-identity = plan.identity(dataset, tokenizer, seed) | {"document_mask": plan.document_mask}
+identity = plan.identity(dataset, tokenizer, seed) | {"document_mask": document_mask}
 machine.check_same(identity | {"compute dtype": str(compute_dtype), "num_iterations": plan.num_iterations})
 step, last_eval_step, changed = 0, -1, []
 if resumed:
@@ -190,7 +190,7 @@ eager_steps = runtime.eager_steps(compile, machine, plan, resolved)  # of a comp
 compile_now = compiled and step >= eager_steps
 optimizer = optim.MuonAdamW(groups, compute_dtype, compile_now, machine.rank, world_size)
 scaler = precision.make_scaler(device, compute_dtype)
-boundaries = attend.boundaries if plan.document_mask else None
+boundaries = attend.boundaries if document_mask else None
 plan = fit_micro_batch(plan, machine, model, compute_dtype, resolved, boundaries)  # fewer rows if need be
 dataset.begin(machine, stop, process_timeout)  # --download=on: begin to get what is missing
 # For batches of your own replace the loader; it yields (inputs, targets), has documents (None: rows are not

@@ -33,7 +33,7 @@ def make_plan(
     return plan, planning.text(sections, plan.warnings(""))
 
 
-DATASET = {"documents": 3, "more_text": "", "name": "corpus", "note": "3 documents", "fingerprint": "e" * 64}
+DATASET = {"more_text": "", "name": "corpus", "note": "3 documents", "fingerprint": "e" * 64}
 
 
 def test_a_text_that_would_be_read_very_often_is_refused_with_the_command_for_more():
@@ -51,27 +51,6 @@ def test_given_iterations_may_read_a_text_as_often_as_they_like_with_a_warning()
     plan.check(accept="")
     assert plan.epochs == 40.96 and "read 41.0 times; above 4 more text is better" in text
     assert "epochs" in text and "warning" not in make_plan(num_iterations=10, total_batch_size=4096)[1]
-
-
-@pytest.mark.parametrize(
-    ("given", "data_tokens", "before", "masked"),
-    [
-        ({}, 3 * 254, None, True),  # three documents of 254 tokens and <|bos|>, in rows of 256
-        ({}, 3 * 255, None, False),
-        ({}, 3 * 255, {"document_mask": True}, True),  # a resumed run stays what it was
-        ({"document_mask": "on"}, 3 * 10**6, None, True),
-        ({"document_mask": "off"}, 3 * 10, None, False),
-    ],
-)
-def test_tokens_attend_to_their_own_document_alone_where_documents_are_short(
-    given, data_tokens, before, masked
-):
-    resolved = before and before | {"device_batch_size": 1}
-    size = {"max_seq_len": 256, "num_iterations": 10, "total_batch_size": 256}
-    plan, text = make_plan(data_tokens=data_tokens, resolved=resolved, **size, **given)
-    assert plan.document_mask == plan.resolved["document_mask"] == masked
-    said = f"{1 + data_tokens // 3:,} tokens on average; a token attends to "
-    assert said + ("its own alone" if masked else "all that its row holds") in text
 
 
 @pytest.mark.parametrize(

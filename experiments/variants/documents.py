@@ -10,4 +10,4 @@ settings = {
     "num_iterations": 200,
     "eval_tokens": 65_536,
 }
-variants = {"whole row": {"document_mask": "off"}, "own document": {"document_mask": "on"}}
+variants = {"whole row": {}, "own document": {"document_mask": True}}

@@ -62,7 +62,7 @@ variants = {
     "heads of 32": {"head_dim": 32},
     "heads of 128": {"head_dim": 128},
     # Candidates
-    "document mask": {"document_mask": "on"},
+    "document mask": {"document_mask": True},
     "value embeddings on every layer": {"patch": "parts/value-embeddings-everywhere.patch"},
     "rows of the head as all value embeddings": {"patch": "parts/no-tables.patch"},
     "queries, keys and values with a share of the token before": {"patch": "parts/mixed-qkv.patch"},

@@ -46,11 +46,6 @@ class Dataset:
         """
         return estimate_tokens(RowGroups(self.train_shards), tokenizer)
 
-    @property
-    def documents(self) -> int:
-        """How many training documents there are; of public shards, about how many."""
-        return sum(RowGroups(self.train_shards).sizes)
-
     def tokenizer_folder(self, base_dir: Path) -> Path:
         """The folder for the tokenizers that are trained on this data set."""
         return Path(base_dir) / "tokenizers" / f"{self.name}-{self.fingerprint[:12]}"

@@ -79,10 +79,6 @@ class PublicDataset(Dataset):
         """About how many tokens the shards of this run have: those of the first shard, times their number."""
         return estimate_tokens(RowGroups(self.train_shards[:1]), tokenizer) * len(self.train_shards)
 
-    @property
-    def documents(self) -> int:
-        return sum(RowGroups(self.train_shards[:1]).sizes) * len(self.train_shards)
-
     def for_run(self, tokenizer: Tokenizer, resumed, machine) -> "PublicDataset":
         """The data set with the shards of one run: as many as the horizon needs, or with download=off as many
         of them as are here. A resumed run keeps the number of its first start. Every process calls this.
