@@ -14,10 +14,10 @@ from nanochat.gpt import GPTConfig
 # Bytes that a token takes: for each channel of the width in each layer, and for each channel once.
 # (compiled, bytes of the compute dtype): layer, once
 KEPT = {
-    (True, 2): (41.1, 5.5),
-    (True, 4): (82.2, 5.5),
-    (False, 2): (49.1, 11.5),
-    (False, 4): (82.2, 13.0),
+    (True, 2): (51.8, 5.5),
+    (True, 4): (94.6, 5.5),
+    (False, 2): (62.3, 11.5),
+    (False, 4): (98.9, 13.0),
 }
 # Bytes of each logit of a chunk (loss.py) by bytes of the compute dtype: the logits in that dtype and two
 # float32 tensors, one of which is the logits if they are float32. Compiled for a GPU it is the logits alone.

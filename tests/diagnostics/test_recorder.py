@@ -183,7 +183,7 @@ def test_the_record_agrees_with_what_hooks_see_and_with_the_formula_for_flops():
     with recorder.recording(), precision.autocast(CPU, BF16):
         model(idx)
     recorded = {op.module: op.outputs[0] for op in recorder.ops if op.name == "mm"}
-    assert recorded == seen and len(seen) == 2 * 6 + 1 + 1  # the layers, one gate, the head
+    assert recorded == seen and len(seen) == 2 * 8 + 1 + 1  # the layers, two gates each, one more, the head
     assert sum(op.flops for op in recorder.ops) == model.flops_per_token() * idx.numel() // 3
 
 

@@ -65,8 +65,8 @@ def check_split(split: dict):
     assert sum(row["share"] for row in kinds.values()) == pytest.approx(1)
     assert all(row["ms"] > 0 for row in kinds.values()), kinds
     assert all(row["could_ms"] > 0 for name, row in kinds.items() if name not in ("data", "log", "rest"))
-    # The blocks' 6 products of one layer, each forward and two backward, and the gate of its value embedding
-    assert sum(row["count"] for row in split["products"]) == 3 * 7
+    # The blocks' 6 products of one layer and its three gates, each forward and two backward
+    assert sum(row["count"] for row in split["products"]) == 3 * 9
     sizes = {row["what"] for row in split["products"]}
     assert {"128 x 64 @ 64 x 64", "128 x 64 @ 64 x 256", "256 x 128 @ 128 x 64"} <= sizes
 
