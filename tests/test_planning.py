@@ -121,12 +121,12 @@ def test_on_a_gpu_a_size_that_the_user_gives_is_tried_with_a_warning():
 
 def test_compiled_code_gets_more_rows_where_their_number_is_not_given():
     settings = {"num_iterations": 10, "total_batch_size": 2**17, "device_type": "cuda"}
-    plan, text = make_plan(memory=3 * 2**30, **settings)
+    plan, text = make_plan(memory=7 * 2**29, **settings)
     eager, compiled = plan.fitted(compiled=False), plan.fitted(compiled=True)
     assert plan == eager and eager.device_batch_size < compiled.device_batch_size
     for fitted in (eager, compiled):
         assert fitted.device_batch_size * fitted.grad_accum_steps == 2**17 // 512
-        assert fitted.expected_bytes == sum(fitted.expected_memory.values()) <= 0.9 * 3 * 2**30
+        assert fitted.expected_bytes == sum(fitted.expected_memory.values()) <= 0.9 * 7 * 2**29
     assert "; logits" in text or "; activations" in text
     given = make_plan(device_batch_size=8, **settings)[0]
     assert given.fitted(compiled=True).device_batch_size == 8
