@@ -12,8 +12,9 @@ from helpers import ROOT, command, losses, python_m, records
 from test_planning import make_plan
 
 import configurator
-from nanochat import UserError, scaling, time_budget
+from nanochat import UserError, optim, scaling, time_budget
 from nanochat.checkpoint import find
+from nanochat.gpt import GPT, GPTConfig
 from nanochat.hardware import Hardware
 from nanochat.time_budget import Cost, FirstSteps, Work
 
@@ -69,6 +70,22 @@ def test_a_resumed_run_keeps_its_number_of_steps_and_its_batch_on_any_machine():
     assert horizon(again, target_minutes=12.0).num_iterations == longer.num_iterations
     other_horizon = {"num_iterations": 50, "total_batch_size": 8192}  # it was not in minutes
     assert horizon(other_horizon).num_iterations == 50 and "num_iterations" in horizon(other_horizon).reason
+
+
+def test_the_optimizer_gets_the_rates_and_decays_of_the_number_of_steps_that_was_found():
+    guess, _ = make_plan(10**6, target_minutes=5.0, total_batch_size=4096, peak_flops=1e11)
+    plan = guess.with_iterations(400, "timed", DEFAULTS)  # reads the text 1.6 times
+    assert guess.table_decay == 0 < plan.table_share < 1
+    model = GPT(GPTConfig(2, 32, 2, 50, 16))
+    groups, expected = (
+        optim.parameter_groups(model, p.rates, p.weight_decay, p.table_decay) for p in (guess, plan)
+    )
+    optimizer = optim.MuonAdamW(groups)
+    time_budget._set_rates(optimizer, model, plan)
+    for group, new in zip(optimizer.param_groups, expected, strict=True):
+        assert group["initial_lr"] == group["lr"] == new["lr"]
+        assert group["initial_weight_decay"] == group["weight_decay"] == new["weight_decay"]
+    assert sum(group["weight_decay"] > 0 for group in expected if group["method"] == "adamw") == 2
 
 
 def test_a_text_that_is_too_short_is_refused_when_the_number_of_steps_is_known():
