@@ -39,8 +39,8 @@ depths = "4"  # separated by commas
 tokens = 4_915_200  # of each run [1..1e12]
 max_seq_len = 512  # tokens of a row [2..65536]
 vocab_size = 4096  # tokens [256..2**20]
-batches = "8192"  # of ours, tokens a step, separated by commas
-peer_batches = "2048,4096,8192"  # of the peer
+batches = "8192"  # of ours, tokens a step, separated by commas (empty = the peer alone)
+peer_batches = "2048,4096,8192"  # of the peer (empty = ours alone)
 seeds = 1  # of ours: 0, 1, ... [1..1000]
 more = ""  # settings of our base_train, separated by spaces, such as --compile=off
 dtype = "float32"  # of both: float32 or bfloat16
@@ -56,7 +56,7 @@ SIDES = {"ours": "this project", "peer": "karpathy/nanochat"}
 def numbers(name: str, text: str) -> list[int]:
     """A setting with whole numbers separated by commas."""
     try:
-        return [int(number) for number in text.split(",")]
+        return [int(number) for number in text.split(",")] if text else []
     except ValueError:
         raise UserError(f"--{name}={text} has to be whole numbers separated by commas, as 4,6") from None
 
@@ -245,6 +245,6 @@ if __name__ == "__main__":
     failed = train_all(runs, jobs if jobs > 0 else os.cpu_count() or 1)
     print(table(runs))
     if plot:
-        draw(runs, ours[0], Path(plot))
+        draw(runs, ours[0] if ours else 0, Path(plot))
     if failed:
         raise UserError(f"failed: {'; '.join(map(str, failed))}. The same command tries these again")
