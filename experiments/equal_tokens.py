@@ -39,8 +39,8 @@ depths = "4"  # separated by commas
 tokens = 4_915_200  # of each run [1..1e12]
 max_seq_len = 512  # tokens of a row [2..65536]
 vocab_size = 4096  # tokens [256..2**20]
-batches = "8192"  # of ours, tokens a step, separated by commas (empty = the peer alone)
-peer_batches = "2048,4096,8192"  # of the peer (empty = ours alone)
+batches: str | None = "8192"  # of ours, tokens a step, separated by commas (none = the peer alone)
+peer_batches: str | None = "2048,4096,8192"  # of the peer (none = ours alone)
 seeds = 1  # of ours: 0, 1, ... [1..1000]
 more = ""  # settings of our base_train, separated by spaces, such as --compile=off
 dtype = "float32"  # of both: float32 or bfloat16
@@ -53,8 +53,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SIDES = {"ours": "this project", "peer": "karpathy/nanochat"}
 
 
-def numbers(name: str, text: str) -> list[int]:
-    """A setting with whole numbers separated by commas."""
+def numbers(name: str, text: str | None) -> list[int]:
+    """A setting with whole numbers separated by commas; None has no numbers."""
     try:
         return [int(number) for number in text.split(",")] if text else []
     except ValueError:

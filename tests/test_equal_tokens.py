@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import configurator
 from experiments import equal_tokens, peer_run, race_speed
 from experiments.equal_tokens import Run
 from nanochat import UserError
@@ -65,8 +66,10 @@ def test_ours_is_set_beside_the_best_of_the_peers_batches_at_the_same_depth(plac
 
 
 def test_either_side_can_be_left_out(place):
-    assert equal_tokens.numbers("batches", "2048,8192") == [2048, 8192]
-    assert equal_tokens.numbers("peer_batches", "") == []
+    chosen = {"__file__": equal_tokens.__file__}
+    configurator.configure(chosen, ["--peer_batches=none", "--batches=2048,8192"])
+    assert equal_tokens.numbers("batches", chosen["batches"]) == [2048, 8192]
+    assert equal_tokens.numbers("peer_batches", chosen["peer_batches"]) == []
     alone = Run("ours", 4, 256, 0)
     keep(alone, 0.7)
     row = equal_tokens.table([alone]).splitlines()[2]
