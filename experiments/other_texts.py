@@ -5,6 +5,7 @@ tuned on.
     python -m scripts.base_train --data=FOLDER/prose-short/train.jsonl --val_data=FOLDER/prose-short/val.jsonl
 
 prose: documentation in Markdown and reStructuredText. manual: sources of manual pages. headers: C and C++.
+german, russian, japanese: manual pages in these languages, of Debian's packages manpages-de, -ru and -ja.
 Each is there twice, with whole files as documents (long), and cut at empty lines into documents of about 500
 characters (short). A file is validation text if its path hashes to 0 mod 20, and the same text counts once.
 What the machine lacks is skipped, with a line that says so.
@@ -24,7 +25,14 @@ folder: str | None = None  # gets a folder for each text
 characters = 2_000_000  # of a text, about [1e4..1e9]
 root = "/usr"  # where files are looked for
 
-KINDS = {"prose": (".md", ".rst"), "manual": (".1.gz", ".3.gz", ".5.gz", ".8.gz"), "headers": (".h", ".hpp")}
+KINDS = {  # patterns of files below `root`
+    "prose": ("**/*.md", "**/*.rst"),
+    "manual": tuple(f"share/man/man*/*.{section}.gz" for section in (1, 3, 5, 8)),
+    "headers": ("**/*.h", "**/*.hpp"),
+    "german": ("share/man/de/**/*.gz",),
+    "russian": ("share/man/ru/**/*.gz",),
+    "japanese": ("share/man/ja/**/*.gz",),
+}
 SHORT, LEAST, MOST = 500, 2000, 50_000  # characters: of a short document; of a file, at least and at most
 
 
@@ -41,9 +49,10 @@ def content(path: Path) -> str:
         return ""
 
 
-def texts_of(root: Path, endings: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """(split, text) of each file below `root` with one of these endings, in an order as good as random."""
-    paths = (p for p in root.rglob("*") if p.name.endswith(endings) and p.is_file() and not p.is_symlink())
+def texts_of(root: Path, patterns: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """(split, text) of each file below `root` that fits one of the patterns, in an order as good as random."""
+    found = {path for pattern in patterns for path in root.glob(pattern)}
+    paths = (path for path in found if path.is_file() and not path.is_symlink())
     known = set()
     for path in sorted(paths, key=lambda path: hashed(str(path))):
         text = content(path)
@@ -87,9 +96,9 @@ def main():
         raise UserError("give --folder=FOLDER, for the texts")
     if not Path(root).is_dir():
         raise UserError(f"--root={root} is no folder; name one with files to read, such as /usr")
-    for kind, endings in KINDS.items():
+    for kind, patterns in KINDS.items():
         found, size = [], 0
-        for split, text in texts_of(Path(root), endings):
+        for split, text in texts_of(Path(root), patterns):
             found.append((split, text))
             size += len(text)
             if size >= characters:
@@ -97,7 +106,7 @@ def main():
         if {split for split, _ in found} == {"train", "val"}:
             write(kind, found, Path(folder))
         else:
-            print(f"{kind}: skipped, {root} has too few files ending in {' '.join(endings)}")
+            print(f"{kind}: skipped, {root} has too few files {' '.join(patterns)}")
 
 
 if __name__ == "__main__":
