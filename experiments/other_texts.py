@@ -50,7 +50,7 @@ def content(path: Path) -> str:
 
 
 def texts_of(root: Path, patterns: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """(split, text) of each file below `root` that fits one of the patterns, in an order as good as random."""
+    """(split, text) of each file below `root` that fits a pattern, in an order as good as random."""
     found = {path for pattern in patterns for path in root.glob(pattern)}
     paths = (path for path in found if path.is_file() and not path.is_symlink())
     known = set()
