@@ -33,6 +33,7 @@ variants = {
     "own key": {"patch": "own-key.patch"},
     "QK scale 1": {"patch": "parts/qk-scale-1.patch"},
     "QK scale 1.5": {"patch": "parts/qk-scale-1.5.patch"},
+    "softcap 7": {"patch": "parts/softcap-7.patch"},
     "softcap 10": {"patch": "parts/softcap-10.patch"},
     "softcap 30": {"patch": "parts/softcap-30.patch"},
     "rotary base 1,000": {"patch": "parts/rope-1k.patch"},
@@ -41,6 +42,8 @@ variants = {
     # Parts of the optimizer and the schedules
     "plain weight decay": {"patch": "parts/plain-decay.patch"},
     "no weight decay": {"weight_decay": 0.0},
+    "weight_decay x 2": {"weight_decay": 0.56},
+    "weight_decay / 2": {"weight_decay": 0.14},
     "no normalization by neuron": {"patch": "parts/no-normuon.patch"},
     "constant momentum": {"patch": "parts/constant-momentum.patch"},
     "momentum to 0.97": {"patch": "parts/momentum-to-0.97.patch"},
