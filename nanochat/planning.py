@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 
 from nanochat import UserError, memory_advice, memory_estimate, scaling, time_estimate
 from nanochat.bars import counted, duration, gib
+from nanochat.data.amount import LARGEST_VOCABULARY
 from nanochat.data.public import PUBLIC, command
 from nanochat.gpt import GPTConfig
 from nanochat.hardware import Hardware
@@ -180,7 +181,7 @@ class Plan:
     @property
     def public_shards(self) -> int:
         """How many shards of climbmix hold the tokens of this run with the vocabulary that such text gets."""
-        larger = replace(self.config, vocab_size=max(self.config.vocab_size, 32768))
+        larger = replace(self.config, vocab_size=max(self.config.vocab_size, LARGEST_VOCABULARY))
         growth = scaling.scaling_parameters(larger) / scaling.scaling_parameters(self.config)
         return PUBLIC["climbmix"].shards_for(round(self.tokens * growth))
 

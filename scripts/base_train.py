@@ -46,7 +46,7 @@ aspect_ratio = 64  # width = depth * aspect_ratio [1..4096]
 head_dim = 128  # channels of an attention head [2..1024]
 max_seq_len = 2048  # tokens of a row; a longer document goes on in later rows [1..2**20]
 window_pattern = "L"  # one letter a layer, repeated: L attends to everything before, S to the last quarter
-vocab_size = -1  # tokens (-1 = 4096 for the embedded text, 32768 for other data) [-1, 256..2**20]
+vocab_size = -1  # tokens (-1 = to suit the amount of text, 4096 to 32768) [-1, 256..2**20]
 spelling: Literal["auto", "on", "off"] = "auto"  # tokens spelled alike learn together (auto = in short runs)
 
 # Data
@@ -134,7 +134,7 @@ run_path = user_path("out_dir", out_dir or base_path / "base_checkpoints" / (mod
 with machine.main_first("data", stop):  # the first process builds what is missing; then the others find it
     public = {"tokens": lambda *size: horizon_tokens(settings.values, hardware, *size), "download": download}
     dataset = open_dataset(data, val_data, base_dir=base_path, text_field=text_field, **public)
-    wanted = vocab_size if vocab_size != -1 else 4096 if data == "embedded" else 32768
+    wanted = vocab_size if vocab_size != -1 else dataset.vocab_size
     folder = dataset.tokenizer_folder(base_path)
     tokenizer = open_tokenizer(tokenizer, wanted, folder, dataset.train_texts, exact=vocab_size != -1)
 

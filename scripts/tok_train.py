@@ -26,7 +26,7 @@ text_field = "text"  # the field of JSON objects, or the column of parquet files
 max_chars = 500_000_000  # characters to train on (-1 = all; of public data, the first shard) [-1, 1..1e12]
 
 # Tokenizer
-vocab_size = -1  # tokens, special ones too (-1 = 4096 if embedded, else up to 32768) [-1, 256..2**20]
+vocab_size = -1  # tokens, special ones too (-1 = to suit the amount of text) [-1, 256..2**20]
 base_dir = "~/.cache/nanochat"  # where data and tokenizers are kept (environment: NANOCHAT_BASE_DIR)
 out: str | None = None  # the JSON file to write (none = where base_train looks for it)
 
@@ -70,7 +70,7 @@ def samples() -> dict[str, str]:
 base_path = user_path("base_dir", base_dir)
 dataset = open_dataset(data, val_data, base_dir=base_path, text_field=text_field)
 exact = vocab_size != -1  # a size that you give is an error if the text yields less
-size = vocab_size if exact else 4096 if data == "embedded" else 32768
+size = vocab_size if exact else dataset.vocab_size
 path = user_path("out", out) if out is not None else tokenizer_path(dataset.tokenizer_folder(base_path), size)
 print(f"data: {dataset.name}, {dataset.note}")
 began = time.perf_counter()

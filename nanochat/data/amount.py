@@ -1,17 +1,29 @@
 """How many tokens a data set has: counted if it is small, estimated from a sample if it is not."""
 
+import math
+
 from nanochat import UserError
 from nanochat.data.parquet import RowGroups
 from nanochat.data.tokenizer import Tokenizer
 
 SAMPLE_BYTES = 2_000_000  # tokenized in about 0.2 s
 SAMPLE_WINDOWS = 16  # places in the data set that the sample comes from
+SMALLEST_VOCABULARY, LARGEST_VOCABULARY = 4096, 32768  # tokens, unless a person asks for another number
+TEXT_OF_SMALLEST = 30_000_000  # bytes of text from which on the vocabulary grows
 SCARCE = 16  # bytes of text for each token of a batch; with fewer, the tokens are counted
 
 
 def text_bytes(groups: RowGroups) -> int:
     """About the UTF-8 bytes of all texts: the size of the column without lengths and page headers."""
     return max(0, groups.text_bytes - 4 * sum(groups.sizes) - 256 * len(groups.sizes))
+
+
+def vocabulary_size(text_bytes: int) -> int:
+    """Tokens of the vocabulary for so many UTF-8 bytes of text, if nobody gives a number: a power of two that
+    doubles as the text grows fourfold. With too many tokens, each is seen too rarely to be learned
+    (docs/ablations.md)."""
+    best = SMALLEST_VOCABULARY * math.sqrt(max(1, text_bytes) / TEXT_OF_SMALLEST)
+    return min(LARGEST_VOCABULARY, max(SMALLEST_VOCABULARY, 2 ** round(math.log2(best))))
 
 
 def count_tokens(groups: RowGroups, tokenizer: Tokenizer) -> int:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat import UserError
-from nanochat.data.amount import estimate_tokens
+from nanochat.data.amount import estimate_tokens, text_bytes, vocabulary_size
 from nanochat.data.parquet import Documents, RowGroups, first_line, write_sorted
 from nanochat.data.tokenizer import Tokenizer
 
@@ -45,6 +45,11 @@ class Dataset:
         and gives 8.92 million tokens of a vocabulary of 4,096 ids; the true number is 8.97 million.
         """
         return estimate_tokens(RowGroups(self.train_shards), tokenizer)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary that suits this much text."""
+        return vocabulary_size(text_bytes(RowGroups(self.train_shards)))
 
     def tokenizer_folder(self, base_dir: Path) -> Path:
         """The folder for the tokenizers that are trained on this data set."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from nanochat import UserError
 from nanochat.data import background_download
-from nanochat.data.amount import estimate_tokens
+from nanochat.data.amount import LARGEST_VOCABULARY, estimate_tokens
 from nanochat.data.arriving import Arrival, ArrivingShards
 from nanochat.data.imported import Dataset
 from nanochat.data.parquet import Documents, RowGroups
@@ -74,6 +74,10 @@ class PublicDataset(Dataset):
     def train_texts(self) -> Documents:
         """The documents of the first shard: the tokenizer is the same for any number of shards."""
         return Documents(self.train_shards[:1])
+
+    @property
+    def vocab_size(self) -> int:
+        return LARGEST_VOCABULARY
 
     def estimated_tokens(self, tokenizer: Tokenizer) -> int:
         """About how many tokens the shards of this run have: those of the first shard, times their number."""

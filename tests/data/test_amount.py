@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from shards import write_shard
 
+from nanochat.data.amount import vocabulary_size
 from nanochat.data.dataset import open_dataset
 from nanochat.data.imported import Dataset
 from nanochat.data.public import PUBLIC, TOKENS_PER_SHARD
@@ -83,6 +84,22 @@ def test_the_tokens_of_a_large_data_set_are_estimated_from_two_megabytes(tmp_pat
 def test_bytes_are_counted_not_characters(tmp_path):
     dataset = in_place(tmp_path / "in", [f"{i} " + "漢字 " * 2_000 for i in range(400)], row_group_size=50)
     assert dataset.estimated_tokens(Words()) == pytest.approx(true_tokens(dataset), rel=0.02)
+
+
+def test_the_vocabulary_doubles_as_the_text_grows_fourfold():
+    sizes = [vocabulary_size(30_000_000 * 4**i) for i in range(-3, 6)]
+    assert sizes == [4096] * 4 + [8192, 16384, 32768, 32768, 32768]
+    between = [vocabulary_size(10**6 * 11**i // 10**i) for i in range(100)]
+    assert between == sorted(between) and set(between) == {4096, 8192, 16384, 32768}
+    assert vocabulary_size(0) == 4096 and vocabulary_size(10**15) == 32768
+
+
+def test_a_data_set_knows_the_vocabulary_that_suits_it(tmp_path):
+    small = imported(tmp_path / "small", documents(500_000))
+    assert small.vocab_size == 4096
+    texts = [f"{i} " + "word " * 200_000 for i in range(80)]  # 80 MB, which parquet keeps small
+    large = in_place(tmp_path / "large", texts, row_group_size=8, use_dictionary=False)
+    assert large.vocab_size == vocabulary_size(80_000_000) == 8192
 
 
 def test_a_horizon_needs_as_many_shards_as_hold_its_tokens():
