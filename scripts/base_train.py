@@ -134,7 +134,7 @@ run_path = user_path("out_dir", out_dir or base_path / "base_checkpoints" / (mod
 with machine.main_first("data", stop):  # the first process builds what is missing; then the others find it
     public = {"tokens": lambda *size: horizon_tokens(settings.values, hardware, *size), "download": download}
     dataset = open_dataset(data, val_data, base_dir=base_path, text_field=text_field, **public)
-    wanted = vocab_size if vocab_size != -1 else dataset.vocab_size
+    wanted = vocab_size if vocab_size != -1 else dataset.suggested_vocab_size
     folder = dataset.tokenizer_folder(base_path)
     tokenizer = open_tokenizer(tokenizer, wanted, folder, dataset.train_texts, exact=vocab_size != -1)
 

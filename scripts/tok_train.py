@@ -70,7 +70,7 @@ def samples() -> dict[str, str]:
 base_path = user_path("base_dir", base_dir)
 dataset = open_dataset(data, val_data, base_dir=base_path, text_field=text_field)
 exact = vocab_size != -1  # a size that you give is an error if the text yields less
-size = vocab_size if exact else dataset.vocab_size
+size = vocab_size if exact else dataset.suggested_vocab_size
 path = user_path("out", out) if out is not None else tokenizer_path(dataset.tokenizer_folder(base_path), size)
 print(f"data: {dataset.name}, {dataset.note}")
 began = time.perf_counter()

@@ -47,7 +47,7 @@ class Dataset:
         return estimate_tokens(RowGroups(self.train_shards), tokenizer)
 
     @property
-    def vocab_size(self) -> int:
+    def suggested_vocab_size(self) -> int:
         """Tokens of the vocabulary that suits this much text."""
         return vocabulary_size(text_bytes(RowGroups(self.train_shards)))
 

@@ -76,8 +76,8 @@ class PublicDataset(Dataset):
         return Documents(self.train_shards[:1])
 
     @property
-    def vocab_size(self) -> int:
-        return LARGEST_VOCABULARY
+    def suggested_vocab_size(self) -> int:
+        return LARGEST_VOCABULARY  # there is always more of it than is here
 
     def estimated_tokens(self, tokenizer: Tokenizer) -> int:
         """About how many tokens the shards of this run have: those of the first shard, times their number."""

@@ -96,10 +96,10 @@ def test_the_vocabulary_doubles_as_the_text_grows_fourfold():
 
 def test_a_data_set_knows_the_vocabulary_that_suits_it(tmp_path):
     small = imported(tmp_path / "small", documents(500_000))
-    assert small.vocab_size == 4096
+    assert small.suggested_vocab_size == 4096
     texts = [f"{i} " + "word " * 200_000 for i in range(80)]  # 80 MB, which parquet keeps small
     large = in_place(tmp_path / "large", texts, row_group_size=8, use_dictionary=False)
-    assert large.vocab_size == vocabulary_size(80_000_000) == 8192
+    assert large.suggested_vocab_size == vocabulary_size(80_000_000) == 8192
 
 
 def test_a_horizon_needs_as_many_shards_as_hold_its_tokens():
