@@ -57,13 +57,9 @@ GATES = ("value_gate", "head_gate", "x_before_gate")
 # Rates
 
 
-def config_of(width: int) -> GPTConfig:
-    return GPTConfig(DEPTH, width, width // HEAD_DIM, 256, T)
-
-
 def dial_rates(width: int) -> dict[str, float]:
     """The rates of the dial: the head's goes as 1 / width."""
-    return scaling.scaled_rates(DEFAULTS, config_of(width), HORIZON).rates
+    return scaling.scaled_rates(DEFAULTS, width, HORIZON).rates
 
 
 def old_rates(width: int) -> dict[str, float]:
@@ -81,13 +77,13 @@ RULES = {"dial": dial_rates, "old": old_rates}
 
 def new_model(width: int, seed: int) -> GPT:
     with torch.device("meta"):
-        model = GPT(config_of(width))
+        model = GPT(GPTConfig(DEPTH, width, width // HEAD_DIM, 256, T))
     return materialize(model, torch.device("cpu"), seed)
 
 
 def train(model: GPT, rates: dict[str, float], steps: int, seed: int):
     """The first steps of a run: its optimizer, clipping and warm-up, on bytes of text."""
-    decay = scaling.scaled_rates(DEFAULTS, model.config, HORIZON).weight_decay
+    decay = scaling.scaled_rates(DEFAULTS, model.config.width, HORIZON).weight_decay
     optimizer = optim.MuonAdamW(optim.parameter_groups(model, rates, decay))
     for step in range(steps):
         model(*byte_rows(ROWS, 1000 * seed + step + 1)).backward()

@@ -36,7 +36,7 @@ def rules(tokens: float) -> dict[str, float]:
     config = config_of(12)
     ratio = tokens / scaling.scaling_parameters(config)
     horizon = scaling.derive_horizon(config, -1, -1, ratio, -1, 1)
-    found = scaling.scaled_rates(DEFAULTS, config, horizon)
+    found = scaling.scaled_rates(DEFAULTS, config.width, horizon)
     rate = found.rates["matrix_lr"]
     return {
         "tokens a step": horizon.total_batch_size,

@@ -125,7 +125,7 @@ class Plan:
     def with_iterations(self, num_iterations: int, reason: str, settings: dict) -> "Plan":
         """The plan for another number of steps, with the learning rates of that number."""
         horizon = replace(self.horizon, num_iterations=num_iterations, reason=reason, estimated=False)
-        scaled = scaling.scaled_rates(settings, self.config, horizon)
+        scaled = scaling.scaled_rates(settings, self.config.width, horizon)
         warmup_steps = scaling.warmup_steps(settings, horizon)
         plan = replace(self, horizon=horizon, scaled=scaled, warmup_steps=warmup_steps)
         return replace(plan, table_share=scaling.table_share(settings, plan.epochs))
@@ -283,7 +283,7 @@ def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dic
         config,
         hardware,
         horizon,
-        scaling.scaled_rates(settings, config, horizon),
+        scaling.scaled_rates(settings, config.width, horizon),
         resolved,
         data_tokens=dataset.estimated_tokens(tokenizer),
         horizon_is_given=settings["num_iterations"] > 0,

@@ -244,14 +244,10 @@ def rate_scale(total_batch_size: int, tokens: float, d12_tokens: float) -> float
     return min(2.0, scale)
 
 
-def head_scale(width: int, spelled: bool = False) -> float:
+def head_width_scale(width: int) -> float:
     """The factor of the head's rate, 1 / width from 768: a step changes a logit by a sum over the width (muP,
-    arXiv 2203.03466). Embeddings, scalars and Muon need no such factor (docs/scale.md).
-
-    spelled: a token's row moves with its pieces too, about as fast as it moves itself, so each has half the
-    rate (docs/ablations.md).
-    """
-    return REFERENCE_WIDTH / width * (0.5 if spelled else 1.0)
+    arXiv 2203.03466). Embeddings, scalars and Muon need no such factor (docs/scale.md)."""
+    return REFERENCE_WIDTH / width
 
 
 def scaled_weight_decay(
@@ -276,19 +272,19 @@ class ScaledRates:
     decay_reason: str
 
 
-def scaled_rates(settings: dict, config: GPTConfig, horizon: Horizon) -> ScaledRates:
-    """The rates of the settings, {name: value}, carried over from d12 to a model."""
+def scaled_rates(settings: dict, width: int, horizon: Horizon) -> ScaledRates:
+    """The rates of the settings, {name: value}, carried over from d12 to a model of that width."""
     run = horizon.total_batch_size, horizon.tokens, horizon.d12_tokens
     scale = rate_scale(*run)
-    of_head = head_scale(config.width, config.spelled)
+    head_scale = head_width_scale(width)
     rates = {
         "embedding_lr": settings["embedding_lr"] * scale,
-        "unembedding_lr": settings["unembedding_lr"] * scale * of_head,
+        "unembedding_lr": settings["unembedding_lr"] * scale * head_scale,
         "scalar_lr": settings["scalar_lr"] * scale,
         "matrix_lr": settings["matrix_lr"] * scale,
     }
     reason = f"x {scale:.3f} (batch^1/2 x tokens^-0.32, against d12), the head's "
-    reason += f"also x {of_head:.3f} (1 / width{', half for shared rows' if config.spelled else ''})"
+    reason += f"also x {head_scale:.3f} (1 / width)"
     decay = scaled_weight_decay(settings["weight_decay"], scale, *run)
     return ScaledRates(rates, decay, reason, "rate x decay x steps as at d12; linear to 0")
 

@@ -148,9 +148,8 @@ def test_the_rates_are_the_settings_times_the_factors_of_the_rules():
     scale = scaling.rate_scale(4096, 100 * 4096, horizon.d12_tokens)
     assert plan.rates["matrix_lr"] == scale
     assert plan.rates["embedding_lr"] == pytest.approx(2 * scale)
-    shared = 0.5  # in a run as short tokens share their spelling
-    assert plan.rates["unembedding_lr"] == pytest.approx(0.004 * scale * 768 / 192 * shared)
-    assert f"x {scale:.3f}" in text and "x 2.000 (1 / width, half for shared rows)" in text
+    assert plan.rates["unembedding_lr"] == pytest.approx(0.004 * scale * 768 / 192)
+    assert f"x {scale:.3f}" in text and "x 4.000" in text
     assert plan.warmup_steps == 10  # a tenth of the run at most
     assert make_plan(num_iterations=1000, total_batch_size=4096)[0].warmup_steps == 40
 

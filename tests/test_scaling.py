@@ -2,19 +2,16 @@
 
 import math
 import re
-from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import configurator
 from nanochat import UserError, scaling
 from nanochat.gpt import GPT
 
 SIZES = {"aspect_ratio": 64, "head_dim": 128, "max_seq_len": 2048, "vocab_size": 32768, "window_pattern": "L"}
-DEFAULTS = configurator.defaults("scripts/base_train.py")
 FEW = settings(max_examples=60, deadline=None)
 MANY = settings(max_examples=300, deadline=None)
 
@@ -201,19 +198,9 @@ D12_TOKENS = 1.3e9
 
 
 def test_rates_and_decay_hold_as_they_stand_at_the_reference():
-    assert scaling.rate_scale(2**19, D12_TOKENS, D12_TOKENS) == scaling.head_scale(768) == 1
+    assert scaling.rate_scale(2**19, D12_TOKENS, D12_TOKENS) == scaling.head_width_scale(768) == 1
     assert scaling.scaled_weight_decay(0.2, 1.0, 2**19, D12_TOKENS, D12_TOKENS) == 0.2
-    assert scaling.head_scale(4 * 768) == pytest.approx(1 / 4)
-
-
-def test_a_row_that_moves_with_its_pieces_too_has_half_the_rate():
-    model = config()
-    run = horizon(model, num_iterations=600, batch=8192)
-    alone, shared = (
-        scaling.scaled_rates(DEFAULTS, replace(model, spelled=spelled), run) for spelled in (False, True)
-    )
-    assert shared.rates == alone.rates | {"unembedding_lr": alone.rates["unembedding_lr"] / 2}
-    assert "half for shared rows" in shared.reason and "half" not in alone.reason
+    assert scaling.head_width_scale(4 * 768) == pytest.approx(1 / 4)
 
 
 @given(BATCHES, TOKENS)

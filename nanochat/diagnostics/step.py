@@ -42,5 +42,5 @@ def scaled_rates(defaults: dict, config, batch_tokens: int, steps: int) -> tuple
     `defaults` holds the script's settings by name: configurator.defaults("scripts/base_train.py").
     """
     horizon = scaling.derive_horizon(config, steps, -1, -1, batch_tokens, 0)
-    scaled = scaling.scaled_rates(defaults, config, horizon)
+    scaled = scaling.scaled_rates(defaults, config.width, horizon)
     return scaled.rates, scaled.weight_decay
