@@ -56,7 +56,7 @@ def test_every_numeric_setting_of_every_script_has_a_range():
         ("base_train", "warmdown_ratio=2", "give a number from 0 to 1"),
         ("base_train", "weight_decay=-5", "give a number from 0 to 1e6"),
         ("base_train", "process_timeout=0", "give a number from 1 to 1e6"),
-        ("base_train", "vocab_size=10**9", "give a whole number from 256 to 2**20, or -1 (to suit the amount"),
+        ("base_train", "vocab_size=10**9", "give a whole number from 256 to 2**20, or -1 (to suit the"),
         ("base_train", "num_iterations=0", "give a whole number from 1 to 1e9, or -1 (off)"),
         ("base_train", "device_batch_size=0", "give a whole number from 1 to 2**20, or -1 (as many as fit)"),
         ("base_train", "eval_tokens=0", "give a whole number from 1 to 1e12, or -1 (all)"),
