@@ -18,11 +18,11 @@ def text_bytes(groups: RowGroups) -> int:
     return max(0, groups.text_bytes - 4 * sum(groups.sizes) - 256 * len(groups.sizes))
 
 
-def vocabulary_size(text_bytes: int) -> int:
-    """Tokens of the vocabulary for so many UTF-8 bytes of text, if nobody gives a number: a power of two that
+def vocabulary_size(size: int) -> int:
+    """Tokens of the vocabulary for a text of `size` UTF-8 bytes, if nobody gives a number: a power of two that
     doubles as the text grows fourfold. With too many tokens, each is seen too rarely to be learned
     (docs/ablations.md)."""
-    best = SMALLEST_VOCABULARY * math.sqrt(max(1, text_bytes) / TEXT_OF_SMALLEST)
+    best = SMALLEST_VOCABULARY * math.sqrt(max(1, size) / TEXT_OF_SMALLEST)
     return min(LARGEST_VOCABULARY, max(SMALLEST_VOCABULARY, 2 ** round(math.log2(best))))
 
 
