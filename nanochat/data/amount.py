@@ -19,9 +19,11 @@ def text_bytes(groups: RowGroups) -> int:
 
 
 def vocabulary_size(size: int) -> int:
-    """Tokens of the vocabulary for a text of `size` UTF-8 bytes, if nobody gives a number: a power of two that
-    doubles as the text grows fourfold. With too many tokens, each is seen too rarely to be learned
-    (docs/ablations.md)."""
+    """Tokens of the vocabulary for a text of `size` UTF-8 bytes, if nobody gives a number.
+
+    A power of two that doubles as the text grows fourfold. With too many tokens, each is seen too rarely to
+    be learned (docs/ablations.md).
+    """
     best = SMALLEST_VOCABULARY * math.sqrt(max(1, size) / TEXT_OF_SMALLEST)
     return min(LARGEST_VOCABULARY, max(SMALLEST_VOCABULARY, 2 ** round(math.log2(best))))
 
