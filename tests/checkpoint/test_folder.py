@@ -83,9 +83,8 @@ def test_a_run_keeps_others_out_until_it_is_killed(tmp_path):
         import os, sys, time
         from nanochat.checkpoint import lock_folder
         lock_folder(sys.argv[1])
-        worker = os.fork()
-        if worker:
-            print(worker, flush=True)
+        if os.fork() == 0:  # the worker says when it runs: then it no longer holds the lock
+            print(os.getpid(), flush=True)
         time.sleep(100)
         """
     (tmp_path / ".tmp-step_000001-99").mkdir()
