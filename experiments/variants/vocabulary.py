@@ -1,6 +1,8 @@
 """Vocabularies of several sizes, each with as many FLOPs: with a larger one a token is more text.
 
-python -m scripts.ablate --variants=vocabulary --seeds=1 --more="--data=FOLDER --val_data=FILE"
+    python -m scripts.ablate --variants=vocabulary --seeds=1 --more="--data=FOLDER --val_data=FILE"
+
+The tokenizer of each size is trained on the text, and bits per byte compare them.
 """
 
 settings = {

@@ -1,6 +1,8 @@
 """Widths, each with the FLOPs that five minutes on two cores are: a wider model reads fewer tokens.
 
-python -m scripts.ablate --variants=widths --seeds=1
+    python -m scripts.ablate --variants=widths --seeds=1
+
+Not run so far.
 """
 
 settings = {
