@@ -24,7 +24,7 @@ FEWEST_GUESSED = 100  # steps of a horizon in minutes, while it is a guess: more
 SPELLED_TOKENS = 2_500  # tokens of a run for each of the vocabulary, below which spelling is shared
 ASSUMED_MFU = 0.3  # share of the peak that training is assumed to reach, before anything is timed
 BATCH_EXPONENT = 0.383  # past d12's horizon, best batch ~ tokens**0.383: Power Lines, arXiv 2505.13738
-SHORT_BATCH_EXPONENT = 0.65  # below it: our fit to what was best at d4 (docs/ablations.md)
+SHORT_BATCH_EXPONENT = 0.77  # below it: our fit to what was best at d4 (docs/ablations.md)
 
 
 def model_config(

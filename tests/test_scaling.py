@@ -81,7 +81,7 @@ def test_every_horizon_says_why():
     assert "FLOPs" in horizon(model, flops=1e15).reason
     assert "parameters" in horizon(model, ratio=20).reason
     assert horizon(model, ratio=20, batch=4096).batch_reason == "as asked for"
-    assert "D^0.65 from d12's 2^19" in horizon(model, ratio=20).batch_reason
+    assert "D^0.77 from d12's 2^19" in horizon(model, ratio=20).batch_reason
     assert "D^0.383 from d12's 2^19" in horizon(config(20), ratio=20).batch_reason
 
 
@@ -100,7 +100,7 @@ def test_the_batch_grows_with_tokens_in_powers_of_two_rows_and_faster_below_d12(
     batch = scaling.best_batch(tokens, d12_tokens, T)
     rows = batch / T
     assert rows == 2 ** round(math.log2(rows)) and rows >= 1
-    exact = 2**19 * min((tokens / d12_tokens) ** 0.383, (tokens / d12_tokens) ** 0.65)
+    exact = 2**19 * min((tokens / d12_tokens) ** 0.383, (tokens / d12_tokens) ** 0.77)
     assert rows == 1 or abs(math.log2(batch / exact)) <= 0.5 + 1e-9
     assert scaling.best_batch(2 * tokens, d12_tokens, T) >= batch
 
@@ -113,7 +113,7 @@ def test_with_the_steps_given_the_batch_is_the_best_one_for_the_tokens_it_makes(
     for _ in range(200):
         middle = math.sqrt(low * high)
         ratio = steps * middle / d12_tokens
-        grows = 2**19 * min(ratio**0.383, ratio**0.65) > middle
+        grows = 2**19 * min(ratio**0.383, ratio**0.77) > middle
         low, high = (middle, high) if grows else (low, middle)
     batch = scaling.best_batch_for_iterations(steps, d12_tokens, T)
     assert batch == T or abs(math.log2(batch / low)) <= 0.5 + 1e-6
