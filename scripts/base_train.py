@@ -74,7 +74,7 @@ weight_decay = 0.28  # cautious weight decay of Muon's matrices (0 = off) [0..1e
 table_decay = -1.0  # that of embeddings and head, as a share of it (-1 = by the epochs) [-1, 0..1e6]
 grad_clip = 1.0  # largest norm of the gradient (-1 = off) [-1, 1e-6..1e6]
 warmup_steps = 40  # steps of linear warm-up, at most a tenth of the run (0 = off) [0..1e9]
-warmdown_ratio = 0.65  # share of the run in which the rate falls linearly [0..1]
+warmdown_ratio = 0.8  # share of the run in which the rate falls linearly [0..1]
 final_lr_frac = 0.05  # what the rate falls to, as a share of the full rate [0..1]
 
 # Evaluation

@@ -124,7 +124,7 @@ def wait_for_step(process, out: Path, step: int):
     raise AssertionError("the run did not get there")
 
 
-def schedules(num_iterations: int, warmup_steps=0, warmdown_ratio=0.65, final_lr_frac=0.05):
+def schedules(num_iterations: int, warmup_steps=0, warmdown_ratio=0.8, final_lr_frac=0.05):
     """lr_multiplier, muon_momentum and weight_decay_multiplier of base_train.py, for a run of that length."""
     plan = types.SimpleNamespace(num_iterations=num_iterations, warmup_steps=warmup_steps)
     names = ("lr_multiplier", "muon_momentum", "weight_decay_multiplier")
