@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from nanochat.attention import keys_before
 from nanochat.attention_backends import for_any_length
-from nanochat.elementwise import norm
+from nanochat.elementwise import SLOPE, norm
 from nanochat.fp8 import Float8Linear
 from nanochat.gpt import GPT, QK_SCALE, gated
 from nanochat.loss import softcap
@@ -25,7 +25,7 @@ from nanochat.loss import softcap
 # The parameters that DecodeStep knows, as they are called in gpt.py
 TABLES = {"embedding", "value_embeddings", "head"}
 MATRICES = {"query", "key", "value", "out", "up", "down", "value_gate", "head_gate", "x_before_gate"}
-SCALARS = {"residual_scale", "x0_scale", "x_before_scale"}
+SCALARS = {"x0_scale", "x_before_scale"}
 
 SMALL = 2**27  # parameters, half a gigabyte of float32
 
@@ -160,7 +160,6 @@ class DecodeStep:
         self.embedding, self.head_rows = (table.detach() for table in model.tables())
         self.head = self._matrix(self.head_rows)
         self.layers = [self._layer(model, i) for i in range(config.depth)]
-        self.residual_scales = [block.residual_scale.item() for block in model.blocks]
         self.x0_scales, self.x_before_scales = (
             torch.stack([getattr(block, name).detach() for block in model.blocks]).to(dtype)
             for name in ("x0_scale", "x_before_scale")
@@ -206,8 +205,7 @@ class DecodeStep:
         for i, (x_before_gate, qkvg, out, up, down, table) in enumerate(self.layers):
             before = cache.layers[i].token_before(x[:, None])  # (B, 1, C)
             before = gated(before, (norm(x) @ x_before_gate)[:, None])[:, 0]  # (B, C)
-            x = torch.add(shares[i], x, alpha=self.residual_scales[i])
-            x = torch.addcmul(x, self.x_before_scales[i], before)
+            x = torch.addcmul(x + shares[i], self.x_before_scales[i], before)
             qkvg = norm(x) @ qkvg  # (B, 3 * C + H), with a value embedding (B, 3 * C + 2 * H)
             qk = norm(qkvg[:, : 2 * C].view(B, 2, H, C // H))
             qk = torch.addcmul(qk * cos, qk.roll(C // H // 2, -1), sin)
@@ -219,7 +217,7 @@ class DecodeStep:
                 v = torch.addcmul(v, gates[:, H:], rows.to(self.dtype).view(B, H, C // H))
             y = gates[:, :H] * self._attend(qk, v, cache, i).to(self.dtype)
             x = torch.addmm(x, y.view(B, C), out)
-            x = torch.addmm(x, (norm(x) @ up).relu_().square_(), down)
+            x = torch.addmm(x, F.leaky_relu_(norm(x) @ up, SLOPE).square_(), down)
         return softcap(norm(x) @ self.head)
 
     def _attend(self, qk, v, cache: KVCache, i: int):

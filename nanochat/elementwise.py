@@ -1,4 +1,4 @@
-"""Norms, rotary positions and squared ReLU.
+"""Norms, rotary positions and leaky ReLU squared.
 
 Compiled code makes one pass over memory of such a formula. Without compiling every operation of it is a pass,
 and on a CPU these passes are a fifth of a step. There the same formulas are computed in fewer operations, and
@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 EPS = torch.finfo(torch.float32).eps  # under the root of a norm, as F.rms_norm has it
+SLOPE = 0.5  # of the leaky ReLU, below 0
 
 
 def norm(x):
@@ -28,11 +29,11 @@ def norm_and_rotate(x, cos, sin, scale: float):
     return norm(torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)) * scale
 
 
-def squared_relu(x):
-    """max(x, 0)^2."""
+def squared_leaky_relu(x):
+    """x^2 where x is positive, else (x / 2)^2. It may overwrite x."""
     if _by_hand(x):
-        return _SquaredReLU.apply(x)
-    h = F.relu(x)
+        return _SquaredLeakyReLU.apply(x)
+    h = F.leaky_relu_(x, SLOPE)  # in place: else the backward pass would keep x, too
     return h * h  # not h.square(): CUDA's autocast computes pow in float32 and keeps a copy
 
 
@@ -78,17 +79,18 @@ class _NormAndRotate(torch.autograd.Function):
         return torch.mul(dx, cos).addcmul_(_swap_halves(dx), sin, value=-1), None, None, None
 
 
-class _SquaredReLU(torch.autograd.Function):
+class _SquaredLeakyReLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        h = F.relu(x)
+        h = F.leaky_relu(x, SLOPE)
         ctx.save_for_backward(h)
         return h * h
 
     @staticmethod
     def backward(ctx, dy):
-        (h,) = ctx.saved_tensors
-        return torch.addcmul(h.new_zeros(()), h, dy, value=2)  # one pass for 2 * h * dy
+        (h,) = ctx.saved_tensors  # its sign is that of x
+        dh = torch.addcmul(h.new_zeros(()), h, dy, value=2)  # one pass for 2 * h * dy
+        return torch.ops.aten.leaky_relu_backward(dh, h, SLOPE, True)
 
 
 def _inverse_rms(x):

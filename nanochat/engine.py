@@ -72,7 +72,7 @@ def cast_weights(model: GPT, dtype: torch.dtype) -> GPT:
     """Cast the matrices and embeddings of a model to `dtype`, in place; returns the model.
 
     It is for inference: autocast would cast every matrix again for every token. The residual stream takes the
-    dtype of the embeddings. The two scalars of each block and the rotary tables stay float32 and are rounded
+    dtype of the embeddings. The scalars of each block and the rotary tables stay float32 and are rounded
     where they are used, as under autocast; so the model can go back to float32 with exact tables. Norms
     and softmax sum in float32 inside their kernels, and the logits are float32 after the head.
     """

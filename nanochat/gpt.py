@@ -1,12 +1,13 @@
 """The model: a GPT in the nanochat line.
 
-Rotary positions, QK norm, ReLU-squared MLP, RMSNorm without weights, untied embedding and head, softcapped
-logits, no biases. The projections back into the residual stream start at zero. A token is found by the key of
-the token before it, so that one layer can copy what followed (`attention.keys_before`). A block scales the
-stream, and adds learned shares of the first embedding and of the stream of the token before. A head's output
-passes a gate. Alternate layers have value embeddings, the last one the rows of the head: so the head reads
-what attention finds there as that token. In short runs tokens spelled alike share a part of their rows
-(spelling.py). docs/ablations.md has what most of these parts are worth.
+Rotary positions, QK norm, MLP with the square of a leaky ReLU, RMSNorm without weights, untied embedding and
+head, softcapped logits, no biases. The projections back into the residual stream start at zero. A token is
+found by the key of the token before it, so that one layer can copy what followed (`attention.keys_before`). A
+block adds learned shares of the first embedding and of the stream of the token before to the stream.
+A head's output passes a gate. Alternate layers have value embeddings, the last one the rows of the head: so
+the head reads what attention finds there as that token. In short runs the others have them too, and tokens
+spelled alike share a part of their rows (spelling.py). docs/ablations.md has what most of these parts are
+worth.
 
 Shapes: B rows, T positions, C width, H heads, D head size, V vocabulary. Parameters are float32; under
 `torch.autocast` the matrix multiplications and the residual stream run in autocast's dtype.
@@ -23,7 +24,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanochat.attention import attention, keys_before, token_before, visible_from
-from nanochat.elementwise import norm, norm_and_rotate, squared_relu
+from nanochat.elementwise import norm, norm_and_rotate, squared_leaky_relu
 from nanochat.lookup import embedding, look_up
 from nanochat.loss import softcap, softcapped_cross_entropy
 from nanochat.spelling import Pieces
@@ -44,6 +45,7 @@ class GPTConfig:
     max_seq_len: int
     window_pattern: str = "L"  # one letter a layer, repeated: L sees all of the past, S a quarter of T
     spelled: bool = False  # tokens spelled alike share a part of their rows in embedding and head
+    value_tables: bool = True  # earlier layers' value embeddings have tables; without, the head's rows
 
     @property
     def head_dim(self) -> int:
@@ -58,8 +60,12 @@ class GPTConfig:
         return [self.max_seq_len if letter == "L" else short for letter in letters]
 
     def has_value_embedding(self, layer: int) -> bool:
-        """Every second layer, counted from the last, which has no table but the head's rows."""
+        """Every second layer, counted from the last."""
         return (self.depth - 1 - layer) % 2 == 0
+
+    def has_table(self, layer: int) -> bool:
+        """Whether its value embedding is a table of its own. The last layer's is the rows of the head."""
+        return self.value_tables and self.has_value_embedding(layer) and layer < self.depth - 1
 
 
 def gated(x, gates):
@@ -103,7 +109,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(4 * config.width, config.width, bias=False)
 
     def forward(self, x):
-        return self.down(squared_relu(self.up(x)))
+        return self.down(squared_leaky_relu(self.up(x)))
 
 
 class Block(nn.Module):
@@ -111,7 +117,6 @@ class Block(nn.Module):
         super().__init__()
         self.attention = Attention(config, layer)
         self.mlp = MLP(config)
-        self.residual_scale = nn.Parameter(torch.empty(()))
         self.x0_scale = nn.Parameter(torch.empty(()))
         self.x_before_scale = nn.Parameter(torch.empty(config.width))
         gates = config.width // math.gcd(config.width, GATED_CHANNELS)
@@ -120,7 +125,7 @@ class Block(nn.Module):
     def forward(self, x, x0, value_embedding, rotary, cache=None, visible=None):
         before = token_before(x, visible) if cache is None else cache.token_before(x)  # (B, T, C)
         before = gated(before, self.x_before_gate(norm(x)))
-        x = self.residual_scale.to(x.dtype) * x + self.x0_scale.to(x.dtype) * x0
+        x = x + self.x0_scale.to(x.dtype) * x0
         x = torch.addcmul(x, self.x_before_scale.to(x.dtype), before)
         x = x + self.attention(norm(x), value_embedding, rotary, cache, visible)
         return x + self.mlp(norm(x))
@@ -134,8 +139,8 @@ class GPT(nn.Module):
         self.value_embeddings = nn.ModuleDict(
             {
                 str(i): embedding(config.vocab_size, config.width)
-                for i in range(config.depth - 1)
-                if config.has_value_embedding(i)
+                for i in range(config.depth)
+                if config.has_table(i)
             }
         )
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.depth))
@@ -169,7 +174,6 @@ class GPT(nn.Module):
                 nn.init.zeros_(linear.weight)
             if hasattr(block.attention, "value_gate"):
                 nn.init.zeros_(block.attention.value_gate.weight)
-            nn.init.ones_(block.residual_scale)
             nn.init.constant_(block.x0_scale, 0.1)
             nn.init.zeros_(block.x_before_scale)
         self.init_rotary()
@@ -204,12 +208,13 @@ class GPT(nn.Module):
         cos, sin = self.cos[places].to(x.dtype), self.sin[places].to(x.dtype)
         rotary = cos.unsqueeze(-2), sin.unsqueeze(-2)
         x0, visible = x, visible_from(documents)
+        rows_of_head = norm(look_up(head_rows, idx)).to(x.dtype)  # (B, T, C)
         for i, block in enumerate(self.blocks):
             value_embedding = None  # (B, T, C)
             if str(i) in self.value_embeddings:
                 value_embedding = look_up(self.value_embeddings[str(i)].weight, idx).to(x.dtype)
-            elif self.config.has_value_embedding(i):  # the last layer
-                value_embedding = norm(look_up(head_rows, idx)).to(x.dtype)
+            elif self.config.has_value_embedding(i):
+                value_embedding = rows_of_head
             x = block(x, x0, value_embedding, rotary, None if cache is None else cache.layers[i], visible)
         x = norm(x)
         if positions is not None:

@@ -36,7 +36,7 @@ def smaller_values(plan, memory: int) -> Iterator[tuple[str, int]]:
     def needs_at(depth: int, aspect_ratio: int) -> int:
         others = config.head_dim, config.max_seq_len, config.vocab_size, config.window_pattern
         smaller = scaling.model_config(depth, aspect_ratio, *others)
-        return needs(config=replace(smaller, spelled=config.spelled))
+        return needs(config=replace(smaller, spelled=config.spelled, value_tables=config.value_tables))
 
     divisors = [size for size in range(1, plan.device_batch_size) if rows % size == 0]
     # Each setting with its valid values, rising, and what a plan needs with one of them

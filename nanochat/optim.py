@@ -27,7 +27,6 @@ from nanochat.zero import is_shared_out, share_out
 # fmt: off
 PARAMETER_TABLE = [
     # name                     dimensions  method   rate              factor  betas         eps    decay
-    ("blocks.*.residual_scale", (0,),      "adamw", "scalar_lr",      0.01,   (0.80, 0.95), 1e-5,  0.0),
     ("blocks.*.x*_scale",       (0, 1),    "adamw", "scalar_lr",      1.00,   (0.96, 0.95), 1e-5,  0.0),
     ("value_embeddings.*",      (2,),      "adamw", "embedding_lr",   0.50,   (0.80, 0.95), 1e-10, 0.15),
     ("*embedding.weight",       (2,),      "adamw", "embedding_lr",   1.00,   (0.80, 0.95), 1e-10, 0.3),

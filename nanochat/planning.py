@@ -277,7 +277,8 @@ def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dic
     """
     V = tokenizer.vocab_size
     config, horizon = scaling.horizon_of(settings, V, hardware.peak_flops, resolved)
-    config = replace(config, spelled=scaling.is_spelled(settings, V, horizon, resolved))
+    spelled = scaling.is_spelled(settings, V, horizon, resolved)
+    config = replace(config, spelled=spelled, value_tables=not spelled)
     plan = _plan(
         settings,
         config,

@@ -1,4 +1,4 @@
-"""Norms, rotation and squared ReLU: by hand and plain, against float64."""
+"""Norms, rotation and leaky ReLU squared: by hand and plain, against float64."""
 
 import pytest
 import torch
@@ -11,12 +11,12 @@ B, T, H, D = 2, 16, 3, 8
 FUNCTIONS = {
     "norm": lambda x: elementwise.norm(x),
     "norm_and_rotate": lambda x: elementwise.norm_and_rotate(x, *angles(x.dtype), SCALE),
-    "squared_relu": lambda x: elementwise.squared_relu(x),
+    "squared_leaky_relu": lambda x: elementwise.squared_leaky_relu(1 * x),
 }
 CLASSES = {
     "norm": elementwise._Norm,
     "norm_and_rotate": elementwise._NormAndRotate,
-    "squared_relu": elementwise._SquaredReLU,
+    "squared_leaky_relu": elementwise._SquaredLeakyReLU,
 }
 DTYPES = [torch.bfloat16, torch.float32]
 

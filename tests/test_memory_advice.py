@@ -21,7 +21,8 @@ def needs(plan, depth=None, **changes) -> int:
     config = plan.config
     if depth:
         sizes = config.head_dim, config.max_seq_len, config.vocab_size, config.window_pattern
-        config = replace(scaling.model_config(depth, plan.aspect_ratio, *sizes), spelled=config.spelled)
+        smaller = scaling.model_config(depth, plan.aspect_ratio, *sizes)
+        config = replace(smaller, spelled=config.spelled, value_tables=config.value_tables)
     rows = changes.pop("device_batch_size", plan.device_batch_size)
     return replace(plan, config=replace(config, **changes), device_batch_size=rows).expected_bytes
 

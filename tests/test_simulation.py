@@ -18,7 +18,7 @@ H100 = known_device("H100")
 C, L, V, T = 768, 12, 32768, 2048  # d12's width, layers, vocabulary, positions
 GATES = L // 2 * C * 6 + L * C * 6 + L * C * C // 16  # of value embeddings, heads, the stream before
 MATRICES = L * 12 * C * C + GATES  # query, key, value, out, 4 + 4 of the MLP
-D12 = MATRICES + (L // 2 + 1) * V * C + (2 + C) * L  # embedding, L / 2 - 1 tables of values, head; scalars
+D12 = MATRICES + (L // 2 + 1) * V * C + (1 + C) * L  # embedding, L / 2 - 1 tables of values, head; scalars
 
 
 def settings(**changes):

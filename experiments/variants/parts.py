@@ -21,11 +21,12 @@ variants = {
     "today": {},
     # Parts of the model
     "no value embeddings": {"patch": "parts/no-value-embeddings.patch"},
-    "a table of its own for the last layer's value embeddings": {"patch": "parts/own-table.patch"},
+    "tables of value embeddings, but for the last layer": {"patch": "parts/tables.patch"},
+    "tables of value embeddings": {"patch": "parts/own-table.patch"},
     "value embeddings without gate": {"patch": "parts/no-value-gate.patch"},
     "no gate for a head's output": {"patch": "parts/no-head-gate.patch"},
     "tokens do not share their spelling": {"spelling": "off"},
-    "no residual scale": {"patch": "parts/no-residual-scale.patch"},
+    "a residual scale": {"patch": "parts/residual-scale.patch"},
     "no share of the first embedding": {"patch": "parts/no-x0.patch"},
     "no stream of the token before": {"patch": "parts/no-stream-before.patch"},
     "no gate for the stream of the token before": {"patch": "parts/no-x-before-gate.patch"},
@@ -39,6 +40,7 @@ variants = {
     "rotary base 1,000": {"patch": "parts/rope-1k.patch"},
     "rotary base 10,000": {"patch": "parts/rope-10k.patch"},
     "projections do not start at zero": {"patch": "parts/projections-not-zero.patch"},
+    "ReLU squared, not leaky": {"patch": "parts/relu-squared.patch"},
     # Parts of the optimizer and the schedules
     "plain weight decay": {"patch": "parts/plain-decay.patch"},
     "no weight decay": {"weight_decay": 0.0},
@@ -60,7 +62,7 @@ variants = {
     "scalar_lr x 2": {"scalar_lr": 0.2},
     "scalar_lr / 2": {"scalar_lr": 0.05},
     "warm-down over 0.5": {"warmdown_ratio": 0.5},
-    "warm-down over 0.8": {"warmdown_ratio": 0.8},
+    "warm-down over 0.65": {"warmdown_ratio": 0.65},
     "rate falls to 0": {"final_lr_frac": 0.0},
     "rate falls by a root": {"patch": "parts/rate-falls-by-a-root.patch"},
     # Sizes
@@ -71,10 +73,8 @@ variants = {
     # Candidates
     "document mask": {"document_mask": True},
     "value embeddings on every layer": {"patch": "parts/value-embeddings-everywhere.patch"},
-    "rows of the head as all value embeddings": {"patch": "parts/no-tables.patch"},
     "queries, keys and values with a share of the token before": {"patch": "parts/mixed-qkv.patch"},
     "exclusive self-attention": {"patch": "parts/exclusive-self-attention.patch"},
-    "leaky ReLU squared": {"patch": "parts/leaky-relu-squared.patch"},
     "rotary positions in half of the channels": {"patch": "parts/half-rotary.patch"},
     "attention and MLP in parallel": {"patch": "parts/parallel.patch"},
     "norms scaled by layer": {"patch": "parts/norm-by-layer.patch"},
@@ -82,10 +82,18 @@ variants = {
     "backout": {"patch": "parts/backout.patch"},
     "shares of all earlier layers": {"patch": "parts/dense-connections.patch"},
     "a learned QK gain for each head": {"patch": "parts/qk-gain-by-head.patch"},
-    "residual and x0 scales for each channel": {"patch": "parts/shares-by-channel.patch"},
+    "x0 scales for each channel": {"patch": "parts/shares-by-channel.patch"},
     "the token after the next one is guessed too": {"patch": "parts/more-tokens-ahead.patch"},
     "rows of half the length at first": {"patch": "parts/rows-ramp.patch"},
-    "half a batch at first": {"patch": "parts/batch-ramp.patch", "num_iterations": 300},
+    "half a batch at first": {
+        "patch": "parts/batch-ramp.patch",
+        "num_iterations": 300,
+        "matrix_lr": 0.0212,  # 6 % above the defaults, as is all but the decay: the plan counts whole batches
+        "embedding_lr": 0.636,
+        "unembedding_lr": 0.00424,
+        "scalar_lr": 0.106,
+        "weight_decay": 0.264,
+    },
     "weights averaged at the end": {"patch": "parts/averaged-weights.patch"},
     "eps of x_before_scale 1e-8": {"patch": "parts/small-eps.patch"},
 }

@@ -34,8 +34,9 @@ from nanochat.paths import user_path
 
 # Of a checkpoint; one of another version is refused, with its number. 2: a position has the key of the token
 # before it, so weights of version 1 would compute something else. 3: blocks have an x_before_scale. 4: the
-# last layer's value embeddings are the rows of the head. 5: heads and the token before have gates
-VERSION = 5
+# last layer's value embeddings are the rows of the head. 5: heads and the token before have gates. 6: the
+# MLP's ReLU is leaky, blocks have no residual_scale, and tables of value embeddings are a part of the config
+VERSION = 6
 MANIFEST, STATE, MODEL = "manifest.json", "state.json", "model.safetensors"
 
 
