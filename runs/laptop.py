@@ -7,7 +7,6 @@ max_seq_len = 512
 total_batch_size = 8192  # better than half and twice as much in a run as short (docs/ablations.md)
 device_batch_size = 8
 target_minutes = 5
-warmdown_ratio = 0.5
 eval_every = 100
 core_metric_every = 200
 sample_every = 200

@@ -66,6 +66,7 @@ variants = {
     "rate falls to 0": {"final_lr_frac": 0.0},
     "rate falls by a root": {"patch": "parts/rate-falls-by-a-root.patch"},
     # Sizes
+    "batches of 2,048": {"total_batch_size": 2048, "device_batch_size": 4, "num_iterations": 1000},
     "batches of 4,096": {"total_batch_size": 4096, "num_iterations": 500},
     "batches of 16,384": {"total_batch_size": 16384, "num_iterations": 125},
     "heads of 32": {"head_dim": 32},
