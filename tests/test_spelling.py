@@ -1,10 +1,13 @@
 """Rows that tokens share with what is spelled alike: the pieces, the tables, and models that have them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_gpt import make_model, random_tokens
 
 from nanochat import UserError, scaling
+from nanochat.elementwise import norm
 from nanochat.engine import with_rows_of_pieces
 from nanochat.gpt import GPT
 from nanochat.spelling import PIECES, Pieces, pieces_of, pieces_table
@@ -114,6 +117,21 @@ def test_a_table_with_numbers_that_no_piece_has_is_refused(number):
 def test_short_runs_are_spelled_and_a_resumed_run_stays_what_it_was(spelling, tokens, before, spelled):
     horizon = scaling.Horizon(tokens // 100, 100, 1e9, "", "")
     assert scaling.is_spelled({"spelling": spelling}, 300, horizon, before) == spelled
+
+
+def test_without_tables_all_value_embeddings_are_the_rows_of_the_head():
+    with_tables = make_model(depth=6)
+    config = replace(with_tables.config, value_tables=False)
+    model = GPT(config)
+    model.init_rotary()
+    weights = {n: t for n, t in with_tables.state_dict().items() if not n.startswith("value_embeddings.")}
+    model.load_state_dict(weights)  # strict: nothing else is missing
+    idx = random_tokens(model)
+    logits = model(idx)
+    assert not torch.allclose(logits, with_tables(idx))
+    for table in with_tables.value_embeddings.values():
+        table.weight.data = norm(model.head.weight.data)
+    torch.testing.assert_close(logits, with_tables(idx))
 
 
 @pytest.mark.slow
