@@ -2,11 +2,14 @@
 
 Against the tokens of a run on public text: batch, steps, factor of the rates, and weight decay times rate, by
 the functions of nanochat/scaling.py that base_train calls. They depend on the tokens and not on the depth,
-which has a mark where its own horizon is. A cross stands for each batch that we trained with, a circle around
-the best of each series (docs/ablations.md).
+which has a mark where its own horizon is. The dashed line is the batch rule without its rounding to a power
+of two rows, with the vocabulary of our runs. A cross stands for each batch of a series at d4, a circle for
+the lowest point of a parabola through its three best in the logarithm (docs/ablations.md, "The batch rule").
 """
 
 from pathlib import Path
+
+import numpy as np
 
 import configurator
 from nanochat import UserError, scaling
@@ -19,16 +22,24 @@ DEFAULTS = configurator.defaults(Path(configurator.__file__).parent / "scripts" 
 DEPTHS = (4, 8, 12, 20, 32)  # to mark
 TOKENS = [10 ** (5.5 + i / 40) for i in range(241)]  # 0.3 M to 300 B
 ABOVE = {"textcoords": "offset points", "ha": "center", "arrowprops": {"arrowstyle": "-"}}
+VOCABULARY = 4096  # of the runs below
 # Tokens of the run: {tokens a step: bits per byte}, all at d4
 TRAINED = {
-    1_536_000: {2048: 1.1474, 4096: 1.1204, 8192: 1.1050, 16384: 1.1376},
-    4_915_200: {8192: 0.8662, 16384: 0.8708},
+    2_048_000: {2048: 0.9813, 4096: 0.9732, 8192: 0.9815},
+    4_915_200: {2048: 0.8407, 4096: 0.8316, 8192: 0.8281, 32768: 0.8611},
 }
 
 
-def config_of(depth: int) -> scaling.GPTConfig:
+def config_of(depth: int, vocab_size: int = 32768) -> scaling.GPTConfig:
     sizes = (DEFAULTS[name] for name in ("aspect_ratio", "head_dim", "max_seq_len"))
-    return scaling.model_config(depth, *sizes, 32768, "L")
+    return scaling.model_config(depth, *sizes, vocab_size, "L")
+
+
+def lowest_point(series: dict[int, float]) -> float:
+    """Tokens a step at which a parabola through the logarithms of the three best batches is lowest."""
+    best = sorted(series, key=series.get)[:3]
+    a, b, _ = np.polyfit(np.log(best), [series[batch] for batch in best], 2)
+    return float(np.exp(-b / (2 * a)))
 
 
 def rules(tokens: float) -> dict[str, float]:
@@ -61,9 +72,12 @@ def plot(path: Path):
             axes.annotate(f"d{depth}", (tokens, rules(tokens)[name]), xytext=(0, 12), **ABOVE)
         axes.set(xscale="log", yscale="log", xlabel="tokens of the run", title=name)
         axes.grid(alpha=0.3)
+    d12_tokens = scaling.REFERENCE_RATIO * scaling.scaling_parameters(config_of(12, VOCABULARY))
+    smooth = [(t / d12_tokens) ** scaling.batch_exponent(t, d12_tokens) for t in TOKENS]
+    panels[0].plot(TOKENS, [scaling.REFERENCE_BATCH * share for share in smooth], "k--", linewidth=1)
     for tokens, series in TRAINED.items():
         panels[0].plot([tokens] * len(series), list(series), "kx", markersize=4)
-        panels[0].plot(tokens, min(series, key=series.get), "ko", fillstyle="none", markersize=10)
+        panels[0].plot(tokens, lowest_point(series), "ko", fillstyle="none", markersize=10)
     figure.savefig(path, dpi=110)
 
 

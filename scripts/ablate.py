@@ -60,7 +60,7 @@ HEADER = """\
 
 The script adds a row for each variant and depth, and nobody edits them. Bits per byte: mean ± standard
 deviation over the seeds. Difference: to the baseline with the same seed, mean ± standard error. Time: of a
-step, over that of the baseline with the same seed.
+step, over that of the baseline with the same seed. Behind the list's name: what --more changed in it.
 
 | date | commit | list | variant | depth | tokens | seeds | bits per byte | difference | time | verdict |
 |:--|:--|:--|:--|--:|--:|--:|--:|--:|--:|:--|
@@ -273,7 +273,7 @@ def row(variant: str, depth: int) -> str | None:
         compared = [mean_and(differences, standard_error, "+"), f"{time_ratio:.2f}", verdict(differences)]
     commits = sorted({(one["git_commit"] or "?")[:7] for one in of.values()})
     tokens = f"{next(iter(of.values()))['tokens']:,}"
-    cells = [date.today(), " ".join(commits), variants_path.stem, variant, depth, tokens, len(of)]
+    cells = [date.today(), " ".join(commits), list_name, variant, depth, tokens, len(of)]
     return "| " + " | ".join([*map(str, cells), mean_and(bits, statistics.stdev), *compared]) + " |"
 
 
@@ -292,7 +292,10 @@ variants_path = user_path("variants", variants)
 if not variants_path.suffix:
     variants_path = LISTS / f"{variants}.py"
 shared, found = read_list(variants_path)
-shared |= settings_in(more)
+changed = settings_in(more)
+shared |= changed
+own = {name: value for name, value in changed.items() if name not in ("data", "val_data")}
+list_name = ", ".join([variants_path.stem, *(f"{name}={value}" for name, value in own.items())])
 found = chosen_variants(found, only)
 baseline = next(iter(found))
 for contents in found.values():  # a patch that no longer fits is noticed before the first training
