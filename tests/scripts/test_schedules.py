@@ -38,14 +38,19 @@ def test_the_learning_rate_has_no_jumps_in_a_run_of_any_length(
 
 
 @MANY
-@given(st.integers(1, 3000))
-def test_muons_momentum_rises_evenly_and_stays(num_iterations):
-    _, momentum, _ = schedules(num_iterations)
-    values = [momentum(step) for step in range(num_iterations)]
+@given(**RUN)
+def test_muons_momentum_rises_evenly_and_falls_with_the_learning_rate(
+    num_iterations, warmup_steps, warmdown_ratio, final_lr_frac
+):
+    multiplier, momentum, _ = schedules(num_iterations, warmup_steps, warmdown_ratio, final_lr_frac)
+    values = [momentum(step) for step in range(num_iterations + 1)]
     ramp = min(300, max(1, num_iterations / 3))
     assert values[0] == pytest.approx(0.85)
-    assert all(0 <= b - a <= 0.1 / ramp + 1e-9 for a, b in pairwise(values))
-    assert all(v == pytest.approx(0.95) for step, v in enumerate(values) if step >= ramp)
+    assert all(0.85 <= value <= 0.95 + 1e-9 for value in values)
+    assert all(b - a <= 0.1 / ramp + 1e-9 or warmup_steps > ramp for a, b in pairwise(values))
+    for step, value in enumerate(values):
+        if step >= ramp:
+            assert value == pytest.approx(0.85 + 0.1 * multiplier(step))
 
 
 @given(st.integers(1, 3000))
