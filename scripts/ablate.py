@@ -294,8 +294,8 @@ if not variants_path.suffix:
 shared, found = read_list(variants_path)
 changed = settings_in(more)
 shared |= changed
-own = {name: value for name, value in changed.items() if name not in ("data", "val_data")}
-list_name = ", ".join([variants_path.stem, *(f"{name}={value}" for name, value in own.items())])
+changes = [f"{name}={value}" for name, value in changed.items() if name not in ("data", "val_data")]
+list_name = ", ".join([variants_path.stem, *changes])
 found = chosen_variants(found, only)
 baseline = next(iter(found))
 for contents in found.values():  # a patch that no longer fits is noticed before the first training

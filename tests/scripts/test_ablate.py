@@ -60,6 +60,8 @@ def test_packing_is_compared_and_what_has_a_result_is_not_trained_again(tmp_path
     assert all(run["tokens"] == 3 * 128 and run["loss"] > 0 for run in first)
     assert output.count("seed 0: ") == 3
     assert [row[3] for row in rows(tmp_path)] == names
+    (list_name,) = {row[2] for row in rows(tmp_path)}  # it says what --more changed, but for the text
+    assert list_name.startswith("packing, ") and "num_iterations=3" in list_name and "data" not in list_name
     assert [row[-1] for row in rows(tmp_path)] == ["baseline", "one seed", "one seed"]
 
     (stopped,) = (tmp_path / "base" / "ablations" / "packing").glob("concatenation-*")
