@@ -73,8 +73,8 @@ def plot(path: Path):
         axes.set(xscale="log", yscale="log", xlabel="tokens of the run", title=name)
         axes.grid(alpha=0.3)
     d12_tokens = scaling.REFERENCE_RATIO * scaling.scaling_parameters(config_of(12, VOCABULARY))
-    smooth = [(t / d12_tokens) ** scaling.batch_exponent(t, d12_tokens) for t in TOKENS]
-    panels[0].plot(TOKENS, [scaling.REFERENCE_BATCH * share for share in smooth], "k--", linewidth=1)
+    smooth = [scaling.unrounded_batch(tokens, d12_tokens) for tokens in TOKENS]
+    panels[0].plot(TOKENS, smooth, "k--", linewidth=1)
     for tokens, series in TRAINED.items():
         panels[0].plot([tokens] * len(series), list(series), "kx", markersize=4)
         panels[0].plot(tokens, lowest_point(series), "ko", fillstyle="none", markersize=10)

@@ -33,11 +33,17 @@ def all_series(text: str) -> dict[tuple[str, ...], Series]:
     return found
 
 
+def ranks_of(values: np.ndarray) -> np.ndarray:
+    """Of each value, from 1; equal values share the mean of their ranks."""
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[place]
+
+
 def correlations(one: Series, other: Series) -> tuple[int, float, float]:
     """How many variants both have; Spearman's and Pearson's correlation over these."""
     shared = [variant for variant in one if variant in other]
     values = np.array([[series[variant] for variant in shared] for series in (one, other)])
-    ranks = values.argsort(axis=1).argsort(axis=1)
+    ranks = [ranks_of(row) for row in values]
     return len(shared), *(float(np.corrcoef(pair)[0, 1]) for pair in (ranks, values))
 
 

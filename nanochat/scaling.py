@@ -200,9 +200,14 @@ def batch_exponent(size: float, reference: float) -> float:
     return SHORT_BATCH_EXPONENT if size < reference else BATCH_EXPONENT
 
 
+def unrounded_batch(tokens: float, d12_tokens: float) -> float:
+    """Tokens a step that are best for a horizon of `tokens`, before `best_batch` makes whole rows of them."""
+    return REFERENCE_BATCH * (tokens / d12_tokens) ** batch_exponent(tokens, d12_tokens)
+
+
 def best_batch(tokens: float, d12_tokens: float, max_seq_len: int) -> int:
     """Tokens a step for a horizon of `tokens`: a power of two rows."""
-    best = REFERENCE_BATCH * (tokens / d12_tokens) ** batch_exponent(tokens, d12_tokens)
+    best = unrounded_batch(tokens, d12_tokens)
     return max_seq_len * 2 ** max(0, round(math.log2(best / max_seq_len)))
 
 

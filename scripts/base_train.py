@@ -320,7 +320,7 @@ def lr_multiplier(step: int) -> float:
 def muon_momentum(step: int) -> float:
     """0.85 to 0.95 over 300 steps, or a third of a shorter run; then down with the learning rate.
 
-    Early gradients change direction fast. A low momentum at the end is worth more (docs/ablations.md).
+    Early gradients change direction fast; a low momentum at the end gives a better model (docs/ablations.md).
     """
     rise = min(1.0, step / min(300, max(1, plan.num_iterations / 3)))
     return 0.85 + 0.10 * min(rise, lr_multiplier(step))

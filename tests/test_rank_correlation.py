@@ -1,8 +1,12 @@
 """Two series of runs are compared by how they rank the variants that both have."""
 
-import pytest
+import re
 
-from experiments.rank_correlation import all_series, correlations, rows
+import numpy as np
+import pytest
+from helpers import ROOT
+
+from experiments.rank_correlation import all_series, correlations, ranks_of, rows
 
 TABLE = """\
 | date | commit | list | variant | depth | tokens | seeds | bits per byte | difference | time | verdict |
@@ -30,6 +34,19 @@ def test_correlations_are_over_the_variants_that_both_have():
     count, ranks, values = correlations(small, large)
     assert (count, ranks) == (3, pytest.approx(0.5))  # 0 1 2 against 0 2 1
     assert values == pytest.approx(0.3273, abs=1e-4)
+
+
+def test_equal_values_share_the_mean_of_their_ranks():
+    assert ranks_of(np.array([0.3, 0.1, 0.3, 0.2, 0.3])).tolist() == [4, 1, 4, 2, 4]
+
+
+def test_the_correlation_on_the_page_is_that_of_the_table_above_it():
+    page = (ROOT / "docs" / "ablations.md").read_text(encoding="utf-8")
+    section = page.partition("## How small a run ranks")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| (.+) \| ([+-][\d.]+) \| ([+-][\d.]+) \|$", section, re.MULTILINE)
+    small, large = ({name: float(pair[i]) for name, *pair in cells} for i in (0, 1))
+    count, ranks, _ = correlations(small, large)
+    assert count == 12 and f"(Spearman) is **{ranks:.2f}**" in section
 
 
 def test_only_series_of_one_commit_with_enough_variants_are_compared():
