@@ -7,7 +7,7 @@ from helpers import records, run_tree
 
 RUN = [
     "--depth=3", "--aspect_ratio=32", "--head_dim=32", "--max_seq_len=128", "--vocab_size=1024",
-    "--device_batch_size=12", "--total_batch_size=1536", "--num_iterations=300", "--warmdown_ratio=0.5",
+    "--device_batch_size=12", "--total_batch_size=1536", "--num_iterations=300",
     "--weight_decay=0.024", "--eval_every=-1", "--eval_tokens=60000", "--dtype=float32", "--compile=off",
 ]  # fmt: skip
 PLAIN_MUON = '''
@@ -37,10 +37,11 @@ def bits_after_training(tree: Path, seed: int, base: Path) -> float:
 
 @pytest.mark.slow
 def test_after_300_steps_bits_per_byte_are_no_worse_than_with_a_plain_muon(tree, tmp_path):
-    ours = [bits_after_training(tree, seed, tmp_path / "base") for seed in (0, 1)]
+    seeds = range(4)  # differences scatter by 0.003 from seed to seed: two would decide nothing
+    ours = [bits_after_training(tree, seed, tmp_path / "base") for seed in seeds]
     with open(tree / "nanochat" / "muon.py", "a", encoding="utf-8") as file:
         file.write(PLAIN_MUON)
-    plain = [bits_after_training(tree, seed, tmp_path / "base") for seed in (0, 1)]
-    print(f"bits per byte, two seeds: ours {ours}, plain Muon {plain}")
+    plain = [bits_after_training(tree, seed, tmp_path / "base") for seed in seeds]
+    print(f"bits per byte, four seeds: ours {ours}, plain Muon {plain}")
     assert sum(ours) <= sum(plain)
     assert max(ours) < 2.6  # it has learnt: an untrained model is at 4.6
