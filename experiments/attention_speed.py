@@ -13,7 +13,7 @@ import configurator
 from nanochat import attention, attention_backends, attention_blocks
 
 SHAPES = [  # B, H, T, D, kind
-    (4, 3, 512, 64, "full"),  # runs/laptop.py
+    (4, 3, 512, 64, "full"),  # runs/laptop.py at width 192
     (8, 4, 512, 64, "full"),
     (4, 6, 512, 128, "full"),
     (8, 4, 128, 64, "full"),

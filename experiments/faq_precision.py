@@ -18,7 +18,7 @@ from nanochat.gpt import GPT, GPTConfig
 
 CPU = torch.device("cpu")
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
-LAPTOP = GPTConfig(4, 192, 3, 4096, max_seq_len=512, spelled=True)  # runs/laptop.py
+LAPTOP = GPTConfig(4, 192, 3, 4096, max_seq_len=512, spelled=True)  # runs/laptop.py at width 192
 
 
 def distance(a, b) -> float:

@@ -12,6 +12,7 @@ its own `python -m scripts.base_train` runs in a process of its own. Not on Wind
 import ast
 import contextlib
 import importlib.util
+import json
 import os
 import pickle
 import re
@@ -53,6 +54,14 @@ def check(checkout: str | Path) -> Path:
         if not (folder / name).exists():
             raise UserError(f"{folder} has no {name}; --peer is a folder of karpathy/nanochat")
     return folder
+
+
+def shape_of(run: Path) -> dict[str, int]:
+    """The shape of the model in the folder of a run of ours, as settings of both projects."""
+    model = json.loads((run / "config.json").read_text("utf-8"))["identity"]["model"]
+    width, depth = model["width"], model["depth"]
+    sizes = {"aspect_ratio": width // depth, "head_dim": width // model["num_heads"]}
+    return {"depth": depth, "max_seq_len": model["max_seq_len"]} | sizes
 
 
 # ------------------------------------------------------------------------------------------------------

@@ -116,11 +116,10 @@ def our_command(race: Race, run: Path) -> list:
 
 def warm_up(race: Race) -> dict:
     """Fill our caches by the first steps of a run as long as the others: a shorter one may not compile at
-    all. Returns the shape of the recipe, as base_train has read it."""
+    all. Returns the shape of the recipe's model."""
     run = race.new_place() / "run"
     peer_run.until_steps(our_command(race, run), (runtime.EAGER_STEPS + 2,), ROOT)
-    used = json.loads((run / "config.json").read_text("utf-8"))["settings"]
-    return {name: used[name]["value"] for name in ("depth", "aspect_ratio", "head_dim", "max_seq_len")}
+    return peer_run.shape_of(run)
 
 
 def our_lap(race: Race) -> Lap:

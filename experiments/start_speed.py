@@ -22,7 +22,6 @@ from nanochat import UserError, runtime
 from nanochat.paths import user_path
 
 TRAIN = [sys.executable, "-m", "scripts.base_train"]
-SHAPE = "depth", "aspect_ratio", "head_dim", "max_seq_len", "device_batch_size", "total_batch_size"
 
 
 def bench(settings: dict) -> dict[str, float]:
@@ -44,7 +43,8 @@ def bench(settings: dict) -> dict[str, float]:
             for name, command in phases.items():
                 times[name].append(first_line(command))
             if settings["peer"]:
-                peers.append(peer_first_step(settings["peer"], recipe, base, place / f"peer{number}"))
+                shape = peer_run.shape_of(place / f"ours{number}")
+                peers.append(peer_first_step(settings["peer"], recipe, base, place / f"peer{number}", shape))
     first, full = zip(*ours, strict=True)
     found = {"first_s": first[0], "median_s": statistics.median(first[1:]), "slowest_s": max(first[1:])}
     found |= {"full_first_s": full[0], "full_median_s": statistics.median(full[1:])}
@@ -75,12 +75,14 @@ def first_line(command: list[str]) -> float:
     return done.lines[0][0]
 
 
-def peer_first_step(checkout: str, recipe: str, base: Path, place: Path) -> float:
-    """Seconds until karpathy/nanochat prints its first step, a run of one step at the recipe's shape."""
+def peer_first_step(checkout: str, recipe: str, base: Path, place: Path, shape: dict) -> float:
+    """Seconds until karpathy/nanochat prints its first step, a run of one step at the recipe's shape and
+    batch."""
     values = configurator.defaults(Path("scripts/base_train.py")) | configurator.defaults(Path(recipe))
     size = values["vocab_size"]
     if size == -1:  # as in base_train
         size = 4096 if values["data"] == "embedded" else 32768
     text = peer_run.text_of(values["data"], size, base)
-    shape = {name: values[name] for name in SHAPE if values[name] != -1} | {"num_iterations": 1}
-    return peer_run.train(peer_run.check(checkout), text, place, shape, "bfloat16").first_step_s
+    batch = {name: values[name] for name in ("device_batch_size", "total_batch_size") if values[name] != -1}
+    job = shape | batch | {"num_iterations": 1}
+    return peer_run.train(peer_run.check(checkout), text, place, job, "bfloat16").first_step_s

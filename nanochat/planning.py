@@ -34,6 +34,7 @@ class Plan:
     rows_are_given: bool = False  # of a micro-batch: by the user, or by the checkpoint of this run
     compiled: bool = False  # what the model is, which decides how much memory it needs (see `fitted`)
     aspect_ratio: int = 0  # width for each layer (0: the model is given, and has its depth)
+    width_reason: str = ""  # why it is narrower than by the default aspect ratio
     fp8: bool = False  # the large products of the blocks train in 8 bits
     table_share: float = 0.0  # weight decay of embeddings and head, as a share of that of matrices
     more_text: str = ""  # how to get the public shards that the horizon needs and the run does not have
@@ -118,6 +119,8 @@ class Plan:
         """What the checkpoints keep: a resumed run, or one that continues this one, goes on with it."""
         kept = {"device_batch_size": self.device_batch_size, "rates": self.rates, "fp8": self.fp8}
         kept |= {"spelled": self.config.spelled, "table_share": self.table_share}
+        if self.aspect_ratio:
+            kept["aspect_ratio"] = self.aspect_ratio
         if self.horizon.minutes:
             kept |= {"target_minutes": self.horizon.minutes, "estimated": self.horizon.estimated}
         return kept
@@ -253,7 +256,7 @@ class Plan:
             },
             "model": {
                 "size": f"depth {config.depth}, width {config.width} ({config.num_heads} heads of "
-                f"{config.head_dim}), rows of {config.max_seq_len} tokens",
+                f"{config.head_dim}{self.width_reason}), rows of {config.max_seq_len} tokens",
                 "parameters": f"{counts['total']:,}, of which {counts['matrices']:,} in matrices and "
                 f"{counts['head']:,} in the head; {self.flops_per_token:,} FLOPs a token",
                 "spelling": "tokens spelled alike share a part of their rows in embedding and head"
@@ -290,7 +293,11 @@ def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dic
         horizon_is_given=settings["num_iterations"] > 0,
         more_text=dataset.more_text,
     )
-    return replace(plan, table_share=scaling.table_share(settings, plan.epochs, resolved))
+    aspect_ratio, reason = config.width // config.depth, ""
+    if settings["aspect_ratio"] == -1 and aspect_ratio < scaling.WIDEST:
+        reason = f"; {scaling.WIDEST} x depth is too wide for so few FLOPs"
+    share = scaling.table_share(settings, plan.epochs, resolved)
+    return replace(plan, table_share=share, aspect_ratio=aspect_ratio, width_reason=reason)
 
 
 def derive_continued(
@@ -359,7 +366,6 @@ def _plan(
         data_tokens=data_tokens,
         horizon_is_given=horizon_is_given,
         rows_are_given=given,
-        aspect_ratio=settings.get("aspect_ratio", 0),
         fp8=settings.get("fp8", False),
         more_text=more_text,
     )

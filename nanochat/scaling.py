@@ -5,6 +5,7 @@ learning rates of the scripts hold as they are; the rules carry them to other si
 rules together.
 """
 
+import bisect
 import functools
 import math
 from dataclasses import dataclass, replace
@@ -22,6 +23,8 @@ HORIZON_EXPONENT = 0.32
 MOST_DECAY = 8.0
 FEWEST_GUESSED = 100  # steps of a horizon in minutes, while it is a guess: more than are timed
 SPELLED_TOKENS = 2_500  # tokens of a run for each of the vocabulary, below which spelling is shared
+WIDEST = 64  # aspect ratio of a run that is long enough for so wide a model
+BEST_RATIO = 2.0  # tokens a parameter, if FLOPs are few: our fit at d4 and d6 (docs/ablations.md)
 ASSUMED_MFU = 0.3  # share of the peak that training is assumed to reach, before anything is timed
 BATCH_EXPONENT = 0.383  # past d12's horizon, best batch ~ tokens**0.383: Power Lines, arXiv 2505.13738
 SHORT_BATCH_EXPONENT = 0.77  # below it: our fit to what was best at d4 (docs/ablations.md)
@@ -42,6 +45,28 @@ def model_config(
         )
     num_heads = math.ceil(depth * aspect_ratio / head_dim)
     return GPTConfig(depth, num_heads * head_dim, num_heads, vocab_size, max_seq_len, window_pattern)
+
+
+def aspect_ratio_for(settings: dict, vocab_size: int, flops: float, before: dict | None = None) -> int:
+    """The aspect ratio of the settings; if it is -1, the one that suits a run of so many FLOPs.
+
+    That is WIDEST, or, of a run with few FLOPs, that of a model which reads BEST_RATIO tokens for each of its
+    parameters, to the nearest whole head. flops: of the run, 0 if something else decides its length. before:
+    what a resumed run has resolved, which stays.
+    """
+    if settings["aspect_ratio"] != -1:
+        return settings["aspect_ratio"]
+    if before or flops <= 0:
+        return (before or {}).get("aspect_ratio", WIDEST)
+    depth, head_dim, T = settings["depth"], settings["head_dim"], settings["max_seq_len"]
+
+    def is_too_wide(width: int) -> bool:
+        parameters = width * (12 * depth * width + vocab_size)  # that multiply every token, but for gates
+        return flops < BEST_RATIO * parameters * (6 * parameters + 12 * depth * width * T)
+
+    width = bisect.bisect(range(1, WIDEST * depth), False, key=is_too_wide)
+    heads = max(1, round(width / head_dim))
+    return min(WIDEST, max(1, heads * head_dim // depth))
 
 
 @functools.lru_cache(8)  # a plan asks many times, and 512 layers take seconds
@@ -136,13 +161,14 @@ def horizon_of(
     enough for the batch; a new run times its first steps (time_budget.py). before: what a resumed run has
     resolved; its number of steps and its batch stay.
     """
-    sizes = ("depth", "aspect_ratio", "head_dim", "max_seq_len")
-    config = model_config(*(settings[name] for name in sizes), vocab_size, settings["window_pattern"])
     ends = ("num_iterations", "target_flops", "target_param_data_ratio", "total_batch_size")
     steps, flops, ratio, batch = (settings[name] for name in ends)
     minutes = settings["target_minutes"] if is_in_minutes(settings) else 0.0
     if minutes:
         flops = max(1.0, 60 * minutes * ASSUMED_MFU * peak_flops)
+    aspect_ratio = aspect_ratio_for(settings, vocab_size, 0 if steps > 0 else flops, before)
+    sizes = settings["depth"], aspect_ratio, settings["head_dim"], settings["max_seq_len"]
+    config = model_config(*sizes, vocab_size, settings["window_pattern"])
     horizon = derive_horizon(config, steps, flops, ratio, batch, on_meta(config).flops_per_token())
     if minutes and batch == -1 and before:
         same = {"total_batch_size": before["total_batch_size"], "batch_reason": "as at the run's first start"}

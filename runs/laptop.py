@@ -1,7 +1,6 @@
 # A small GPT in five minutes on two CPU cores: python -m scripts.base_train runs/laptop.py
 model_tag = "laptop"
 depth = 4
-aspect_ratio = 48
 head_dim = 64
 max_seq_len = 512
 total_batch_size = 8192  # best in a run of 5 million tokens (docs/ablations.md)

@@ -42,7 +42,7 @@ from nanochat.time_budget import FirstSteps, fit_minutes
 
 # Model
 depth = 20  # Transformer layers; every other size follows from it [1..512]
-aspect_ratio = 64  # width = depth * aspect_ratio [1..4096]
+aspect_ratio = -1  # width = depth * aspect_ratio (-1 = 64, less if FLOPs or minutes are few) [-1, 1..4096]
 head_dim = 128  # channels of an attention head [2..1024]
 max_seq_len = 2048  # tokens of a row; a longer document goes on in later rows [1..2**20]
 window_pattern = "L"  # one letter a layer, repeated: L attends to everything before, S to the last quarter

@@ -46,6 +46,19 @@ def test_a_text_that_would_be_read_very_often_is_refused_with_the_command_for_mo
     plan.check(accept="seed,epochs")
 
 
+def test_a_run_of_few_flops_is_narrower_says_so_and_stays_so_when_it_is_resumed():
+    given = {"aspect_ratio": -1, "target_flops": 2.2e13}
+    plan, text = make_plan(**given)
+    assert plan.config.width == 128 and plan.aspect_ratio == 32
+    assert "width 128 (2 heads of 64; 64 x depth is too wide for so few FLOPs)" in text
+    longer, _ = make_plan(resolved=plan.resolved, **given | {"target_flops": 1e15})
+    assert longer.config.width == 128
+    wide, text = make_plan(aspect_ratio=-1, target_flops=1e15)
+    assert wide.config.width == 256 and "width 256 (4 heads of 64), rows" in text
+    in_minutes = make_plan(aspect_ratio=-1, target_minutes=1.0, peak_flops=1e12)[0]
+    assert in_minutes.config.width == 128 and in_minutes.horizon.estimated
+
+
 def test_given_iterations_may_read_a_text_as_often_as_they_like_with_a_warning():
     plan, text = make_plan(data_tokens=10**5, num_iterations=1000, total_batch_size=4096)
     plan.check(accept="")

@@ -2,10 +2,11 @@
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from nanochat import UserError, scaling
@@ -47,6 +48,46 @@ def test_sizes_that_no_model_can_have_are_refused_in_one_sentence(setting, value
     with pytest.raises(UserError, match=says) as refusal:
         config(**{"depth": 4, setting: value})
     assert "\n" not in str(refusal.value)
+
+
+def width(flops, depth=4, head_dim=64, vocab_size=4096, before=None, **changes):
+    """The width with which a run of so many FLOPs begins, if nobody gives an aspect ratio."""
+    given = {"aspect_ratio": -1, "depth": depth, "head_dim": head_dim, "max_seq_len": 512} | changes
+    ratio = scaling.aspect_ratio_for(given, vocab_size, flops, before)
+    return config(depth, aspect_ratio=ratio, head_dim=head_dim, vocab_size=vocab_size, max_seq_len=512).width
+
+
+@MANY
+@given(st.floats(1, 1e24), st.integers(1, 40), st.sampled_from([2, 32, 64, 128]))
+def test_fewer_flops_never_make_a_model_wider_nor_wider_than_64_a_layer(flops, depth, head_dim):
+    found, widest = width(flops, depth, head_dim), config(depth, head_dim=head_dim).width
+    assert width(flops / 2, depth, head_dim) <= found <= width(2 * flops, depth, head_dim) <= widest
+    assert found % head_dim == 0
+
+
+@MANY
+@given(
+    st.integers(1, 12), st.integers(2, 40), st.sampled_from([32, 64, 128])
+)  # smaller heads have much in gates
+def test_the_width_is_the_one_that_reads_the_best_number_of_tokens_for_a_parameter(heads, depth, head_dim):
+    assume(heads * head_dim <= 64 * depth)
+    model = config(depth, aspect_ratio=1, head_dim=head_dim, vocab_size=4096, max_seq_len=512)
+    model = replace(model, width=heads * head_dim, num_heads=heads)
+    tokens = scaling.BEST_RATIO * scaling.scaling_parameters(model)
+    flops = tokens * scaling.on_meta(model).flops_per_token()
+    assert width(flops, depth, head_dim) == model.width
+
+
+def test_the_width_is_64_a_layer_unless_flops_decide_the_run_or_somebody_says_otherwise():
+    assert width(0) == width(-1) == width(1e18) == 256 and width(1e10) == 64
+    assert width(1e10, aspect_ratio=48) == 192 and width(1e10, before={"aspect_ratio": 48}) == 192
+    assert width(1e10, before={"fp8": False}) == 256  # begun before there was a rule
+    for depth in (4, 12, 24):  # as many tokens as the default asks for
+        model = config(depth)
+        tokens = scaling.REFERENCE_RATIO * scaling.scaling_parameters(model)
+        flops = tokens * scaling.on_meta(model).flops_per_token()
+        given = {"aspect_ratio": -1, "depth": depth, "head_dim": 128, "max_seq_len": 2048}
+        assert scaling.aspect_ratio_for(given, 32768, flops) == scaling.WIDEST
 
 
 def test_scaling_parameters_are_those_that_every_token_is_multiplied_with():

@@ -51,7 +51,7 @@ def state_bytes(config: GPTConfig, world_size: int) -> list[int]:
 @pytest.mark.parametrize(
     "config",
     [
-        model_config(4, 48, 64, 512, 4096, "L"),  # runs/laptop.py
+        model_config(4, 48, 64, 512, 4096, "L"),  # runs/laptop.py at width 192
         model_config(12, 64, 128, 2048, 32768, "L"),
         model_config(20, 64, 128, 2048, 32768, "SSSL"),
     ],
