@@ -1,8 +1,9 @@
 """How fast an evaluation is, beside a plain one, on documents of about 1000 characters.
 
 Run by `python -m scripts.bench --what=evaluate`; --aspect_ratio=48 --device_batch_size=4 are the model of
-runs/laptop.py at width 192, and 2,048 tokens. The plain way is what nanochat did until commit d0bcffb: a window of a document
-fills a row of max_seq_len tokens, the logits of a batch are in memory at once, and each batch is waited for.
+runs/laptop.py at width 192, and 2,048 tokens. The plain way is what nanochat did until commit d0bcffb: a
+window of a document fills a row of max_seq_len tokens, the logits of a batch are in memory at once, and each
+batch is waited for.
 """
 
 import math
