@@ -65,10 +65,8 @@ def test_fewer_flops_never_make_a_model_wider_nor_wider_than_64_a_layer(flops, d
     assert found % head_dim == 0
 
 
-@MANY
-@given(
-    st.integers(1, 12), st.integers(2, 40), st.sampled_from([32, 64, 128])
-)  # smaller heads have much in gates
+@MANY  # an aspect ratio is a whole number, so a model of more layers than a head has channels can lose a head
+@given(st.integers(1, 12), st.integers(2, 32), st.sampled_from([32, 64, 128]))
 def test_the_width_is_the_one_that_reads_the_best_number_of_tokens_for_a_parameter(heads, depth, head_dim):
     assume(heads * head_dim <= 64 * depth)
     model = config(depth, aspect_ratio=1, head_dim=head_dim, vocab_size=4096, max_seq_len=512)

@@ -40,6 +40,7 @@ def test_the_first_run_of_a_start_is_the_cold_one_and_no_median_has_it(monkeypat
     ours, phases = iter([(40, 90), (3, 8), (9, 20), (4, 6)]), iter(range(100, 112))
     peers = iter([50.0, 7.0, 6.0, 8.0])
     monkeypatch.setattr(peer_run, "until_steps", lambda command, steps: next(ours))
+    monkeypatch.setattr(peer_run, "shape_of", lambda run: {"depth": 4})
     monkeypatch.setattr(start_speed, "peer_first_step", lambda *_: next(peers))
     monkeypatch.setattr(start_speed, "first_line", lambda command: next(phases))
     settings = {"recipe": "recipe.py", "base_dir": str(tmp_path), "rounds": 3, "peer": "peer"}
