@@ -34,7 +34,7 @@ class Plan:
     rows_are_given: bool = False  # of a micro-batch: by the user, or by the checkpoint of this run
     compiled: bool = False  # what the model is, which decides how much memory it needs (see `fitted`)
     aspect_ratio: int = 0  # width for each layer (0: the model is given, and has its depth)
-    width_reason: str = ""  # why it is narrower than by the default aspect ratio
+    width_reason: str = ""  # where the width is from, if not from 64 x depth or the user
     fp8: bool = False  # the large products of the blocks train in 8 bits
     table_share: float = 0.0  # weight decay of embeddings and head, as a share of that of matrices
     more_text: str = ""  # how to get the public shards that the horizon needs and the run does not have
@@ -294,7 +294,9 @@ def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dic
         more_text=dataset.more_text,
     )
     aspect_ratio, reason = config.width // config.depth, ""
-    if settings["aspect_ratio"] == -1 and aspect_ratio < scaling.WIDEST:
+    if settings["aspect_ratio"] == -1 and resolved and "aspect_ratio" in resolved:
+        reason = "; as at the run's first start"
+    elif settings["aspect_ratio"] == -1 and aspect_ratio < scaling.WIDEST:
         reason = f"; {scaling.WIDEST} x depth is too wide for so few FLOPs"
     share = scaling.table_share(settings, plan.epochs, resolved)
     return replace(plan, table_share=share, aspect_ratio=aspect_ratio, width_reason=reason)
