@@ -305,7 +305,10 @@ def _help_lines(left, setting, column, width):
 def _say(text, stream):
     """Print on the first process of each machine."""
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) in ("", "0"):
-        print(text, file=stream)
+        try:
+            print(text, file=stream, flush=True)
+        except BrokenPipeError:  # the reader of the output, such as `head`, has ended
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _excepthook(kind, error, traceback):

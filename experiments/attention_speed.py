@@ -6,11 +6,15 @@ python -m experiments.attention_speed --dtype=float32
 
 import statistics
 import time
+from typing import Literal
 
 import torch
 
 import configurator
 from nanochat import attention, attention_backends, attention_blocks
+
+dtype: Literal["bfloat16", "float32"] = "bfloat16"
+rounds = 5  # of both ways, in turns [1..1000]
 
 SHAPES = [  # B, H, T, D, kind
     (4, 3, 512, 64, "full"),  # runs/laptop.py at width 192
@@ -52,10 +56,6 @@ def compare(B: int, H: int, T: int, D: int, kind: str) -> str:
         sdpa, blocks = (statistics.median(times[1:]) for times in found.values())  # the first round warms up
         cells += [f"{sdpa:.1f}", f"{blocks:.1f}", f"{sdpa / blocks:.2f}"]
     return " | ".join([f"| {B} x {H} x {T} x {D}", kind, *cells]) + " |"
-
-
-dtype = "bfloat16"  # or float32
-rounds = 5  # of both ways, in turns [1..1000]
 
 
 def main():

@@ -16,6 +16,7 @@ of a step, on both sides.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -24,6 +25,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import configurator
 from experiments import peer_run, race_speed
@@ -43,7 +45,7 @@ batches: str | None = "8192"  # of ours, tokens a step, separated by commas (non
 peer_batches: str | None = "2048,4096,8192"  # of the peer (none = ours alone)
 seeds = 1  # of ours: 0, 1, ... [1..1000]
 more = ""  # settings of our base_train, separated by spaces, such as --compile=off
-dtype = "float32"  # of both: float32 or bfloat16
+dtype: Literal["float32", "bfloat16"] = "float32"  # of both
 points = 6  # checkpoints on the way to score [1..100]
 jobs = -1  # runs at a time (-1 = one a core) [-1, 1..1024]
 plot: str | None = None  # the picture to draw (none = no picture)
@@ -107,11 +109,6 @@ class Run:
         print(f"{self}: {found[-1][2]:.4f} bits per byte, {speed:,.0f} tokens/s", flush=True)
 
 
-def added_up(step_s: list[float]) -> list[float]:
-    """Seconds in steps, after each step."""
-    return [sum(step_s[: i + 1]) for i in range(len(step_s))]
-
-
 def our_command(run: Run) -> list:
     chosen = {"depth": run.depth, "total_batch_size": run.batch, "num_iterations": run.steps}
     chosen |= {"max_seq_len": max_seq_len, "seed": run.seed, "dtype": dtype, "save_minutes": -1}
@@ -130,7 +127,7 @@ def train_ours(run: Run) -> tuple[list[float], list[Path]]:
         raise UserError(f"base_train failed: {done.tail()}")
     records = read_metrics(run.folder / "run" / "metrics.jsonl")
     step_s = [record["step_time_s"] for record in records if "loss" in record]
-    return added_up(step_s), sorted((run.folder / "run").glob("step_*"))
+    return [*itertools.accumulate(step_s)], sorted((run.folder / "run").glob("step_*"))
 
 
 def train_peer(run: Run) -> tuple[list[float], list[Path]]:
@@ -141,7 +138,7 @@ def train_peer(run: Run) -> tuple[list[float], list[Path]]:
     chosen |= {"total_batch_size": run.batch, "device_batch_size": rows}
     found = peer_run.train(checkout, text, place, chosen | {"save_every": max(1, run.steps // points)}, dtype)
     step_s = [run.batch / speed for speed in found.step_tok_per_sec]
-    return added_up(step_s), sorted((place / "base_checkpoints" / "run").glob("model_*.pt"))
+    return [*itertools.accumulate(step_s)], sorted((place / "base_checkpoints" / "run").glob("model_*.pt"))
 
 
 OURS_OR_PEER = {"ours": train_ours, "peer": train_peer}

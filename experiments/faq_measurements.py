@@ -13,12 +13,12 @@ import torch._functorch.config as functorch
 
 import configurator
 from experiments import faq_precision as asked
-from experiments.autocast_rules import name_of
 from experiments.measurements import byte_rows, flat_grad, our_model
 from nanochat import UserError, precision
 from nanochat.data.dataset import open_dataset
 from nanochat.data.loader import TrainLoader
 from nanochat.data.tokenizer import open_tokenizer
+from nanochat.precision import name_of
 
 
 def embedded(base_dir: str):

@@ -11,10 +11,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from experiments.autocast_rules import PROBES, name_of, policy
+from experiments.autocast_rules import PROBES, policy
 from experiments.measurements import byte_rows, compare, flat, flat_grad, our_model, our_optimizer
 from nanochat import precision
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.precision import name_of
 
 CPU = torch.device("cpu")
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -131,7 +131,7 @@ def attention_speed(job: dict) -> dict:
     TFLOP/s count the scores that a token sees, not the whole T x T: half for a full layer.
     """
     from nanochat import attention_backends as backends
-    from nanochat.attention import BACKENDS, _cannot_run
+    from nanochat.attention import BACKENDS, cannot_run
 
     device, small = torch.device(job["device"]), job["small"]
     B, H, T, D = (1, 2, 64, 32) if small else (16, 6, 2048, 128)
@@ -145,7 +145,7 @@ def attention_speed(job: dict) -> dict:
             for kind in (kind for kind in ("full", "window") if kind in kinds):
                 row = result.setdefault(kind, {})
                 key, window = f"{name} {version}".strip(), T if kind == "full" else T // 4
-                reason = why or _cannot_run(name, kind, device, dtype, compiled=not small)
+                reason = why or cannot_run(name, kind, device, dtype, compiled=not small)
                 try:
                     row[key] = reason or time_attention(name, way, (B, H, T, D), window, dtype, device)
                 except Exception as error:  # the next way is timed all the same

@@ -24,6 +24,12 @@ import configurator
 from nanochat import elementwise, loss, memory_estimate, precision, scaling
 from nanochat.gpt import GPT, GPTConfig
 
+depths = "12,20,26"  # of the models, separated by commas
+rows = 8  # of a micro-batch [1..2**20]
+max_seq_len = 2048  # tokens of a row [1..2**20]
+vocab_size = 32768  # tokens [1..2**20]
+dtypes = "bfloat16,float32"  # of the forward pass; float16 needs as much as bfloat16
+
 aten = torch.ops.aten
 VIEWS = {
     aten.view.default, aten.permute.default, aten.transpose.int, aten.t.default, aten.expand.default,
@@ -200,13 +206,6 @@ def compare(config: GPTConfig, rows: int, dtype: torch.dtype, is_compiled: bool)
     estimate = sum(needed.values()) - needed["optimizer state"]
     counted = model + beyond["peak"]
     return {"counted": counted / 2**30, "estimate": estimate / 2**30, "ratio": estimate / counted}
-
-
-depths = "12,20,26"  # of the models, separated by commas
-rows = 8  # of a micro-batch [1..2**20]
-max_seq_len = 2048  # tokens of a row [1..2**20]
-vocab_size = 32768  # tokens [1..2**20]
-dtypes = "bfloat16,float32"  # of the forward pass; float16 needs as much as bfloat16
 
 
 def main():

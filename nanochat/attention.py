@@ -154,7 +154,7 @@ def choose(config, machine, dtype, compiled: bool, documents: bool, resolved: di
         if kind in before:
             names = [before[kind], *(name for name in names if name != before[kind])]
         for name in names:
-            why = _cannot_run(name, kind, device, dtype, compiled)
+            why = cannot_run(name, kind, device, dtype, compiled)
             if not why and name != EVERYWHERE[kind]:
                 why = _probe(name, kind, config, device, dtype, window)
             if not why:
@@ -220,7 +220,7 @@ def _flash_version(device, dtype, before: str | None) -> tuple[str, list[str]]:
     return "", failed
 
 
-def _cannot_run(name: str, kind: str, device, dtype, compiled: bool) -> str:
+def cannot_run(name: str, kind: str, device, dtype, compiled: bool) -> str:
     """Why a way cannot be tried here, by what the device is; "" if it can."""
     if kind not in BACKENDS.get(name, ((), ()))[1]:
         return f"it is no way to compute {kind}"
@@ -280,7 +280,7 @@ def check_backends(device, dtype, shape=(2, 2, 512, 64), compiled: bool = True) 
             if version and name not in ("flash", "varlen"):
                 continue
             key = f"{name} {version}".strip()
-            if reason := why or _cannot_run(name, kinds[0], device, dtype, compiled):
+            if reason := why or cannot_run(name, kinds[0], device, dtype, compiled):
                 results[key] = reason
                 continue
             try:

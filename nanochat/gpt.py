@@ -4,10 +4,10 @@ Rotary positions, QK norm, MLP with the square of a leaky ReLU, RMSNorm without 
 head, softcapped logits, no biases. The projections back into the residual stream start at zero. A token is
 found by the key of the token before it, so that one layer can copy what followed (`attention.keys_before`). A
 block adds learned shares of the first embedding and of the stream of the token before to the stream.
-A head's output passes a gate. Alternate layers have value embeddings, the last one the rows of the head: so
-the head reads what attention finds there as that token. In short runs the others have them too, and tokens
-spelled alike share a part of their rows (spelling.py). docs/ablations.md has what most of these parts are
-worth.
+The output of each attention head passes a gate. Alternate layers have value embeddings. Those of the last
+layer are the rows of the output head, which so reads what attention finds there as that token. In short runs
+the others have them too, and tokens spelled alike share a part of their rows (spelling.py). docs/ablations.md
+has what most of these parts are worth.
 
 Shapes: B rows, T positions, C width, H heads, D head size, V vocabulary. Parameters are float32; under
 `torch.autocast` the matrix multiplications and the residual stream run in autocast's dtype.
@@ -92,8 +92,8 @@ class Attention(nn.Module):
         q, k, v = (proj(x).view(B, T, self.num_heads, -1) for proj in (self.query, self.key, self.value))
         if value_embedding is not None:
             v = v + gated(value_embedding, self.value_gate(x)).view_as(v)
-        q, k = (norm_and_rotate(x, *rotary, QK_SCALE) for x in (q, k))
-        q, k, v = (x.to(v.dtype).transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)
+        q, k = (norm_and_rotate(part, *rotary, QK_SCALE) for part in (q, k))
+        q, k, v = (part.to(v.dtype).transpose(1, 2) for part in (q, k, v))  # (B, H, T, D)
         if cache is None:
             k = keys_before(k, visible)
         else:
@@ -153,9 +153,10 @@ class GPT(nn.Module):
     def init_weights(self, generator: torch.Generator | None = None):
         """Fill parameters and rotary tables in place, on the device the model is on.
 
-        A matrix that reads the residual stream is uniform, with standard deviation 1 / sqrt(C). Keys begin as
-        queries: what followed the same token is found before anything is learned. A matrix that writes to the
-        stream is zero, so each block begins as the identity. A small head makes the first loss ln(V).
+        Queries, keys and values are uniform with standard deviation 1 / sqrt(C), an MLP's first matrix with
+        half of it. Keys begin as queries: what followed the same token is found before anything is learned.
+        Gates are zero: they multiply by 1. So are the matrices that write to the residual stream: attention
+        and MLP begin by adding nothing to it. A small head makes the first loss ln(V).
         """
         bound = math.sqrt(3 / self.config.width)  # uniform on [-b, b] has standard deviation b / sqrt(3)
         nn.init.normal_(self.embedding.weight, std=0.8, generator=generator)

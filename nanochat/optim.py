@@ -23,7 +23,8 @@ from nanochat.zero import is_shared_out, share_out
 # The rate is a setting of the script times the factor. Muon's betas are its momentum, which the script's
 # schedule replaces, and that of NorMuon's second moment. Muon takes matrices only. The gradients of scalars
 # begin as nothing but rounding; a smaller eps would turn that into full steps. The last column is rate x
-# decay over that of the matrices. The last row is for what you add (norm weights, biases) and not tuned.
+# decay as a share of that of the matrices, for AdamW times `table_decay` too. The last row is for what you
+# add (norm weights, biases) and not tuned.
 # fmt: off
 PARAMETER_TABLE = [
     # name                     dimensions  method   rate              factor  betas         eps    decay

@@ -220,31 +220,43 @@ class Plan:
         micro_batch = f"{self.device_batch_size} rows x {self.config.max_seq_len} tokens"
         processes = counted(self.hardware.world_size, "process", "processes")
         micro_steps = counted(self.grad_accum_steps, "micro-step", "micro-steps")
+        about = "about " if self.horizon.estimated else ""
+        tables = f"table_decay {self.table_share:.3g}, constant" if self.table_share else "none"
         return {
-            "horizon": f"{'about ' * self.horizon.estimated}{self.num_iterations:,} steps, {self.tokens:,} "
-            f"tokens ({self.horizon.reason}); {self.tokens / multiplied:.2f} tokens a parameter",
+            "horizon": f"{about}{self.num_iterations:,} steps, {self.tokens:,} tokens "
+            f"({self.horizon.reason}); {self.tokens / multiplied:.2f} tokens a parameter",
+            "epochs": f"{self.epochs:.2f}; the text has about {self.data_tokens:,} tokens",
             "batch": f"{self.total_batch_size:,} tokens ({self.horizon.batch_reason}) = {micro_batch} x "
             f"{processes} x {micro_steps}",
             "rates": ", ".join(f"{name} {rate:.3g}" for name, rate in self.rates.items()),
             "rate factors": scaled.reason,
-            "weight decay": f"{self.weight_decay:.4g} ({scaled.decay_reason}), x {self.table_share:.3g} "
-            "for embeddings and head",
+            "weight decay": f"{self.weight_decay:.4g} ({scaled.decay_reason}); embeddings and head: {tables}",
             "warm-up": counted(self.warmup_steps, "step", "steps"),
+        }
+
+    @property
+    def cost_section(self) -> dict[str, str]:
+        """The memory and the time that it takes."""
+        hardware = self.hardware
+        flops = self.flops_per_token * self.total_batch_size
+        mfu = flops / self.expected_step_seconds / hardware.peak_flops
+        held = f"{gib(hardware.held)} of it held already, " if hardware.held else ""
+        return {
+            "memory": f"{gib(hardware.held + self.expected_bytes)} a process, {held}"
+            f"{gib(hardware.memory)} are free; {memory_estimate.in_words(self.expected_memory)}",
+            "time": f"{duration(self.expected_seconds)} of steps, at {mfu:.0%} of the peak",
         }
 
     def sections(self, dataset, tokenizer, compiled: bool, compile_reason: str, run_path) -> dict:
         """The plan in words, {section: {name: text}}. `text` shows it."""
         config, counts, hardware = self.config, self.parameters, self.hardware
-        flops = self.flops_per_token * self.total_batch_size
-        mfu = flops / self.expected_step_seconds / hardware.peak_flops
-        held = f"{gib(hardware.held)} of it held already, " if hardware.held else ""
+        products = ", the large products of the blocks in fp8" if self.fp8 else ""
         return {
             "machine": {
                 "device": f"{hardware.device_type} x {hardware.world_size}, "
                 f"{hardware.peak_flops / 1e12:.3g} TFLOP/s in all ({hardware.peak_source})",
-                "precision": f"compute in {name_of(hardware.dtype)} ({hardware.dtype_reason})"
-                f"{', the large products of the blocks in fp8' * self.fp8}; weights, gradients and optimizer "
-                "state in float32",
+                "precision": f"compute in {name_of(hardware.dtype)} ({hardware.dtype_reason}){products}; "
+                "weights, gradients and optimizer state in float32",
                 "compiled": f"{'yes' if compiled else 'no'} ({compile_reason})",
                 "folder": str(run_path),
             },
@@ -252,7 +264,6 @@ class Plan:
                 "data": f"{dataset.name}, {dataset.note}, fingerprint {dataset.fingerprint[:12]}",
                 "tokenizer": f"{tokenizer.name}, {tokenizer.vocab_size:,} tokens, fingerprint "
                 f"{tokenizer.fingerprint[:12]}",
-                "epochs": f"{self.epochs:.2f}; the text has about {self.data_tokens:,} tokens",
             },
             "model": {
                 "size": f"depth {config.depth}, width {config.width} ({config.num_heads} heads of "
@@ -264,11 +275,7 @@ class Plan:
                 else "each token has rows of its own alone",
             },
             "training": self.training_section,
-            "cost": {
-                "memory": f"{gib(hardware.held + self.expected_bytes)} a process, {held}"
-                f"{gib(hardware.memory)} are free; {memory_estimate.in_words(self.expected_memory)}",
-                "time": f"{duration(self.expected_seconds)} of steps, at {mfu:.0%} of the peak",
-            },
+            "cost": self.cost_section,
         }
 
 
@@ -384,6 +391,6 @@ def text(sections: dict[str, dict[str, str]], warnings: list[str]) -> str:
 
 
 def lines(sections: dict[str, dict[str, str]], plan: Plan) -> list[str]:
-    """The same for a file: `name: text`. What trials have changed in the plan since is as it is now."""
-    sections = sections | {"training": plan.training_section}
+    """The same for a file: `name: text`. What depends on steps and rows is as it is now, after the trials."""
+    sections = sections | {"training": plan.training_section, "cost": plan.cost_section}
     return [f"{name}: {said}" for section in sections.values() for name, said in section.items()]

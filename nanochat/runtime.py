@@ -31,7 +31,8 @@ DATA_SHEET_TFLOPS = [
 ]  # fmt: skip
 
 EAGER_STEPS = 10  # of a run on a CPU, before it compiles
-PATHS = {"data", "val_data", "tokenizer", "init_from", "base_dir", "out_dir"}  # settings that can be paths
+# Settings that can be paths, which differ between machines
+PATHS = {"data", "val_data", "tokenizer", "init_from", "core_bundle", "base_dir", "out_dir"}
 
 # DDP need not send the rotary tables: every process computes the same ones. Newer torch renamed the option.
 _renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -112,7 +113,7 @@ class Machine:
         """
         turn = 0 if self.is_main else 1 if self.local_rank == 0 else 2
         if self.world_size > 1 and turn:
-            before = [self.rank - self.local_rank] * (turn == 2) + [0]
+            before = [0] if turn == 1 else [self.rank - self.local_rank, 0]
             for rank in before:
                 distributed.wait_for(self.store, f"{key}/{rank}", lambda: stop.name if stop else "")
         yield

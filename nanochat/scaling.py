@@ -19,8 +19,8 @@ REFERENCE_DEPTH = 12
 REFERENCE_BATCH = 2**19  # tokens
 REFERENCE_WIDTH = 768
 REFERENCE_RATIO = 12.0  # tokens a parameter
-HORIZON_EXPONENT = 0.32
-MOST_DECAY = 8.0
+HORIZON_EXPONENT = 0.32  # rates ~ tokens**-0.32: arXiv 2409.19913
+MOST_DECAY = 8.0  # times the rate x decay of the settings, in short runs: our choice (docs/ablations.md)
 FEWEST_GUESSED = 100  # steps of a horizon in minutes, while it is a guess: more than are timed
 SPELLED_TOKENS = 2_500  # tokens of a run for each of the vocabulary, below which spelling is shared
 WIDEST = 64  # aspect ratio of a run that is long enough for so wide a model
@@ -64,6 +64,8 @@ def aspect_ratio_for(settings: dict, vocab_size: int, flops: float, before: dict
         parameters = width * (12 * depth * width + vocab_size)  # that multiply every token, but for gates
         return flops < BEST_RATIO * parameters * (6 * parameters + 12 * depth * width * T)
 
+    if not is_too_wide(WIDEST * depth):
+        return WIDEST
     width = bisect.bisect(range(1, WIDEST * depth), False, key=is_too_wide)
     heads = max(1, round(width / head_dim))
     return min(WIDEST, max(1, heads * head_dim // depth))
@@ -202,7 +204,7 @@ def is_spelled(settings: dict, vocab_size: int, horizon: Horizon, before: dict |
 
 
 def table_share(settings: dict, epochs: float, before: dict | None = None) -> float:
-    """Weight decay of embeddings and head, as a share of that of matrices: none up to one epoch, all from two
+    """The factor of the weight decay that optim.py gives embeddings and head: 0 up to one epoch, 1 from two
     on, when a text would be learned by heart (docs/ablations.md). before: what a resumed run has resolved,
     which stays."""
     if settings["table_decay"] != -1:
@@ -218,7 +220,7 @@ def horizon_tokens(settings: dict, hardware, vocab_size: int = -1) -> int:
     """
     given = [size for size in (vocab_size, settings["vocab_size"], 32768) if size != -1]
     _, horizon = horizon_of(settings, given[0], hardware.peak_flops)
-    return horizon.num_iterations * horizon.total_batch_size
+    return horizon.tokens
 
 
 def batch_exponent(size: float, reference: float) -> float:
@@ -314,7 +316,7 @@ def scaled_rates(settings: dict, width: int, horizon: Horizon) -> ScaledRates:
         "scalar_lr": settings["scalar_lr"] * scale,
         "matrix_lr": settings["matrix_lr"] * scale,
     }
-    reason = f"x {scale:.3f} (batch^1/2 x tokens^-0.32, against d12), the head's "
+    reason = f"x {scale:.3f} (batch^1/2 x tokens^-{HORIZON_EXPONENT}, against d12), the head's "
     reason += f"also x {head_scale:.3f} (1 / width)"
     decay = scaled_weight_decay(settings["weight_decay"], scale, *run)
     return ScaledRates(rates, decay, reason, "rate x decay x steps as at d12; linear to 0")

@@ -19,6 +19,7 @@ from nanochat import UserError, muon, planning, scaling
 from nanochat.bars import duration
 from nanochat.fp8 import FP8_CAPABILITY
 from nanochat.gpt import GPTConfig
+from nanochat.precision import name_of
 from nanochat.runtime import DATA_SHEET_TFLOPS
 from nanochat.zero import is_shared_out, share_out
 
@@ -212,9 +213,9 @@ def simulate(settings: dict) -> Simulation:
 
 def check(settings: dict, device: Device):
     """Raise UserError for settings that contradict the device."""
-    if settings["dtype"] not in ("auto", planning.name_of(device.dtype)):
+    if settings["dtype"] not in ("auto", name_of(device.dtype)):
         raise UserError(
-            f"the simulation of {device.name} computes in {planning.name_of(device.dtype)}; leave out --dtype"
+            f"the simulation of {device.name} computes in {name_of(device.dtype)}; leave out --dtype"
         )
     if settings["fp8"] and device.capability < FP8_CAPABILITY:
         able = ", ".join(d.name for d in DEVICES if d.capability >= FP8_CAPABILITY)

@@ -29,7 +29,7 @@ MOST_STEPS = 10**9  # of a run, as in base_train's num_iterations
 WARM_UP = 2  # steps that are not counted: they compile, and fill caches
 TIMED_SHARE = 0.01  # of the minutes goes into the steps that count
 FEWEST, LONGEST_S = 3, 30.0  # steps that count, and seconds of them
-LATEST = 0.5  # of the minutes: then what has been timed has to do
+LATEST = 0.5  # share of the minutes after which the steps timed so far have to suffice
 PART, PART_OF_TASK = 3, 16  # validation batches that are timed; of the tasks one question in so many
 REPORT_S = 0.4  # seconds of a report with its plots
 SAVE_BYTES_S = 200e6  # bytes a second of the last save, which the run waits for
@@ -117,16 +117,18 @@ class Cost:
         )
 
 
-def fit_minutes(plan, settings: dict, machine, step: int, first_steps: FirstSteps, model, optimizer, *looks):
+def fit_minutes(
+    plan, settings: dict, machine, step: int, first_steps: FirstSteps, model, optimizer, *evaluated
+):
     """The plan with the number of steps that ends in time; `optimizer` gets the rates of that number.
 
-    step: how many are done. looks: what the script evaluates with: validation, token_bytes, tokenizer, tasks,
+    step: how many are done. evaluated: what an evaluation takes: validation, token_bytes, tokenizer, tasks,
     prompts. A part of each evaluation is done and timed; the random numbers stay as they are. Every process
     calls this, and the slowest decides for all. Raises UserError if the minutes are too few, or the text is
     too short for the steps.
     """
     before, minutes = runtime.random_state(machine.device), plan.horizon.minutes
-    work = [*_work(plan, settings, machine, model, *looks)]
+    work = [*_work(plan, settings, machine, model, *evaluated)]
     runtime.set_random_state(before, machine.device)
     found = machine.all_gather((seconds_since_command(), *(w.seconds for w in work)))
     waited, *seconds = map(max, zip(*found, strict=True))
@@ -159,8 +161,8 @@ def _work(
     if prompts:
         seconds = _timed(lambda: machine.is_main and continuations(model, tokenizer, prompts, dtype, 0))
         yield Work("samples", seconds, settings["sample_every"])
-    looks = [settings[name] for name in ("eval_every", "core_metric_every", "sample_every")]
-    yield Work("reports", REPORT_S, min((every for every in looks if every > 0), default=-1))
+    intervals = [settings[name] for name in ("eval_every", "core_metric_every", "sample_every")]
+    yield Work("reports", REPORT_S, min((every for every in intervals if every > 0), default=-1))
     needed = plan.expected_memory
     seconds = END_S + (needed["weights"] + needed["optimizer state"]) / SAVE_BYTES_S
     yield Work("the last save and the end", seconds, -1)

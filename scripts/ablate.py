@@ -1,4 +1,4 @@
-"""Ablations: train variants on equally many tokens, with several seeds, and compare their bits per byte.
+"""Ablations: train variants with equal tokens or FLOPs and several seeds, and compare their bits per byte.
 
     python -m scripts.ablate --variants=packing                 # a list of experiments/variants, or a file
     python -m scripts.ablate --variants=copying --depths=4,6    # each variant at both depths
@@ -53,7 +53,7 @@ settings = configurator.configure(globals())
 ROOT = Path(__file__).resolve().parent.parent
 LISTS = ROOT / "experiments" / "variants"
 BASE_TRAIN = ROOT / "scripts" / "base_train.py"
-# Of how many standard errors a difference has to be, to be called one: Student's t, two-sided 10 %, by seeds
+# A difference counts if it is more than so many standard errors: Student's t, two-sided 10 %, by seeds
 T_VALUE = {2: 6.31, 3: 2.92, 4: 2.35, 5: 2.13, 6: 2.02, 7: 1.94, 8: 1.89, 9: 1.86, 10: 1.83}
 HEADER = """\
 # Runs of scripts/ablate.py
@@ -79,6 +79,8 @@ def read_list(path: Path) -> tuple[dict, dict[str, dict]]:
         statements = ast.parse(path.read_text("utf-8")).body
         found = {s.targets[0].id: ast.literal_eval(s.value) for s in statements if isinstance(s, ast.Assign)}
         common, listed = found["settings"], found["variants"]
+        if not listed or not all(isinstance(contents, dict) for contents in [common, *listed.values()]):
+            raise ValueError("it has no variants, or one of them is no dict")
         for contents in listed.values():
             if "patch" in contents:
                 contents["patch"] = (path.parent / contents["patch"]).read_text("utf-8")
@@ -95,7 +97,20 @@ def settings_in(more: str) -> dict:
     """The settings that a piece of base_train's command line gives. It ends this script if one is wrong."""
     given = configurator.configure({"__file__": str(BASE_TRAIN)}, shlex.split(more))
     unset = ("default", "environment")
-    return {name: value for name, value in given.values.items() if not given.sources[name].startswith(unset)}
+    chosen = {k: given.values[k] for k, source in given.sources.items() if not source.startswith(unset)}
+    if own := sorted({"seed", "base_dir", "out_dir"} & chosen.keys()):
+        raise UserError(f"ablate sets {', '.join(own)} for each training; take it out of --more")
+    return chosen
+
+
+def absolute(name: str, value: str) -> str:
+    """A setting that can be a path, or several with commas, from the root: a copy of the sources is another
+    working directory. What is no file or folder stays."""
+    parts = value.split(",") if name in ("data", "val_data") else [value]
+    paths = [user_path(name, part) for part in parts]
+    return ",".join(
+        str(path.resolve()) if path.exists() else part for part, path in zip(parts, paths, strict=True)
+    )
 
 
 def chosen_variants(found: dict[str, dict], only: str) -> dict[str, dict]:
@@ -128,12 +143,14 @@ def patched_copy(patch: str, folder: Path) -> Path:
 
 
 @functools.cache
-def fingerprints(data: str, val_data: str | None, vocab_size: int) -> tuple[str, str]:
+def fingerprints(data: str, val_data: str | None, text_field: str, tokenizer: str, vocab_size: int):
     """Of the text and of its tokenizer. Both are made here if they are missing: two trainings at a time would
     both make them."""
-    dataset = open_dataset(data, val_data, base_dir=base_path)
-    folder = dataset.tokenizer_folder(base_path)
-    return dataset.fingerprint, open_tokenizer("auto", vocab_size, folder, dataset.train_texts).fingerprint
+    dataset = open_dataset(data, val_data, base_dir=base_path, text_field=text_field)
+    folder, exact = dataset.tokenizer_folder(base_path), vocab_size != -1
+    wanted = vocab_size if exact else dataset.suggested_vocab_size
+    found = open_tokenizer(tokenizer, wanted, folder, dataset.train_texts, exact=exact)
+    return dataset.fingerprint, found.fingerprint
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -157,7 +174,8 @@ class Training:
 
     def text(self) -> tuple[str, str]:
         chosen = configurator.defaults(BASE_TRAIN) | self.settings
-        return fingerprints(chosen["data"], chosen["val_data"], chosen["vocab_size"])
+        read = "data", "val_data", "text_field", "tokenizer", "vocab_size"
+        return fingerprints(*(chosen[name] for name in read))
 
     @property
     def result(self) -> dict | None:
@@ -177,7 +195,8 @@ class Training:
         """Keep the result of a training; False if it has none, since a signal stopped it alone."""
         records = read_metrics(self.folder / "run" / "metrics.jsonl")
         steps = [record for record in records if "loss" in record]
-        if not any("val_bpb" in record for record in records):
+        # A run that is stopped does not evaluate after its last step
+        if not any("val_bpb" in record and record["tokens"] == steps[-1]["tokens"] for record in records):
             return False
         result = {
             "variant": self.variant, "depth": self.depth, "seed": self.seed, "settings": self.settings,
@@ -305,9 +324,8 @@ for contents in found.values():  # a patch that no longer fits is noticed before
 machine = runtime.start("auto", seed=0)
 base_path = user_path("base_dir", base_dir).resolve()
 sources = runtime.sources_fingerprint(ROOT)
-for name in ("data", "val_data"):  # absolute: a copy of the sources is another working directory
-    if name in shared and (path := user_path(name, shared[name])).exists():
-        shared[name] = str(path.resolve())
+for contents in (shared, *found.values()):
+    contents |= {name: absolute(name, contents[name]) for name in runtime.PATHS if contents.get(name)}
 names = [name.strip() for name in depths.split(",") if name.strip()] or [shared.get("depth", 4)]
 try:
     wanted_depths = [int(name) for name in names]

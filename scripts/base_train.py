@@ -71,7 +71,7 @@ unembedding_lr = 0.004  # AdamW's rate for the head (the unembedding) [0..1e6]
 matrix_lr = 0.02  # Muon's rate [0..1e6]
 scalar_lr = 0.1  # AdamW's rate for the scalars [0..1e6]
 weight_decay = 0.28  # cautious weight decay of Muon's matrices (0 = off) [0..1e6]
-table_decay = -1.0  # that of embeddings and head, as a share of it (-1 = by the epochs) [-1, 0..1e6]
+table_decay = -1.0  # factor of the decay of embeddings and head in optim.py (-1 = by epochs) [-1, 0..1e6]
 grad_clip = 1.0  # largest norm of the gradient (-1 = off) [-1, 1e-6..1e6]
 warmup_steps = 40  # steps of linear warm-up, at most a tenth of the run (0 = off) [0..1e9]
 warmdown_ratio = 0.8  # share of the run in which the rate falls linearly [0..1]
@@ -92,7 +92,7 @@ save_minutes = 5.0  # minutes between further checkpoints (-1 = off) [-1, 1e-4..
 keep_checkpoints = 2  # how many of the newest are kept (-1 = all) [-1, 1..1e6]
 permanent_every = -1  # steps between checkpoints that are never deleted (-1 = off) [-1, 1..1e9]
 resume = "auto"  # auto (newest good checkpoint), never (set the old run aside), a step, or a folder
-accept = ""  # go on with these changed: data,tokenizer,seed,total_batch_size; go on anyway: epochs,memory
+accept = ""  # may change: data,document_mask,seed,tokenizer,total_batch_size; go on anyway: epochs,memory
 init_from: str | None = None  # a checkpoint folder whose weights a new run starts from
 base_dir = "~/.cache/nanochat"  # where data, tokenizers and runs live (environment: NANOCHAT_BASE_DIR)
 out_dir: str | None = None  # the run's folder (none = <base_dir>/base_checkpoints/<model_tag>)
@@ -345,11 +345,11 @@ while True:
     last_step = step == plan.num_iterations and not plan.horizon.estimated
     fit_due = plan.horizon.estimated and first_steps.are_timed(step - len(unread))
     save_due = is_due(save_every) or is_due(permanent_every)
-    look_due = any(map(is_due, (eval_every, core_metric_every, sample_every)))
+    evaluation_due = any(map(is_due, (eval_every, core_metric_every, sample_every)))
 
     # Log. A GPU gets step n + 1 before step n is logged, so that it need not wait for Python
     # (machine.steps_ahead). What is due below needs the log of all steps
-    due = save_due or look_due or fit_due
+    due = save_due or evaluation_due or fit_due
     while unread and (len(unread) > machine.steps_ahead or stopping or save_now or due):
         stopping, save_now = log_step(*unread.popleft())
     profiler.end()
@@ -358,14 +358,14 @@ while True:
     if step != first_step and (stopping or save_now or save_due):
         save()
         save_now = False
-    if look_due and not stopping and last_eval_step != step:
+    if evaluation_due and not stopping and last_eval_step != step:
         evaluate()
         last_eval_step = step
     if last_step or stopping:
         break
     if fit_due:  # minutes become steps
-        looks = validation, token_bytes, tokenizer, tasks, prompts
-        plan = fit_minutes(plan, settings.values, machine, step, first_steps, model, optimizer, *looks)
+        evaluated = validation, token_bytes, tokenizer, tasks, prompts
+        plan = fit_minutes(plan, settings.values, machine, step, first_steps, model, optimizer, *evaluated)
         output.new_plan(plan, sections, accept)
     if step == eager_steps > first_step:  # the first losses are there; from here on the run is compiled
         train_model = torch.compile(model, dynamic=False)

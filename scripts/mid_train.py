@@ -299,11 +299,12 @@ unread = deque()  # steps whose numbers are on their way from the device
 while True:
     last_step = step == plan.num_iterations
     save_due = is_due(save_every)
-    look_due = is_due(eval_every) or is_due(sample_every)
+    evaluation_due = is_due(eval_every) or is_due(sample_every)
 
     # Log. A GPU gets step n + 1 before step n is logged, so that it need not wait for Python
     # (machine.steps_ahead). What is due below needs the log of all steps
-    while unread and (len(unread) > machine.steps_ahead or stopping or save_now or save_due or look_due):
+    due = save_due or evaluation_due
+    while unread and (len(unread) > machine.steps_ahead or stopping or save_now or due):
         stopping, save_now = log_step(*unread.popleft())
     profiler.end()
 
@@ -311,7 +312,7 @@ while True:
     if step != first_step and (stopping or save_now or save_due):
         save()
         save_now = False
-    if look_due and not stopping and last_eval_step != step:
+    if evaluation_due and not stopping and last_eval_step != step:
         evaluate()
         last_eval_step = step
     if last_step or stopping:

@@ -264,6 +264,15 @@ def test_help_reaches_a_terminal_that_cannot_show_every_character(folder):
     assert status == 0 and r"\u03b7" in out
 
 
+def test_help_whose_reader_has_gone_ends_quietly(folder):
+    (folder / "train.py").write_text("import configurator\nrate = 1.0\nconfigurator.configure(globals())\n")
+    command = [sys.executable, "train.py", "--help"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait(60)) == (b"", 0)
+
+
 def test_the_configurator_imports_nothing_heavy():
     code = "import sys, configurator; print({'torch', 'numpy', 'pyarrow', 'tiktoken'} & sys.modules.keys())"
     assert python("-c", code)[1] == "set()\n"

@@ -84,10 +84,19 @@ def test_embeddings_and_head_decay_where_a_text_is_read_again(given, epochs, bef
     plan, text = make_plan(data_tokens=int(tokens / epochs), resolved=resolved, **size, **given)
     assert plan.table_share == plan.resolved["table_share"] == pytest.approx(share, abs=1e-4)
     assert plan.table_decay == plan.table_share * plan.weight_decay > -1
-    assert f", x {plan.table_share:.3g} for embeddings and head" in text
+    decay = f"table_decay {plan.table_share:.3g}, constant" if share else "none"
+    assert f"linear to 0); embeddings and head: {decay}\n" in text
     if not before and not given:
         longer = plan.with_iterations(2000, "timed", DEFAULTS | given)
         assert longer.table_share == pytest.approx(min(1, max(0, 2 * epochs - 1)), abs=1e-4)
+
+
+def test_the_file_has_the_plan_that_was_timed_and_not_the_one_of_the_start():
+    begun, _ = make_plan(num_iterations=100, peak_flops=1e11)
+    timed = begun.with_iterations(300, "timed", DEFAULTS)
+    said = dict(line.split(": ", 1) for line in planning.lines({"cost": begun.cost_section}, timed))
+    assert said["epochs"].startswith(f"{3 * begun.epochs:.2f};") and said["horizon"].startswith("300 steps")
+    assert said["time"] == timed.cost_section["time"] != begun.cost_section["time"]
 
 
 def test_public_shards_that_the_horizon_lacks_are_named_in_the_plan_and_in_a_refusal(monkeypatch):

@@ -88,6 +88,12 @@ def test_the_width_is_64_a_layer_unless_flops_decide_the_run_or_somebody_says_ot
         assert scaling.aspect_ratio_for(given, 32768, flops) == scaling.WIDEST
 
 
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+@pytest.mark.parametrize("depth", range(1, 41))
+def test_flops_without_end_give_the_width_of_every_other_horizon(depth, head_dim):
+    assert width(1e30, depth, head_dim) == config(depth, head_dim=head_dim).width
+
+
 def test_scaling_parameters_are_those_that_every_token_is_multiplied_with():
     model = config(3, head_dim=64, vocab_size=100)
     built = GPT(model)

@@ -8,6 +8,7 @@ settings = {
     "total_batch_size": 4096,
     "device_batch_size": 4,
     "vocab_size": 4096,
+    "embedding_lr": 0.3,  # the default of that day
     "num_iterations": 375,
     "warmdown_ratio": 0.5,
     "eval_tokens": 100_000,

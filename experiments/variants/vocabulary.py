@@ -7,6 +7,7 @@ The tokenizer of each size is trained on the text, and bits per byte compare the
 
 settings = {
     "depth": 4,
+    "aspect_ratio": 64,
     "max_seq_len": 512,
     "total_batch_size": 8192,
     "device_batch_size": 8,

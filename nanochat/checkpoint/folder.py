@@ -43,13 +43,15 @@ def newest(out_dir):
 def changes(found, identity, accept=""):
     """Names of the values in `identity` ({name: value} of this run) that differ in the checkpoint `found`.
 
-    accept: the names that may differ, with commas between them; the model may never differ. Raises UserError,
+    accept: the names that may differ, with commas between them, and what planning.py looks for, epochs or
+    memory; the model may never differ. Raises UserError,
     with both values, for every other difference.
     """
     accepted, then = {name.strip() for name in accept.split(",")} - {""}, found.state["identity"]
     possible = identity.keys() - {"model"}
-    if unknown := sorted(accepted - possible - {"epochs", "memory"}):  # these are for planning.py
-        raise UserError(f"accept cannot name {', '.join(unknown)}; it takes {', '.join(sorted(possible))}")
+    if unknown := sorted(accepted - possible - {"epochs", "memory"}):
+        takes = ", ".join([*sorted(possible), "epochs", "memory"])
+        raise UserError(f"accept cannot name {', '.join(unknown)}; it takes {takes}")
     changed = [name for name in identity if then.get(name) != identity[name]]
     if refused := [name for name in changed if name not in accepted]:
         listed = "; ".join(f"{name} was {then.get(name)}, is {identity[name]}" for name in refused)

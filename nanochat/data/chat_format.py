@@ -15,8 +15,6 @@ from nanochat import UserError
 from nanochat.data.conversations import Message
 from nanochat.data.tokenizer import Tokenizer
 
-LOSS_ON = ("all", "assistant")
-
 
 def check(tokenizer: Tokenizer, vocab_size: int):
     """Raise UserError if this tokenizer cannot render conversations for a model of that vocabulary."""

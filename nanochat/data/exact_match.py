@@ -4,8 +4,7 @@
     answers = nearest_answer_baseline(data.train, questions)        # or those of a model
     exact_match_by_kind(data, questions, answers)                   # {"all": 0.11, "call": 0.0, ...}
 
-The first baseline gives the answer of the nearest training question, the second the most frequent answer to
-questions of the same kind.
+The baseline gives the answer of the nearest training question.
 """
 
 import math
@@ -52,18 +51,6 @@ def exact_match_by_kind(
         right["all"].append(same)
         right[kind_of(data, messages[-1][1], expected)].append(same)
     return {kind: sum(found) / len(found) for kind, found in right.items()}
-
-
-def majority_answer_baseline(data: ConversationData, questions: list[Question]) -> list[str]:
-    """For each question the most frequent training answer to questions of its kind, "" if there is none."""
-    of_kind: dict[str, Counter] = defaultdict(Counter)
-    for question, answer in _asked(data.train):
-        of_kind[kind_of(data, question, answer)][answer] += 1
-    answers = []
-    for messages, expected in questions:
-        counts = of_kind[kind_of(data, messages[-1][1], expected)]
-        answers.append(max(counts, key=counts.get, default=""))
-    return answers
 
 
 def nearest_answer_share(data: ConversationData, questions: list[Question]) -> float | None:

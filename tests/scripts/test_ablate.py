@@ -142,6 +142,7 @@ def test_a_stopped_command_goes_on_where_every_training_was(tmp_path):
         (["--table=no/folder/table.md"], "--table=no/folder/table.md is in no folder"),
         (["--more=--depht=4"], "--depht"),
         (["--more=--vocab_size=many"], "--vocab_size=many: expected a whole number"),
+        (["--more=--seed=3 --out_dir=x"], "ablate sets out_dir, seed for each training"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(arguments, sentence, tmp_path):
@@ -150,12 +151,38 @@ def test_what_cannot_be_is_one_sentence(arguments, sentence, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["variants = {}", "settings = {}\nvariants = {'a': {'patch': 'gone.patch'}}", "settings = x", "("]
+    "text",
+    [
+        "variants = {}",
+        "settings = {}\nvariants = {}",
+        "settings = {}\nvariants = {'a': 3}",
+        "settings = {}\nvariants = {'a': {'patch': 'gone.patch'}}",
+        "settings = x",
+        "(",
+    ],
 )
 def test_a_list_that_is_none_is_one_sentence(text, tmp_path):
     (tmp_path / "mine.py").write_text(text)
     said = ablate(tmp_path, f"--variants={tmp_path / 'mine.py'}", status=2)
     assert "mine.py" in said and "Traceback" not in said
+
+
+def test_texts_named_relatively_with_commas_and_a_field_serve_the_variants_with_a_patch_too(tmp_path):
+    """A patched variant is another working directory. Without vocab_size the tokenizer suits the text."""
+    for name in "a", "b":
+        lines = (json.dumps({"content": f"document {name}{i} " + "word and " * 30}) for i in range(200))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    patch = (ROOT / "experiments" / "variants" / "parts" / "rope-1k.patch").read_text()
+    (tmp_path / "mine.patch").write_text(patch)
+    (tmp_path / "mine.py").write_text(
+        "settings = {}\nvariants = {'usual': {}, 'patched': {'patch': 'mine.patch'}}"
+    )
+    texts = ",".join(os.path.relpath(tmp_path / f"{name}.jsonl", ROOT) for name in "ab")
+    more = f"--data={texts} --text_field=content --max_seq_len=32 --total_batch_size=128 --num_iterations=3"
+    places = [f"--base_dir={tmp_path / 'base'}", "--table=none", "--depths=1", "--seeds=1", "--json"]
+    done = python_m(["scripts.ablate", f"--variants={tmp_path / 'mine.py'}", f"--more={more}", *places], ROOT)
+    assert done.returncode == 0, done.stderr
+    assert [run["variant"] for run in results_of(done.stdout)] == ["usual", "patched"]
 
 
 def test_a_training_that_fails_is_named_and_the_others_go_on(tmp_path):
@@ -172,7 +199,7 @@ def test_a_training_that_fails_is_named_and_the_others_go_on(tmp_path):
 
 def test_a_training_that_a_signal_stops_is_named_and_goes_on_with_the_next_command(tmp_path):
     arguments = ["--variants=documents", "--seeds=1", "--jobs=1"]
-    long = command(tmp_path, *arguments, more="--num_iterations=60")
+    long = command(tmp_path, *arguments, more="--num_iterations=60 --eval_every=1")
     process = subprocess.Popen([sys.executable, "-m", *long], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     logs = tmp_path / "base" / "ablations" / "documents"
     deadline, metrics = time.monotonic() + 120, ()
