@@ -318,7 +318,7 @@ def lr_multiplier(step: int) -> float:
 
 
 def muon_momentum(step: int) -> float:
-    """0.85 to 0.95 over 300 steps, or a third of a shorter run; then down with the learning rate.
+    """From 0.85 towards 0.95 over 300 steps, or a third of a shorter run; then down with the learning rate.
 
     Early gradients change direction fast; a low momentum at the end gives a better model (docs/ablations.md).
     """

@@ -102,7 +102,7 @@ OWN = {
     32: {"90,000", "90,112", "1e-8", "1.001e-08", "0.0001"},
     33: {"0.0430", "0.0003"},  # the question's
     34: {"2.7764", "2.4726", "2.4727", "2.5136"},
-    37: {"22.9", "38.6", "134.2", "75.6"},
+    37: {"19.7", "32.3", "132.6", "74.8"},
     38: {"32,768", "1,152"},
     39: {"30,115", "0.4595"},
     41: {"0.6", "1.8", "0.005", "0.2", "0.16", "0.46", "2,048", "524,288"},
@@ -120,6 +120,20 @@ def test_every_other_figure_stands_on_a_page_that_the_answer_links_to(question):
 
 # ------------------------------------------------------------------------------------------------------
 # The figures come out again
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "record"),
+    [
+        (13, r"(\d+) of the (\d+) calls", "| forward | {1} | {0} |"),
+        (15, r"(\d+) of (\d+) backward operations", "backward operators ({0} of {1}, casts not counted)"),
+        (18, r"(\d+) of (\d+) parameters", "{0} of {1} parameters were cast to bfloat16 in the forward pass"),
+    ],
+)
+def test_the_counts_are_those_of_the_record_that_precision_md_shows(question, answer, record):
+    """tests/diagnostics compares that record with one of today."""
+    page = (DOCS / "precision.md").read_text(encoding="utf-8").partition("## 16. ")[2]
+    assert record.format(*re.search(answer, ENGLISH[question]).groups()) in page
 
 
 def test_scaler_step_divides_for_torchs_optimizers_and_for_ours():
