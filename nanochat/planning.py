@@ -223,7 +223,7 @@ class Plan:
         about = "about " if self.horizon.estimated else ""
         tables = f"table_decay {self.table_share:.3g}, constant" if self.table_share else "none"
         return {
-            "horizon": f"{about}{self.num_iterations:,} steps, {self.tokens:,} tokens "
+            "horizon": f"{about}{counted(self.num_iterations, 'step', 'steps')}, {self.tokens:,} tokens "
             f"({self.horizon.reason}); {self.tokens / multiplied:.2f} tokens a parameter",
             "epochs": f"{self.epochs:.2f}; the text has about {self.data_tokens:,} tokens",
             "batch": f"{self.total_batch_size:,} tokens ({self.horizon.batch_reason}) = {micro_batch} x "
@@ -250,6 +250,7 @@ class Plan:
     def sections(self, dataset, tokenizer, compiled: bool, compile_reason: str, run_path) -> dict:
         """The plan in words, {section: {name: text}}. `text` shows it."""
         config, counts, hardware = self.config, self.parameters, self.hardware
+        heads = counted(config.num_heads, "head", "heads")
         products = ", the large products of the blocks in fp8" if self.fp8 else ""
         return {
             "machine": {
@@ -266,8 +267,8 @@ class Plan:
                 f"{tokenizer.fingerprint[:12]}",
             },
             "model": {
-                "size": f"depth {config.depth}, width {config.width} ({config.num_heads} heads of "
-                f"{config.head_dim}{self.width_reason}), rows of {config.max_seq_len} tokens",
+                "size": f"depth {config.depth}, width {config.width} ({heads} of {config.head_dim}"
+                f"{self.width_reason}), rows of {config.max_seq_len} tokens",
                 "parameters": f"{counts['total']:,}, of which {counts['matrices']:,} in matrices and "
                 f"{counts['head']:,} in the head; {self.flops_per_token:,} FLOPs a token",
                 "spelling": "tokens spelled alike share a part of their rows in embedding and head"
