@@ -24,7 +24,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.gradients import clip_grad_norm_
 from nanochat.runtime import materialize
 
-steps = 5  # optimizer steps before the change is measured [1..1000]
+steps = 5  # optimizer steps before the change is measured (after one, some are still 0) [2..1000]
 seeds = 3  # models of a width to take the mean of; above width 256 fewer, down to one [1..100]
 widest = 1024  # the largest width; the smallest is 128 [256..8192]
 picture: str | None = "docs/coordinates.png"  # the file to draw (none = no picture)

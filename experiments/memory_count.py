@@ -21,7 +21,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.overrides import TorchFunctionMode
 
 import configurator
-from nanochat import elementwise, loss, memory_estimate, precision, scaling
+from experiments import equal_tokens
+from nanochat import UserError, elementwise, loss, memory_estimate, precision, scaling
 from nanochat.gpt import GPT, GPTConfig
 
 depths = "12,20,26"  # of the models, separated by commas
@@ -210,9 +211,13 @@ def compare(config: GPTConfig, rows: int, dtype: torch.dtype, is_compiled: bool)
 
 def main():
     configurator.configure(globals())
+    models = equal_tokens.numbers("depths", depths)
+    if min(models, default=0) < 1 or set(dtypes.split(",")) - precision.DTYPES.keys():
+        known = ", ".join(precision.DTYPES)
+        raise UserError(f"--depths={depths} --dtypes={dtypes}: depths are numbers from 1, dtypes {known}")
     print("| depth | dtype | code | counted, GiB | estimate, GiB | estimate / counted |")
     print("| --: | :-- | :-- | --: | --: | --: |")
-    for depth in map(int, depths.split(",")):
+    for depth in models:
         config = scaling.model_config(depth, 64, 128, max_seq_len, vocab_size, "L")
         for dtype in dtypes.split(","):
             for is_compiled in (True, False):

@@ -7,12 +7,14 @@ GB are the largest resident memory of the process, ms those of the median step.
 """
 
 import json
+import re
 import statistics
 import tempfile
 from pathlib import Path
 
 import configurator
 from experiments import train_speed
+from nanochat import UserError
 
 shapes = "4x48x4x512,4x64x8x512,6x64x4x512"  # depth x aspect_ratio x rows x positions, separated by commas
 variants = "bfloat16,bfloat16+compile,float32,float32+compile"  # dtypes, with +compile or without
@@ -44,6 +46,8 @@ def main():
     print("| depth x ratio x rows x positions | in | GB: plan | run | ratio | ms: plan | run | ratio |")
     print("|:--|:--|--:|--:|--:|--:|--:|--:|")
     for shape in shapes.split(","):
+        if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){3}", shape):
+            raise UserError(f"--shapes has {shape!r}; a shape is four numbers from 1, such as 4x48x4x512")
         for variant in variants.split(","):
             found = compare(shape, variant)
             cells = (f"{value:.3g}" for of_unit in found.values() for value in of_unit.values())

@@ -166,11 +166,12 @@ class Plan:
         """One sentence that says why this run must not begin; empty if it may."""
         # A GPU says when it has no more memory, and the estimate may be wrong: what is given may be tried. On
         # a CPU the system would end the process without a word
-        tried = (self.rows_are_given and self.hardware.device_type != "cpu") or "memory" in accept.split(",")
+        accepted = {name.strip() for name in accept.split(",")}
+        tried = (self.rows_are_given and self.hardware.device_type != "cpu") or "memory" in accepted
         if not tried and (sentence := memory_advice.sentence(self)):
             return f"{sentence}; or go on all the same with --accept=memory"
         wanted = self.horizon_is_given or self.horizon.estimated  # a guess is no reason to refuse
-        if self.epochs > MANY_EPOCHS and not wanted and "epochs" not in accept.split(","):
+        if self.epochs > MANY_EPOCHS and not wanted and "epochs" not in accepted:
             more = self.more_text or (
                 f"get more text with {command('climbmix', self.public_shards)} and give --data=climbmix"
             )
@@ -303,7 +304,7 @@ def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dic
     )
     aspect_ratio, reason = config.width // config.depth, ""
     if settings["aspect_ratio"] == -1 and resolved and "aspect_ratio" in resolved:
-        reason = "; as at the run's first start"
+        reason = "; aspect ratio as at the run's first start"
     elif settings["aspect_ratio"] == -1 and aspect_ratio < scaling.WIDEST:
         reason = f"; {scaling.WIDEST} x depth is too wide for so few FLOPs"
     share = scaling.table_share(settings, plan.epochs, resolved)

@@ -21,6 +21,7 @@ REFERENCE_WIDTH = 768
 REFERENCE_RATIO = 12.0  # tokens a parameter
 HORIZON_EXPONENT = 0.32  # rates ~ tokens**-0.32: arXiv 2409.19913
 MOST_DECAY = 8.0  # times the rate x decay of the settings, in short runs: our choice (docs/ablations.md)
+MOST_STEPS = 10**9  # of a run, as in base_train's num_iterations
 FEWEST_GUESSED = 100  # steps of a horizon in minutes, while it is a guess: more than are timed
 SPELLED_TOKENS = 2_500  # tokens of a run for each of the vocabulary, below which spelling is shared
 WIDEST = 64  # aspect ratio of a run that is long enough for so wide a model
@@ -172,6 +173,11 @@ def horizon_of(
     sizes = settings["depth"], aspect_ratio, settings["head_dim"], settings["max_seq_len"]
     config = model_config(*sizes, vocab_size, settings["window_pattern"])
     horizon = derive_horizon(config, steps, flops, ratio, batch, on_meta(config).flops_per_token())
+    if horizon.num_iterations > MOST_STEPS and not minutes:
+        raise UserError(
+            f"{horizon.reason} are {horizon.num_iterations:.3g} steps, and a run has at most "
+            f"{MOST_STEPS:,}; give fewer, or a larger --total_batch_size"
+        )
     if minutes and batch == -1 and before:
         same = {"total_batch_size": before["total_batch_size"], "batch_reason": "as at the run's first start"}
         horizon = replace(horizon, **same)
@@ -182,7 +188,8 @@ def in_minutes(horizon: Horizon, minutes: float, before: dict | None) -> Horizon
     """The horizon of a run that is to take so many minutes; that of a resumed run is the one it had. Other
     minutes than before change the number of steps in proportion: it never depends on a second timing."""
     if not before or before.get("estimated"):
-        steps = before["num_iterations"] if before else max(FEWEST_GUESSED, horizon.num_iterations)
+        guess = min(MOST_STEPS, max(FEWEST_GUESSED, horizon.num_iterations))
+        steps = before["num_iterations"] if before else guess
         reason = f"{minutes:g} minutes, a guess; the first steps, which are timed, decide"
         return replace(horizon, num_iterations=steps, reason=reason, minutes=minutes, estimated=True)
     steps, was = before["num_iterations"], before.get("target_minutes", minutes)
@@ -191,7 +198,7 @@ def in_minutes(horizon: Horizon, minutes: float, before: dict | None) -> Horizon
         reason = "as at the run's first start; for another number give --num_iterations"
     if minutes != was:
         reason = f"{steps:,} steps as timed for {was:g} minutes, times {minutes:g} / {was:g}"
-        steps = max(1, round(steps * minutes / was))
+        steps = min(MOST_STEPS, max(1, round(steps * minutes / was)))
     return replace(horizon, num_iterations=steps, reason=reason, minutes=minutes)
 
 

@@ -23,9 +23,9 @@ from nanochat import UserError, optim, runtime
 from nanochat.bars import counted
 from nanochat.engine import continuations
 from nanochat.evaluate import bits_per_byte
+from nanochat.scaling import MOST_STEPS
 from nanochat.task_scores import score_tasks
 
-MOST_STEPS = 10**9  # of a run, as in base_train's num_iterations
 WARM_UP = 2  # steps that are not counted: they compile, and fill caches
 TIMED_SHARE = 0.01  # of the minutes goes into the steps that count
 FEWEST, LONGEST_S = 3, 30.0  # steps that count, and seconds of them

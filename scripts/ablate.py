@@ -14,13 +14,11 @@ seeds or depths trains only what is new. A table gets a row for each variant and
 is named at once, the others go on, and the exit status is 2.
 """
 
-import ast
 import functools
 import hashlib
 import json as json_module
 import math
 import os
-import shlex
 import shutil
 import signal
 import statistics
@@ -32,11 +30,13 @@ from datetime import date
 from pathlib import Path
 
 import configurator
-from nanochat import UserError, runtime
+from nanochat import UserError, checkpoint, runtime
+from nanochat.checkpoint.folder import LOCK, Lock
 from nanochat.data.dataset import open_dataset
 from nanochat.data.tokenizer import open_tokenizer
 from nanochat.metrics import read_metrics
-from nanochat.paths import user_path
+from nanochat.paths import special_kind, user_path
+from nanochat.variants import BASE_TRAIN, LISTS, ROOT, patched_copy, read_list, settings_in
 
 variants = "packing"  # a list of experiments/variants, or a path
 only = ""  # these variants of the list, separated by semicolons, and its first (empty = all)
@@ -50,9 +50,6 @@ base_dir = "~/.cache/nanochat"  # where data, tokenizers and results are (enviro
 
 settings = configurator.configure(globals())
 
-ROOT = Path(__file__).resolve().parent.parent
-LISTS = ROOT / "experiments" / "variants"
-BASE_TRAIN = ROOT / "scripts" / "base_train.py"
 # A difference counts if it is more than so many standard errors: Student's t, two-sided 10 %, by seeds
 T_VALUE = {2: 6.31, 3: 2.92, 4: 2.35, 5: 2.13, 6: 2.02, 7: 1.94, 8: 1.89, 9: 1.86, 10: 1.83}
 HEADER = """\
@@ -70,76 +67,12 @@ step, over that of the baseline with the same seed. Behind the list's name: what
 # The variants
 
 
-def read_list(path: Path) -> tuple[dict, dict[str, dict]]:
-    """The settings that all share, and those of each variant. Its patch is there as text."""
-    if not path.exists():
-        known = ", ".join(sorted(found.stem for found in LISTS.glob("*.py")))
-        raise UserError(f"there is no list {path}; give --variants a file, or one of {known}")
-    try:
-        statements = ast.parse(path.read_text("utf-8")).body
-        found = {s.targets[0].id: ast.literal_eval(s.value) for s in statements if isinstance(s, ast.Assign)}
-        common, listed = found["settings"], found["variants"]
-        if not listed or not all(isinstance(contents, dict) for contents in [common, *listed.values()]):
-            raise ValueError("it has no variants, or one of them is no dict")
-        for contents in listed.values():
-            if "patch" in contents:
-                contents["patch"] = (path.parent / contents["patch"]).read_text("utf-8")
-    except OSError as error:
-        raise UserError(f"{error.filename} cannot be read ({error.strerror}); it belongs to {path}") from None
-    except (ValueError, SyntaxError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path} is no list: {error}; it needs settings = {{...}} and variants = {{name: {{...}}, ...}}"
-        ) from None
-    return common, listed
-
-
-def settings_in(more: str) -> dict:
-    """The settings that a piece of base_train's command line gives. It ends this script if one is wrong."""
-    given = configurator.configure({"__file__": str(BASE_TRAIN)}, shlex.split(more))
-    unset = ("default", "environment")
-    chosen = {k: given.values[k] for k, source in given.sources.items() if not source.startswith(unset)}
-    if own := sorted({"seed", "base_dir", "out_dir"} & chosen.keys()):
-        raise UserError(f"ablate sets {', '.join(own)} for each training; take it out of --more")
-    return chosen
-
-
-def absolute(name: str, value: str) -> str:
-    """A setting that can be a path, or several with commas, from the root: a copy of the sources is another
-    working directory. What is no file or folder stays."""
-    parts = value.split(",") if name in ("data", "val_data") else [value]
-    paths = [user_path(name, part) for part in parts]
-    return ",".join(
-        str(path.resolve()) if path.exists() else part for part, path in zip(parts, paths, strict=True)
-    )
-
-
 def chosen_variants(found: dict[str, dict], only: str) -> dict[str, dict]:
     wanted = [name.strip() for name in only.split(";") if name.strip()]
     if unknown := [name for name in wanted if name not in found]:
         raise UserError(f"--only names {', '.join(unknown)}; the list has {', '.join(found)}")
     baseline = next(iter(found))
     return {name: one for name, one in found.items() if not wanted or name in wanted or name == baseline}
-
-
-def patched_copy(patch: str, folder: Path) -> Path:
-    """Copy the sources to `folder` and patch them. Raises UserError if the patch does not fit."""
-    shutil.rmtree(folder, ignore_errors=True)
-    for name in ("nanochat", "scripts"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "configurator.py", folder)
-    # Outside of a repository git applies a patch to the folder it is in
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    environment["GIT_CEILING_DIRECTORIES"] = str(folder.resolve().parent)
-    try:
-        done = subprocess.run(
-            ["git", "apply", "-"], input=patch, cwd=folder, env=environment, text=True, capture_output=True
-        )
-    except FileNotFoundError:
-        raise UserError("a variant is a patch of the sources, which git applies; install git") from None
-    if done.returncode:
-        said = done.stderr.strip()
-        raise UserError(f"a patch no longer fits the sources. Make it again with git diff. git says: {said}")
-    return folder
 
 
 @functools.cache
@@ -166,7 +99,7 @@ class Training:
         own = {name: value for name, value in contents.items() if name != "patch"}
         self.settings = shared | {"depth": depth, "seed": seed, **own}
         # A result counts for the same sources, variant, settings, data and kind of device only
-        same = [sources, self.patch, self.settings, *self.text(), machine.device.type]
+        same = [sources, variant, self.patch, self.settings, *self.text(), machine.device.type]
         key = hashlib.sha256(json_module.dumps(same).encode()).hexdigest()[:12]
         name = "".join(c if c.isalnum() else "-" for c in variant)
         self.folder = base_path / "ablations" / variants_path.stem / f"{name}-d{depth}-{seed}-{key}"
@@ -179,7 +112,24 @@ class Training:
 
     @property
     def result(self) -> dict | None:
-        return json_module.loads(self.kept.read_text("utf-8")) if self.kept.exists() else None
+        """None if there is none, or a file that no ablation has written whole."""
+        try:
+            found = json_module.loads(self.kept.read_text("utf-8"))
+            return found if found.keys() >= {"val_bpb", "step_s", "tokens", "git_commit"} else None
+        except (FileNotFoundError, ValueError, AttributeError):
+            return None
+
+    def wait_until_free(self):
+        """A command that is killed leaves its trainings behind, and they run on."""
+        lock, said = self.folder / "run" / LOCK, False
+        while lock.exists():
+            try:
+                return Lock(lock).close()
+            except BlockingIOError as holder:
+                if not said:
+                    print(f"{self} still runs in {holder}; waiting for its end", flush=True)
+                said = True
+                time.sleep(1)
 
     def start(self) -> subprocess.Popen:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -196,7 +146,8 @@ class Training:
         records = read_metrics(self.folder / "run" / "metrics.jsonl")
         steps = [record for record in records if "loss" in record]
         # A run that is stopped does not evaluate after its last step
-        if not any("val_bpb" in record and record["tokens"] == steps[-1]["tokens"] for record in records):
+        last = steps[-1]["tokens"] if steps else 0
+        if not any("val_bpb" in record and record["tokens"] == last for record in records):
             return False
         result = {
             "variant": self.variant, "depth": self.depth, "seed": self.seed, "settings": self.settings,
@@ -205,10 +156,9 @@ class Training:
             "step_s": statistics.median(record["step_time_s"] for record in steps),
             "git_commit": runtime.git_commit(),
         }  # fmt: skip
-        self.kept.with_suffix(".tmp").write_text(json_module.dumps(result), "utf-8")
-        os.replace(self.kept.with_suffix(".tmp"), self.kept)
-        for checkpoint in (self.folder / "run").glob("step_*"):  # a list of variants would fill the disk
-            shutil.rmtree(checkpoint)
+        checkpoint.write_whole(self.kept, json_module.dumps(result).encode())
+        for saved in (self.folder / "run").glob("step_*"):  # a list of variants would fill the disk
+            shutil.rmtree(saved)
         print(f"{self}: {result['val_bpb']:.4f} bits per byte, {result['step_s']:.3f} s a step", flush=True)
         return True
 
@@ -219,10 +169,26 @@ class Training:
 QUIET = ("eval_every", "sample_every", "save_every", "core_metric_every")
 
 
+def lock_list(folder: Path) -> Lock:
+    """Hold a list's folder: two commands would train the same."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = Lock(folder / LOCK)
+        lock.sign()
+        return lock
+    except BlockingIOError as holder:
+        why = f"this list is being trained by {holder}"
+        raise UserError(f"{why}; wait for it, or give another --base_dir") from None
+    except OSError as error:
+        raise UserError(f"cannot write to {folder} ({error.strerror}); give another --base_dir") from None
+
+
 def train_all(trainings: list[Training], at_once: int) -> list[Training]:
     """Run them, so many at a time; returns those that failed. When this process is stopped, each saves a
     checkpoint, and goes on from it the next time."""
     waiting = [training for training in trainings if training.result is None]
+    for training in waiting:
+        training.wait_until_free()
     running: dict[Training, subprocess.Popen] = {}
     failed = []
     try:
@@ -238,6 +204,7 @@ def train_all(trainings: list[Training], at_once: int) -> list[Training]:
                         failed.append(training)
                         last = (training.folder / "log.txt").read_text("utf-8", "replace").strip()[-2000:]
                         how = "failed" if status else "was stopped"
+                        last = last or "nothing at all, so perhaps the disk is full"
                         say = f"{training}: base_train {how}; its output ends with:\n{last}"
                         print(say, file=sys.stderr, flush=True)
     finally:
@@ -300,18 +267,40 @@ def without_date(row: str) -> str:
     return row.partition(" | ")[2]
 
 
+def rows_in(table: Path) -> set[str]:
+    """The rows of the table, without their dates; if there is none, it is made. Raises UserError if it cannot
+    be read and written."""
+    try:
+        if table.exists() and (kind := special_kind(table)):
+            raise OSError(0, f"it is {kind}")
+        with open(table, "a+", encoding="utf-8") as file:
+            if not file.tell():
+                file.write(HEADER)
+            file.seek(0)
+            return {without_date(line) for line in file.read().splitlines()}
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UserError(f"--table={table} cannot be written ({why}); name another file, or none") from None
+
+
+def stop(number, frame):
+    """The trainings are saved on the way out, by train_all."""
+    print(f"{signal.Signals(number).name}: the trainings save; the same command goes on", file=sys.stderr)
+    sys.exit(128 + number)
+
+
 # ------------------------------------------------------------------------------------------------------
 
 if "RANK" in os.environ:
     raise UserError("ablate starts its trainings itself; start it without torchrun")
 table_path = user_path("table", table) if table else None
-if table_path and not table_path.parent.is_dir():  # noticed now, and not after hours
-    raise UserError(f"--table={table} is in no folder; make the folder, or give --table=none")
+if table_path:  # noticed now, and not after hours
+    rows_in(table_path)
 variants_path = user_path("variants", variants)
 if not variants_path.suffix:
     variants_path = LISTS / f"{variants}.py"
 shared, found = read_list(variants_path)
-changed = settings_in(more)
+changed = settings_in(more, "--more")
 shared |= changed
 changes = [f"{name}={value}" for name, value in changed.items() if name not in ("data", "val_data")]
 list_name = ", ".join([variants_path.stem, *changes])
@@ -321,16 +310,13 @@ for contents in found.values():  # a patch that no longer fits is noticed before
     if patch := contents.get("patch"):
         with tempfile.TemporaryDirectory() as folder:
             patched_copy(patch, Path(folder) / "sources")
+names = [name.strip() for name in depths.split(",") if name.strip()] or [shared.get("depth", 4)]
+wanted_depths = [settings_in([f"--depth={name}"], f"--depths={depths}")["depth"] for name in names]
+wanted_depths = [*dict.fromkeys(wanted_depths)]
 machine = runtime.start("auto", seed=0)
 base_path = user_path("base_dir", base_dir).resolve()
+lock = lock_list(base_path / "ablations" / variants_path.stem)
 sources = runtime.sources_fingerprint(ROOT)
-for contents in (shared, *found.values()):
-    contents |= {name: absolute(name, contents[name]) for name in runtime.PATHS if contents.get(name)}
-names = [name.strip() for name in depths.split(",") if name.strip()] or [shared.get("depth", 4)]
-try:
-    wanted_depths = [int(name) for name in names]
-except ValueError:
-    raise UserError(f"--depths={depths} has to be whole numbers separated by commas, such as 4,6") from None
 trainings = [
     Training(variant, contents, depth, seed)
     for depth in wanted_depths
@@ -338,15 +324,20 @@ trainings = [
     for variant, contents in found.items()
 ]
 at_once = jobs if jobs > 0 else 1 if machine.device.type != "cpu" else os.cpu_count() or 1
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-failed = train_all(trainings, at_once)
+for name in ("SIGTERM", "SIGINT", "SIGHUP"):
+    number = getattr(signal, name, None)  # Windows has no SIGHUP, and nohup ignores it
+    if number and signal.getsignal(number) != signal.SIG_IGN:
+        signal.signal(number, stop)
+try:
+    failed = train_all(trainings, at_once)
+except OSError as error:
+    why = f"cannot write {error.filename} ({error.strerror})"
+    raise UserError(f"{why}; make room, and the same command goes on") from None
 
 rows = [line for depth in wanted_depths for variant in found if (line := row(variant, depth))]
 print("\n" + HEADER[HEADER.index("| date") :] + "\n".join(rows))
 if table_path:
-    if not table_path.exists():
-        table_path.write_text(HEADER, "utf-8")
-    known = {without_date(line) for line in table_path.read_text("utf-8").splitlines()}
+    known = rows_in(table_path)
     with open(table_path, "a", encoding="utf-8") as file:
         file.writelines(line + "\n" for line in rows if without_date(line) not in known)
 if json:

@@ -52,7 +52,8 @@ def test_a_run_of_few_flops_is_narrower_says_so_and_stays_so_when_it_is_resumed(
     assert plan.config.width == 128 and plan.aspect_ratio == 32
     assert "width 128 (2 heads of 64; 64 x depth is too wide for so few FLOPs)" in text
     longer, text = make_plan(resolved=plan.resolved, **given | {"target_flops": 1e15})
-    assert longer.config.width == 128 and "width 128 (2 heads of 64; as at the run's first start)" in text
+    stays = "width 128 (2 heads of 64; aspect ratio as at the run's first start)"
+    assert longer.config.width == 128 and stays in text
     wide, text = make_plan(aspect_ratio=-1, target_flops=1e15)
     assert wide.config.width == 256 and "width 256 (4 heads of 64), rows" in text
     in_minutes = make_plan(aspect_ratio=-1, target_minutes=1.0, peak_flops=1e12)[0]

@@ -54,13 +54,21 @@ def changes(found, identity, accept=""):
         raise UserError(f"accept cannot name {', '.join(unknown)}; it takes {takes}")
     changed = [name for name in identity if then.get(name) != identity[name]]
     if refused := [name for name in changed if name not in accepted]:
-        listed = "; ".join(f"{name} was {then.get(name)}, is {identity[name]}" for name in refused)
+        listed = "; ".join(difference(name, then.get(name), identity[name]) for name in refused)
         other = "" if "model" in refused else f", or accept the change with --accept={','.join(refused)}"
         raise UserError(
             f"{found.path} is from another run: {listed}. Use the settings of that run, or start a new one "
             f"with --resume=never or another --model_tag{other}"
         )
     return changed
+
+
+def difference(name: str, was, now) -> str:
+    """What two values of an identity differ in, for a message."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        names = [key for key in now | was if was.get(key) != now.get(key)]
+        return "; ".join(difference(f"{name}'s {key}", was.get(key), now.get(key)) for key in names)
+    return f"{name} was {was}, is {now}"
 
 
 def lock_folder(out_dir, say=print):

@@ -29,7 +29,7 @@ from nanochat.checkpoint.files import (
     write_file,
     write_tensors,
 )
-from nanochat.checkpoint.folder import STEP, checkpoints_in, remove_temporary, set_aside
+from nanochat.checkpoint.folder import STEP, checkpoints_in, difference, remove_temporary, set_aside
 from nanochat.paths import user_path
 
 # Of a checkpoint; one of another version is refused, with its number. 2: a position has the key of the token
@@ -224,16 +224,28 @@ def find_weights(path, identity, say=print):
         raise UserError(f"no checkpoint in {path}; init_from is the folder of a checkpoint or of a run")
     then = {"model": None, "tokenizer": None} | checkpoint.state.get("identity", {})
     if (was := then["model"]) != identity["model"]:
-        spelled = isinstance(was, dict) and was.get("spelled", False)
-        raise UserError(
-            f"the model of {checkpoint.path} is {was}, this one {identity['model']}; give the same settings "
-            f"of the model, among them --spelling={'on' if spelled else 'off'}"
-        )
+        said = f"{checkpoint.path} has another model: {difference('model', was, identity['model'])}"
+        raise UserError(f"{said}; give {settings_of_model(was)}")
     if then["tokenizer"] != identity["tokenizer"]:
         raise UserError(
             f"{checkpoint.path} has another tokenizer; give --tokenizer={checkpoint.path / 'tokenizer.json'}"
         )
     return checkpoint
+
+
+def settings_of_model(model: dict) -> str:
+    """The settings of base_train that make a model of this identity."""
+    try:
+        given = {
+            "depth": model["depth"],
+            "aspect_ratio": model["width"] // model["depth"],
+            "head_dim": model["width"] // model["num_heads"],
+            "max_seq_len": model["max_seq_len"],
+            "spelling": "on" if model.get("spelled") else "off",
+        }
+    except (TypeError, KeyError, ZeroDivisionError):
+        return "the same settings of the model"
+    return " ".join(f"--{name}={value}" for name, value in given.items())
 
 
 def is_checkpoint(path):

@@ -22,9 +22,10 @@ ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 # Forms
 
 
-def whole(least=0):
-    """A whole number that fits into 64 bits."""
-    return lambda v: "" if type(v) is int and least <= v < 2**63 else _is_not(v, f"a whole number >= {least}")
+def whole(least=0, most=2**63 - 1):
+    """A whole number in a range, which fits into 64 bits."""
+    which = f"a whole number >= {least}" + (f" and <= {most}" if most < 2**63 - 1 else "")
+    return lambda v: "" if type(v) is int and least <= v <= most else _is_not(v, which)
 
 
 def number(v):
@@ -172,6 +173,9 @@ _STATE = {
             "rates": mapping(number),
             "attention": mapping(text),
             "fp8": truth,
+            "aspect_ratio": whole(1, 4096),  # as in base_train
+            "spelled": truth,
+            "table_share": number,
             "target_minutes": above_zero,
             "estimated": truth,
         }

@@ -86,6 +86,8 @@ def build(folder: Path, name: str, documents: Iterable[tuple[str, str]], note: s
         try:
             index = write_sorted(documents, temporary)
             train, val = index.pop("documents")
+            if not val and not train:
+                raise UserError(f"{name} holds no text; give --data files with documents in them")
             if not val or not train:
                 missing = "validation" if train else "training"
                 raise UserError(

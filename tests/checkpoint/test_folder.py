@@ -70,7 +70,8 @@ def test_what_differs_from_the_checkpoint_is_refused_by_name_and_accepted_by_nam
     assert sorted(changes(found, now, accept="seed, data")) == ["data", "seed"]
     with pytest.raises(UserError, match="accept cannot name depth, model; it takes data, seed, tokenizer"):
         changes(found, now, accept="model,depth,seed")
-    with pytest.raises(UserError, match=r"model was .*'depth': 2.*--resume=never or another --model_tag$"):
+    sentence = r"another run: model's depth was 2, is 4\. .*--resume=never or another --model_tag$"
+    with pytest.raises(UserError, match=sentence):
         changes(found, now | {"model": {"depth": 4}}, accept="seed,data")
 
 

@@ -4,13 +4,15 @@ import contextlib
 import copy
 import hashlib
 import json
+import math
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 from helpers import craft, numbers, save_step
 
-from nanochat import UserError, metrics, runtime
+from nanochat import UserError, metrics, runtime, scaling
 from nanochat.checkpoint import Damaged, find, load_weights, open_checkpoint, save_and_load
 from nanochat.checkpoint.schema import data_class
 from nanochat.data import loader
@@ -19,7 +21,9 @@ LANES = {str(lane): {"epoch": 0, "taken": 3, "pieces": [[5, 0], [6, 2]]} for lan
 STREAM = {"rows_per_step": 2, "max_seq_len": 8, "seed": 1, "tokenizer": "t", "packing": 2, "documents": 9}
 STATE = {
     "identity": {"model": {"depth": 2, "window_pattern": "L"}, "data": "d", "tokenizer": "t", "seed": 1},
-    "resolved": {"compiled": False, "device_batch_size": 2},
+    "resolved": {
+        "compiled": False, "device_batch_size": 2, "aspect_ratio": 64, "spelled": True, "table_share": 0.5,
+    },
     "num_iterations": 8,
     "optimizer": "MuonAdamW",
     "loader": STREAM | {"lanes": LANES},
@@ -66,7 +70,11 @@ def use(state):
     loader._start_positions(STREAM, range(2), position)
     if state["scaler"]:
         torch.amp.GradScaler("cpu").load_state_dict(state["scaler"])
-    return 8 % state["resolved"].get("device_batch_size", 1), state["num_iterations"] > 3
+    resolved = state["resolved"]
+    config = scaling.model_config(2, resolved.get("aspect_ratio", 64), 64, 8, 300, "L")
+    scaling.on_meta(replace(config, spelled=resolved.get("spelled", False)))
+    assert resolved.get("table_share", 0) < math.inf
+    return 8 % resolved.get("device_batch_size", 1), state["num_iterations"] > 3
 
 
 @pytest.fixture

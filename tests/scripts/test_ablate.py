@@ -82,6 +82,36 @@ def test_only_some_variants_at_two_depths_and_the_baseline_is_among_them(tmp_pat
     assert len({run["val_bpb"] for run in results}) == 4 and len(rows(tmp_path)) == 4
 
 
+def test_a_result_that_is_not_whole_is_made_again_and_a_depth_counts_once(tmp_path):
+    (tmp_path / "mine.py").write_text("settings = {}\nvariants = {'a b': {}, 'a-b': {}}")
+    arguments = [f"--variants={tmp_path / 'mine.py'}", "--seeds=1", "--depths=1,1"]
+    first = results_of(ablate(tmp_path, *arguments))
+    assert [run["variant"] for run in first] == ["a b", "a-b"]
+    kept = sorted((tmp_path / "base" / "ablations" / "mine").glob("*/ablation.json"))
+    for path, content in zip(kept, ("{}", '{"variant": "a'), strict=True):
+        path.write_text(content)
+    again = results_of(ablate(tmp_path, *arguments))
+    assert [run | {"step_s": 0} for run in again] == [run | {"step_s": 0} for run in first]
+
+
+@pytest.mark.slow
+def test_a_command_that_was_killed_leaves_trainings_whose_end_the_next_one_waits_for(tmp_path):
+    long = command(tmp_path, "--variants=documents", "--seeds=1", "--jobs=1", more="--num_iterations=150")
+    process = subprocess.Popen([sys.executable, "-m", *long], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    logs = tmp_path / "base" / "ablations" / "documents"
+    deadline, metrics = time.monotonic() + 120, ()
+    while time.monotonic() < deadline and not (metrics and metrics[0].stat().st_size):
+        metrics = [*logs.glob("*/run/metrics.jsonl")]
+        time.sleep(0.01)
+    second = python_m(long, ROOT)
+    assert second.returncode == 2 and "this list is being trained by process" in second.stderr
+    process.kill()
+    process.wait()
+    done = python_m(long, ROOT)
+    assert done.returncode == 0 and done.stdout.count("seed 0 still runs in process") == 1, done.stderr
+    assert [run["tokens"] for run in results_of(done.stdout)] == [150 * 128] * 2
+
+
 def test_a_result_of_other_sources_does_not_count(tree, tmp_path):
     (tmp_path / "mine.py").write_text("settings = {}\nvariants = {'usual': {}}")
     arguments = [f"--variants={tmp_path / 'mine.py'}", "--seeds=1"]
@@ -138,11 +168,15 @@ def test_a_stopped_command_goes_on_where_every_training_was(tmp_path):
     [
         (["--variants=nothing"], "there is no list .*nothing.py; give --variants a file, or one of"),
         (["--only=nothing"], "--only names nothing; the list has best fit"),
-        (["--depths=four"], "--depths=four has to be whole numbers"),
-        (["--table=no/folder/table.md"], "--table=no/folder/table.md is in no folder"),
+        (["--depths=four"], "--depths=four cannot be given to base_train"),
+        (["--depths=1,0"], "--depths=1,0 cannot be given to base_train"),
+        (["--table=/dev/null"], "--table=/dev/null cannot be written .it is a device.; name another file"),
+        (["--table=nanochat"], "--table=nanochat cannot be written .it is a folder."),
+        (["--table=no/folder/table.md"], "--table=no/folder/table.md cannot be written .No such file"),
         (["--more=--depht=4"], "--depht"),
         (["--more=--vocab_size=many"], "--vocab_size=many: expected a whole number"),
-        (["--more=--seed=3 --out_dir=x"], "ablate sets out_dir, seed for each training"),
+        (["--more=--seed=3 --out_dir=x"], "--more has out_dir, seed, which ablate decides for each training"),
+        (["--more=--data='x"], "--more cannot be read: No closing quotation"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(arguments, sentence, tmp_path):
@@ -156,6 +190,12 @@ def test_what_cannot_be_is_one_sentence(arguments, sentence, tmp_path):
         "variants = {}",
         "settings = {}\nvariants = {}",
         "settings = {}\nvariants = {'a': 3}",
+        "settings = {}\nvariants = {1: {}}",
+        "settings = {}\nvariants = {'a': {'depth': 2}}",  # of two depths, both rows would be of one
+        "settings = {'seed': 3}\nvariants = {'a': {}}",
+        "settings = {}\nvariants = {'a': {'depht': 2}}",
+        "settings = {}\nvariants = {'a': {'matrix_lr': {1, 2}}}",
+        "settings = {'vocab_size': 'abc'}\nvariants = {'a': {}}",
         "settings = {}\nvariants = {'a': {'patch': 'gone.patch'}}",
         "settings = x",
         "(",
