@@ -163,7 +163,7 @@ def test_bad_settings_end_in_one_sentence_and_status_2(corpus, tmp_path, more, s
 def test_another_model_in_the_same_folder_is_refused_and_nothing_is_lost(corpus, undisturbed):
     before = sorted((p, p.stat().st_mtime) for p in undisturbed.rglob("*") if p.name != ".lock")
     printed = run(command(corpus, undisturbed, "--aspect_ratio=32", "--num_iterations=20"), status=2)
-    assert "is from another run: model was" in printed and "--resume=never" in printed
+    assert "is from another run: model's " in printed and "--resume=never" in printed
     assert sorted((p, p.stat().st_mtime) for p in undisturbed.rglob("*") if p.name != ".lock") == before
 
 
