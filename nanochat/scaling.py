@@ -147,6 +147,7 @@ def derive_horizon(
         batch_reason = f"B ~ D^{exponent} from d12's 2^19"
     if tokens is not None:
         num_iterations = max(1, round(tokens / total_batch_size))
+        reason += ", which is less than one step" if tokens < total_batch_size else ""
     return Horizon(num_iterations, total_batch_size, d12_tokens, reason, batch_reason)
 
 

@@ -165,9 +165,10 @@ check_plan(plan, accept)  # a run that must not begin ends here
 
 identity = plan.identity(dataset, tokenizer, seed) | {"document_mask": document_mask}
 machine.check_same(identity | {"compute dtype": str(compute_dtype), "num_iterations": plan.num_iterations})
-step, last_eval_step, changed = 0, -1, []
+step, last_eval_step = 0, -1
+changed = checkpoint.changes(resumed, identity, accept)
 if resumed:
-    step, changed = resumed.step, checkpoint.changes(resumed, identity, accept)
+    step = resumed.step
     evaluated = metrics.last_evaluation(resumed.path.parent / "metrics.jsonl", step)
     last_eval_step = machine.all_gather(evaluated)[0]  # the first process wrote the file
     finished = step > plan.num_iterations or step == plan.num_iterations == last_eval_step

@@ -133,7 +133,8 @@ def test_a_horizon_of_more_steps_than_a_run_can_have_is_refused_and_minutes_are_
 def test_every_horizon_says_why():
     model = config(4)
     assert "num_iterations" in horizon(model, num_iterations=7).reason
-    assert "FLOPs" in horizon(model, flops=1e15).reason
+    assert horizon(model, flops=1e15).reason.endswith("a token")
+    assert horizon(model, flops=1.0).reason.endswith("a token, which is less than one step")
     assert "parameters" in horizon(model, ratio=20).reason
     assert horizon(model, ratio=20, batch=4096).batch_reason == "as asked for"
     assert "D^0.77 from d12's 2^19" in horizon(model, ratio=20).batch_reason

@@ -41,17 +41,19 @@ def newest(out_dir):
 
 
 def changes(found, identity, accept=""):
-    """Names of the values in `identity` ({name: value} of this run) that differ in the checkpoint `found`.
+    """Names of the values in `identity` ({name: value} of this run) that differ in the checkpoint `found`;
+    none if that is None.
 
     accept: the names that may differ, with commas between them, and what planning.py looks for, epochs or
-    memory; the model may never differ. Raises UserError,
-    with both values, for every other difference.
+    memory; the model may never differ. Raises UserError for names that do not exist, and, with both values,
+    for every other difference.
     """
-    accepted, then = {name.strip() for name in accept.split(",")} - {""}, found.state["identity"]
+    accepted = {name.strip() for name in accept.split(",")} - {""}
     possible = identity.keys() - {"model"}
     if unknown := sorted(accepted - possible - {"epochs", "memory"}):
         takes = ", ".join([*sorted(possible), "epochs", "memory"])
         raise UserError(f"accept cannot name {', '.join(unknown)}; it takes {takes}")
+    then = found.state["identity"] if found else identity
     changed = [name for name in identity if then.get(name) != identity[name]]
     if refused := [name for name in changed if name not in accepted]:
         listed = "; ".join(difference(name, then.get(name), identity[name]) for name in refused)

@@ -56,6 +56,11 @@ def either(*forms):
     return lambda v: "" if any(form(v) == "" for form in forms) else forms[-1](v)
 
 
+def both(*forms):
+    """A value that has all of these forms."""
+    return lambda v: next((wrong for form in forms if (wrong := form(v))), "")
+
+
 def listed(form, length=None):
     """A list of values of one form."""
 
@@ -162,7 +167,9 @@ def loader(v):
 
 _SCALER = {"scale": above_zero, "growth_factor": above_zero, "backoff_factor": above_zero}
 _SCALER |= {"growth_interval": whole(1), "_growth_tracker": whole()}
-_IDENTITY = {"model": mapping(either(number, truth, nothing, listed(number), text))}
+_MODEL = mapping(either(number, truth, nothing, listed(number), text))
+_LENGTH = fields({"max_seq_len": whole(1, 2**20)})  # the one size that no tensor shows, as in base_train
+_IDENTITY = {"model": both(_MODEL, _LENGTH)}
 _STATE = {
     "identity": fields(_IDENTITY | {"total_batch_size": whole(1)}),
     "resolved": fields(

@@ -70,6 +70,9 @@ def test_what_differs_from_the_checkpoint_is_refused_by_name_and_accepted_by_nam
     assert sorted(changes(found, now, accept="seed, data")) == ["data", "seed"]
     with pytest.raises(UserError, match="accept cannot name depth, model; it takes data, seed, tokenizer"):
         changes(found, now, accept="model,depth,seed")
+    assert changes(None, now, accept="seed") == []
+    with pytest.raises(UserError, match="accept cannot name sed"):
+        changes(None, now, accept="sed")  # of a new run too
     sentence = r"another run: model's depth was 2, is 4\. .*--resume=never or another --model_tag$"
     with pytest.raises(UserError, match=sentence):
         changes(found, now | {"model": {"depth": 4}}, accept="seed,data")

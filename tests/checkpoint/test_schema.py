@@ -20,7 +20,10 @@ from nanochat.data import loader
 LANES = {str(lane): {"epoch": 0, "taken": 3, "pieces": [[5, 0], [6, 2]]} for lane in range(2)}
 STREAM = {"rows_per_step": 2, "max_seq_len": 8, "seed": 1, "tokenizer": "t", "packing": 2, "documents": 9}
 STATE = {
-    "identity": {"model": {"depth": 2, "window_pattern": "L"}, "data": "d", "tokenizer": "t", "seed": 1},
+    "identity": {
+        "model": {"depth": 2, "max_seq_len": 8, "window_pattern": "L"},
+        "data": "d", "tokenizer": "t", "seed": 1,
+    },
     "resolved": {
         "compiled": False, "device_batch_size": 2, "aspect_ratio": 64, "spelled": True, "table_share": 0.5,
     },
@@ -36,8 +39,8 @@ STATE = {
     },
 }  # fmt: skip
 STRANGE = [
-    None, True, "3", "", "\ud800", -1, 0, 2.5, -1.5, 10**30, 1e999, [], ["x"], [None], [[1]], {}, {"a": 1},
-    {"a": {"b": []}}, [[5, 0, 1]], [[10**6, 0]], [["5", 0]],
+    None, True, "3", "", "\ud800", -1, 0, 2.5, -1.5, 2**40, 10**30, 1e999, [], ["x"], [None], [[1]], {},
+    {"a": 1}, {"a": {"b": []}}, [[5, 0, 1]], [[10**6, 0]], [["5", 0]],
 ]  # fmt: skip
 
 
@@ -70,7 +73,8 @@ def use(state):
     loader._start_positions(STREAM, range(2), position)
     if state["scaler"]:
         torch.amp.GradScaler("cpu").load_state_dict(state["scaler"])
-    resolved = state["resolved"]
+    resolved, model = state["resolved"], state["identity"].get("model", {})
+    torch.arange(model.get("max_seq_len", 8), dtype=torch.float32)
     config = scaling.model_config(2, resolved.get("aspect_ratio", 64), 64, 8, 300, "L")
     scaling.on_meta(replace(config, spelled=resolved.get("spelled", False)))
     assert resolved.get("table_share", 0) < math.inf
