@@ -29,7 +29,7 @@ def plan_of(depth: int) -> planning.Plan:
     dataset = types.SimpleNamespace(estimated_tokens=lambda tokenizer: 10**12, more_text="")
     peak, memory = gpus * gpu_tflops * 1e12, int(gpu_gib * 2**30)
     hardware = planning.Hardware("cuda", gpus, torch.bfloat16, "", memory, peak, "")
-    return planning.derive(DEFAULTS | {"depth": depth}, tokenizer, dataset, hardware)
+    return planning.derive(DEFAULTS | {"depth": depth}, tokenizer, dataset, hardware).fitted(compiled=True)
 
 
 def table() -> str:
