@@ -15,16 +15,17 @@ from nanochat import attention_backends as backends
 from nanochat.attention_blocks import in_blocks
 
 KINDS = ("full", "window", "documents")
-BACKENDS = {  # name: (the function, the kinds of attention it computes)
-    "sdpa": (backends.sdpa, ("full",)),  # PyTorch's own choice
-    "banded": (backends.masked, ("full", "window")),  # SDPA over blocks of the window's size
-    "mask": (backends.masked, KINDS),  # SDPA under a mask of T x T
-    "blocks": (in_blocks, KINDS),  # for training on CPUs
+# name: (the function, the kinds of attention it computes), what runs on more devices further down
+BACKENDS = {
     "cudnn": (backends.cudnn, ("full",)),
     "flash": (backends.flash, ("full",)),
     "efficient": (backends.efficient, ("full",)),
     "varlen": (backends.varlen, KINDS),
     "flex": (backends.flex, ("full", "window")),
+    "blocks": (in_blocks, KINDS),  # for training on CPUs
+    "sdpa": (backends.sdpa, ("full",)),  # PyTorch's own choice
+    "banded": (backends.masked, ("full", "window")),  # SDPA over blocks of the window's size
+    "mask": (backends.masked, KINDS),  # SDPA under a mask of T x T
 }
 EVERYWHERE = {"full": "sdpa", "window": "banded", "documents": "mask"}  # these run on every device
 # The largest |a - b| / |b| from float64, forward and backward, for random q, k, v rounded to the dtype.
@@ -160,8 +161,8 @@ def choose(config, machine, dtype, compiled: bool, documents: bool, resolved: di
             if not why:
                 break
             passed_over.append(f"{name} ({why})")
-        # Processes whose machines differ take the way that the last of them can run
-        found[kind] = max(machine.all_gather(name), key=[*names, *BACKENDS].index)
+        # Of processes whose machines differ, the one that can run least decides
+        found[kind] = max(machine.all_gather(name), key=[before.get(kind), *BACKENDS].index)
         label = f"{found[kind]} {version}" if version and found[kind] in ("flash", "varlen") else found[kind]
         notes.append(f"{label} for {'full layers' if kind == 'full' else kind + 's' * (kind == 'window')}")
         if kind in before:

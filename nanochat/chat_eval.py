@@ -9,9 +9,9 @@ MOST_ANSWER_TOKENS = 48
 BATCH = 16  # conversations that are answered together
 
 
-def answer(model, tokenizer, conversations, dtype: torch.dtype, max_tokens=MOST_ANSWER_TOKENS) -> list[str]:
+def answer(model, tokenizer, conversations, dtype: torch.dtype) -> list[str]:
     """The likeliest answer to each conversation, whose last message is a question. An answer ends at
-    <|assistant_end|>, after `max_tokens` tokens, or where the model's positions end."""
+    <|assistant_end|>, after MOST_ANSWER_TOKENS tokens, or where the model's positions end."""
     stop_ids = {tokenizer.special_tokens["<|assistant_end|>"], tokenizer.bos_id}
     prompts = [prompt_ids(tokenizer, messages) for messages in conversations]
     answers = [""] * len(prompts)
@@ -19,7 +19,8 @@ def answer(model, tokenizer, conversations, dtype: torch.dtype, max_tokens=MOST_
     for first in range(0, len(by_length), BATCH):
         batch = by_length[first : first + BATCH]
         options = {"temperature": 0, "stop_ids": stop_ids}
-        columns = list(generate_batch(model, [prompts[i] for i in batch], max_tokens, dtype, **options))
+        batch_prompts = [prompts[i] for i in batch]
+        columns = list(generate_batch(model, batch_prompts, MOST_ANSWER_TOKENS, dtype, **options))
         for row, i in enumerate(batch):
             ids = [column[row] for column in columns if column[row] is not None]
             answers[i] = tokenizer.decode(ids).strip()

@@ -21,8 +21,9 @@ class Console:
     """Prints lines about the training steps, each about the steps since the one before, and other lines
     and bars between them.
 
-    The first FULL_STEPS steps, the last one, and one whose loss is not finite have a line each. `progress`
-    knows the bits per byte of the last validation, and how many steps were skipped.
+    In a log file the first FULL_STEPS steps have a line each; the last one, and one whose loss is not finite,
+    have one on a terminal too. `progress` knows the bits per byte of the last validation, and how many steps
+    were skipped.
     """
 
     def __init__(self, first_step: int, num_iterations: int, enabled: bool, progress: Progress):
@@ -75,9 +76,9 @@ class Console:
         self._hide()
         return bar(text, unit, total, hidden=not self.enabled, terminal=self.terminal, leave=False)
 
-    def over(self, batches, text: str, unit: str = " batches"):
+    def over(self, batches, text: str):
         """Yield the batches of a sequence, under a bar."""
-        with self.bar(len(batches), text, unit) as shown:
+        with self.bar(len(batches), text) as shown:
             for batch in batches:
                 yield batch
                 shown.update()

@@ -38,9 +38,9 @@ class KVCache:
     Attention.forward gets.
     """
 
-    def __init__(self, config, slots: int = 0, dtype: torch.dtype | None = None):
-        """slots: memory to take at once; more follows if needed. dtype: of the memory (None: the model's)."""
-        self.max_seq_len, self.slots, self.dtype = config.max_seq_len, slots, dtype
+    def __init__(self, config, dtype: torch.dtype | None = None):
+        """dtype: of the memory, which is taken as it is needed (None: the model's)."""
+        self.max_seq_len, self.slots, self.dtype = config.max_seq_len, 0, dtype
         self.start = None  # (B,) int64, or None while all texts begin in slot 0
         self.visible = None  # (B, 1, 1, slots) bool, False in slots before start; None as start
         self.layers = [LayerCache(self) for _ in range(config.depth)]
@@ -237,9 +237,8 @@ class DecodeStep:
 # Does it compute what gpt.py computes?
 
 
-MADE = (
-    weakref.WeakKeyDictionary()
-)  # model -> (state of its weights, DecodeStep), for models that do not train
+# model -> (state of its weights, DecodeStep), for models that do not train
+MADE = weakref.WeakKeyDictionary()
 
 
 def decode_step(model, dtype: torch.dtype) -> DecodeStep | None:

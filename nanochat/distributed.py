@@ -136,12 +136,6 @@ def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     return store
 
 
-def leave():
-    """Tell the others that this process has done its work, and need not answer any longer."""
-    if isinstance(sys.excepthook, _Ending) and sys.excepthook.watchdog:
-        sys.excepthook.watchdog.close()
-
-
 def join(backend: str, store: dist.Store, rank: int, world_size: int, timeout_s: float, **options):
     """Make the process group of the processes that have met."""
     ending = sys.excepthook

@@ -292,13 +292,9 @@ def generate_batch(model, prompts, max_tokens, dtype=torch.float32, seeds=None, 
     prompts = [prompt[-(model.config.max_seq_len - 1) :] for prompt in prompts]
     seeds = seeds or [0] * len(prompts)
     if not isinstance(model, GPT):
-        columns = zip_longest(
-            *(
-                _uncached(model, p, max_tokens, dtype, s, **options)
-                for p, s in zip(prompts, seeds, strict=True)
-            )
-        )
-        yield from map(list, columns)
+        pairs = zip(prompts, seeds, strict=True)
+        texts = [_uncached(model, prompt, max_tokens, dtype, seed, **options) for prompt, seed in pairs]
+        yield from map(list, zip_longest(*texts))
         return
     stream = Stream(model, dtype)
     stream.read(prompts)

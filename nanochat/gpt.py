@@ -4,10 +4,10 @@ Rotary positions, QK norm, MLP with the square of a leaky ReLU, RMSNorm without 
 head, softcapped logits, no biases. The projections back into the residual stream start at zero. A token is
 found by the key of the token before it, so that one layer can copy what followed (`attention.keys_before`). A
 block adds learned shares of the first embedding and of the stream of the token before to the stream.
-The output of each attention head passes a gate. Alternate layers have value embeddings. Those of the last
-layer are the rows of the output head, which so reads what attention finds there as that token. In short runs
-the others have them too, and tokens spelled alike share a part of their rows (spelling.py). docs/ablations.md
-has what most of these parts are worth.
+The output of each attention head passes a gate. Alternate layers have value embeddings. The last layer takes
+them from the rows of the output head, so a token that attention finds there raises its own logit. In short
+runs the others do so too, and tokens spelled alike share a part of their rows (spelling.py).
+docs/ablations.md has what most of these parts are worth.
 
 Shapes: B rows, T positions, C width, H heads, D head size, V vocabulary. Parameters are float32; under
 `torch.autocast` the matrix multiplications and the residual stream run in autocast's dtype.

@@ -131,7 +131,7 @@ class Metrics:
     def start_wandb(self, run: str, config: dict, progress: Progress, say):
         """Log to a wandb run of that name too, or go on in the one that `progress` remembers."""
         if self.enabled:
-            self.wandb_log = start_wandb(run, "nanochat", config, self.path.parent, progress.wandb_id, say)
+            self.wandb_log = start_wandb(run, config, self.path.parent, progress.wandb_id, say)
             progress.wandb_id = self.wandb_log.id if self.wandb_log else None
 
     def new_config(self, changed: dict):

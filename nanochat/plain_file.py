@@ -1,9 +1,12 @@
-"""Opening a file of a run's folder to write: a link or a pipe with its name is refused. A folder may come
-from a stranger, and a run that goes on in it must not write outside of it."""
+"""Writing files. A link or a pipe with the name of a run's file is refused: the folder may come from a
+stranger, and a run that goes on in it must not write outside of it."""
 
+import contextlib
 import errno
 import os
 import stat
+import tempfile
+from pathlib import Path
 
 
 def open_plain(path, flags: int, mode: int = 0o666) -> int:
@@ -20,6 +23,21 @@ def open_plain(path, flags: int, mode: int = 0o666) -> int:
         os.close(fd)
         raise _refusal(path)
     return fd
+
+
+@contextlib.contextmanager
+def replacing(path: Path):
+    """A file, open for bytes, that takes the place of `path` when the block ends, and never if it fails.
+    Raises OSError if the folder cannot be written."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+        os.chmod(temporary, 0o644)  # mkstemp's 0600 would hide it from other users
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
 
 
 def _refusal(path) -> OSError:

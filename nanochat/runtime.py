@@ -155,7 +155,6 @@ class Machine:
 
     def close(self):
         """Leave the process group."""
-        distributed.leave()
         if dist.is_initialized():
             # gloo's thread needs the GIL to release the tensors of the last exchange. Give it time: a model
             # in DDP that is destroyed meanwhile holds the GIL and waits for it (pytorch/pytorch#56297).

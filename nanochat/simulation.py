@@ -16,9 +16,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanochat import UserError, muon, planning, scaling
-from nanochat.bars import duration
+from nanochat.bars import duration, gib
 from nanochat.fp8 import FP8_CAPABILITY
 from nanochat.gpt import GPTConfig
+from nanochat.hardware import Hardware
 from nanochat.precision import name_of
 from nanochat.runtime import DATA_SHEET_TFLOPS
 from nanochat.zero import is_shared_out, share_out
@@ -129,7 +130,7 @@ def optimizer_flops(config: GPTConfig, world_size: int) -> int:
     # Processes beyond the number of matrices have none, and make the sharing out slow
     model = scaling.on_meta(config)
     matrices = [p.shape for p in model.blocks.parameters() if p.ndim == 2 and is_shared_out(p.shape)]
-    world_size = min(world_size, len(matrices))
+    world_size = max(1, min(world_size, len(matrices)))
     owners, _ = share_out(matrices, [], world_size)
     work = [0] * world_size
     for owner, shape in zip(owners, matrices, strict=True):
@@ -186,7 +187,7 @@ def simulate(settings: dict) -> Simulation:
     """
     device, world_size = known_device(settings["device"]), max(1, settings["world_size"])
     check(settings, device)
-    hardware = planning.Hardware(
+    hardware = Hardware(
         "cuda",
         world_size,
         device.dtype,
@@ -252,9 +253,9 @@ def page(settings: dict) -> str:
     }
     del sections["cost"]
     total = sum(found.memory.values())
-    sections["memory of a process"] = {
-        kind: planning.gib(size) for kind, size in found.memory.items() if size
-    } | {"together": f"{planning.gib(total)} of {planning.gib(hardware.memory)} that are free"}
+    memory = {kind: gib(size) for kind, size in found.memory.items() if size}
+    memory["together"] = f"{gib(total)} of {gib(hardware.memory)} that are free"
+    sections["memory of a process"] = memory
     sections["a step"] = {
         "exchange": f"{sum(found.exchange.values()) / 1e9:.2f} GB that each process sends: "
         + ", ".join(f"{size / 1e9:.2f} GB of {kind}" for kind, size in found.exchange.items()),

@@ -55,7 +55,7 @@ class WandbLog:
             print(f"warning: wandb has failed ({reason}); the run goes on without it", file=sys.stderr)
 
 
-def start_wandb(run: str, project: str, config: dict, folder, run_id: str | None, say=print):
+def start_wandb(run: str, config: dict, folder, run_id: str | None, say=print):
     """The WandbLog of a run named `run`; None for "dummy", and where wandb is not installed.
 
     Without a network or an API key it logs offline and says so. `run_id` continues the run with that id.
@@ -70,7 +70,7 @@ def start_wandb(run: str, project: str, config: dict, folder, run_id: str | None
         return None
     mode = os.environ.get("WANDB_MODE")
     options = {
-        "project": project,
+        "project": "nanochat",
         "name": run,
         "config": config,
         "dir": str(folder),

@@ -57,7 +57,8 @@ HEADER = """\
 
 The script adds a row for each variant and depth, and nobody edits them. Bits per byte: mean ± standard
 deviation over the seeds. Difference: to the baseline with the same seed, mean ± standard error. Time: of a
-step, over that of the baseline with the same seed. Behind the list's name: what --more changed in it.
+step, over that of the baseline with the same seed. Behind the list's name: what --more changed
+in it, but for the text.
 
 | date | commit | list | variant | depth | tokens | seeds | bits per byte | difference | time | verdict |
 |:--|:--|:--|:--|--:|--:|--:|--:|--:|--:|:--|

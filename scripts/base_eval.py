@@ -46,7 +46,7 @@ data: str | None = None  # embedded, a file or folder of text, climbmix or finew
 val_data: str | None = None  # a file or folder that is the validation split
 text_field: str | None = None  # the field of JSON objects or column of parquet files that holds the text
 eval_tokens: int | None = None  # validation tokens to score (-1 = all) [-1, 1..1e12]
-sample_prompts: str | None = None  # texts to continue, separated by |, or auto: what suits the text
+sample_prompts: str | None = None  # to continue, separated by |; auto: what suits the text; may be empty
 
 # Machine
 device_type: Literal["auto", "cuda", "cpu", "mps"] = "auto"  # auto = cuda, else mps, else cpu

@@ -44,7 +44,7 @@ from nanochat.time_budget import FirstSteps, fit_minutes
 depth = 20  # Transformer layers; every other size follows from it [1..512]
 aspect_ratio = -1  # width = depth * aspect_ratio (-1 = 64, less if FLOPs or minutes are few) [-1, 1..4096]
 head_dim = 128  # channels of an attention head [2..1024]
-max_seq_len = 2048  # tokens of a row; a longer document goes on in later rows [1..2**20]
+max_seq_len = 2048  # tokens of a row; a longer document goes on in later rows [2..2**20]
 window_pattern = "L"  # one letter a layer, repeated: L attends to everything before, S to the last quarter
 vocab_size = -1  # tokens (-1 = to suit the amount of text, 4096 to 32768) [-1, 256..2**20]
 spelling: Literal["auto", "on", "off"] = "auto"  # tokens spelled alike learn together (auto = in short runs)
@@ -268,7 +268,7 @@ def log_step(step, started, data_wait_s, epoch, micro_losses, numbers) -> tuple[
     log.write(record)
     console.step(record)
     if progress.bad_steps == 3:
-        raise metrics.diverged(step, micro_losses.tolist(), step * rows, checkpoint.newest(run_path))
+        raise metrics.diverged(step, micro_losses.tolist(), step * rows, checkpoint.newest_in_words(run_path))
     return stops > 0, saves > 0
 
 

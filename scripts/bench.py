@@ -51,7 +51,7 @@ steps = 12  # optimizer steps of a round (train: the first third warms up and do
 depth = 4  # Transformer layers [1..512]
 aspect_ratio = 64  # width = depth * aspect_ratio [1..4096]
 head_dim = 64  # channels of an attention head [2..1024]
-max_seq_len = 512  # positions a row [1..2**20]
+max_seq_len = 512  # positions a row [2..2**20]
 window_pattern = "L"  # as in base_train
 vocab_size = 4096  # tokens [256..2**20]
 device_batch_size = 8  # rows of a micro-batch, one micro-batch a step [1..2**20]
@@ -240,7 +240,9 @@ for name, row in results.items() if what not in ("gpu", "train") else ():  # the
     print(f"{name:20s} " + "  ".join(cells))
 if json and results:
     key = "parts" if what == "gpu" else "results"
-    here = {"device": runtime.device_name(torch.device("cpu")), "torch": torch.__version__}
+    on_device = what in ("train", "optimizer", "generate", "evaluate", "core")  # parts of `gpu` name theirs
+    device = runtime.start(device_type, seed=0).device if on_device else torch.device("cpu")
+    here = {"device": runtime.device_name(device), "torch": torch.__version__}
     single = {name: value for name, value in results.items() if not isinstance(value, dict)}
     record = {"what": what, "machine": here, "settings": settings.values, key: results}
     print(json_module.dumps(record | single))

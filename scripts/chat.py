@@ -66,7 +66,8 @@ room = model.config.max_seq_len
 answers = "loss_on" in checkpoint.state["identity"]  # trained on conversations
 if answers:
     chat_format.check(tokenizer, model.config.vocab_size)
-sys.stdin.reconfigure(errors="replace")  # of what is no text
+if sys.stdin:  # None if it is closed
+    sys.stdin.reconfigure(errors="replace")  # of what is no text
 note(
     f"{checkpoint.path}: {sum(p.numel() for p in model.parameters()):,} parameters on {machine.device.type} "
     f"in {str(compute_dtype).removeprefix('torch.')} ({dtype_reason})"

@@ -32,7 +32,7 @@ from nanochat.precision import name_of
 depth = 4  # Transformer layers [1..512]
 aspect_ratio = 64  # width = depth * aspect_ratio [1..4096]
 head_dim = 64  # channels of an attention head [2..1024]
-max_seq_len = 512  # positions a row [1..2**20]
+max_seq_len = 512  # positions a row [2..2**20]
 window_pattern = "L"  # as in base_train
 vocab_size = 4096  # tokens [1..2**20]
 
@@ -90,7 +90,7 @@ def to_measure() -> list[str]:
 
 
 wanted = to_measure() if measure else []
-processes = len(wanted) + 2  # at the same time: one each, one more for the first, and this one
+processes = len(wanted) + 2 if measure else 1  # one each, one more for the first, and this one
 memory = machine.free_memory() // processes
 tokens = device_batch_size * max_seq_len
 needed = sum(memory_estimate.training_bytes(config, tokens, torch.float32, compiled=False).values())

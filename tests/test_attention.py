@@ -416,9 +416,18 @@ def test_a_resumed_run_keeps_its_backends_where_they_run_and_says_where_not(monk
     assert choices.choose(CONFIG, FakeMachine("cpu"), torch.float32, True, True, {"attention": damaged})
 
 
-def test_processes_on_different_gpus_take_what_all_of_them_can_run(monkeypatch):
-    chosen = choose_on(monkeypatch, (9, 0), config=GPTConfig(4, 256, 2, 100, 2048, "L"), others=["flash"])
-    assert chosen.full == "flash"
+@pytest.mark.parametrize(
+    ("here", "there", "before", "together"),
+    [
+        ((9, 0), "flash", {}, "flash"),  # H100 and A100, which prefers flash to cudnn
+        ((8, 0), "cudnn", {}, "flash"),  # the same two, asked on the other one
+        ((9, 0), "efficient", {}, "efficient"),  # H100 and T4
+        ((8, 0), "cudnn", {"attention": {"full": "efficient"}}, "cudnn"),  # there it does not run any longer
+    ],
+)
+def test_processes_on_different_gpus_take_the_same(monkeypatch, here, there, before, together):
+    config = GPTConfig(4, 256, 2, 100, 2048, "L")
+    assert choose_on(monkeypatch, here, config=config, others=[there], resolved=before).full == together
 
 
 def test_the_probe_of_a_long_row_needs_little_memory_and_keeps_the_window_s_share(monkeypatch):

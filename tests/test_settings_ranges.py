@@ -162,10 +162,10 @@ def test_a_nasty_number_is_a_sentence_or_a_value_in_its_range(script):
 
 
 ENDLESS = [  # each of these took more than 20 seconds: all numbers up to the rows of the batch were tried
-    "--total_batch_size=2**32 --max_seq_len=1 --device_batch_size=-1",
-    "--total_batch_size=2**32-1 --max_seq_len=1 --device_batch_size=-1 --depth=512",
+    "--total_batch_size=2**32 --max_seq_len=2 --device_batch_size=-1",
+    "--total_batch_size=2**32-2 --max_seq_len=2 --device_batch_size=-1 --depth=512",
     "--num_iterations=-1 --target_flops=1e22 --total_batch_size=-1 --device_batch_size=-1",
-    "--num_iterations=1e9 --total_batch_size=-1 --device_batch_size=-1 --max_seq_len=1",
+    "--num_iterations=1e9 --total_batch_size=-1 --device_batch_size=-1 --max_seq_len=2",
 ]
 
 

@@ -77,6 +77,8 @@ def test_the_optimizers_time_is_that_of_the_process_with_the_most_matrices():
     assert simulation.optimizer_flops(config, 1) == L * (block + 1.5 * of_heads + of_stream)
     assert simulation.optimizer_flops(config, 12) < 1.1 * block
     assert simulation.optimizer_flops(config, 10**6) == 60 * C**3  # one matrix of an MLP
+    tiny = scaling.model_config(1, 8, 8, T, V, "L")  # no matrix is large enough to be shared out
+    assert simulation.optimizer_flops(tiny, 64) == 0
 
 
 def test_values_between_depths_are_interpolated_and_outside_constant():

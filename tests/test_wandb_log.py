@@ -19,13 +19,13 @@ from nanochat.metrics import Metrics
 from nanochat.wandb_log import start_wandb
 from pathlib import Path
 folder, settings = sys.argv[1], {"settings": {"depth": {"value": 4, "source": "default"}}, "plan": ["a", "b"]}
-run = start_wandb("my run", "nanochat", settings, folder, None)
+run = start_wandb("my run", settings, folder, None)
 log = Metrics(folder, run)
 log.write({"step": 0, "val_bpb": 2.5, "tokens": 0})
 for step in range(3):
     log.write({"step": step, "loss": 4.0 - step, "grad_norm": float("nan") if step == 1 else 0.5})
 log.close()
-again = start_wandb("my run", "nanochat", settings, folder, run.id)
+again = start_wandb("my run", settings, folder, run.id)
 assert again.id == run.id
 log = Metrics(folder, again)
 log.write({"step": 3, "own_tasks": {"name": 0.5, "bracket": 0.25}, "own_score": 0.125})
@@ -188,7 +188,7 @@ def test_wandb_is_online_where_there_is_a_key_and_a_network(
         netrc.chmod(0o600)
     fake, said = FakeWandb(reachable), []
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    assert start_wandb("a run", "nanochat", {}, tmp_path, None, said.append).run is fake
+    assert start_wandb("a run", {}, tmp_path, None, said.append).run is fake
     assert fake.modes == modes
     assert len(said) == bool(says) and says in "".join(said)
 
@@ -199,16 +199,16 @@ def test_wandbs_own_mode_is_respected(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    start_wandb("a run", "nanochat", {}, tmp_path, None, pytest.fail)
+    start_wandb("a run", {}, tmp_path, None, pytest.fail)
     assert fake.modes in ([None], ["disabled"])  # either way wandb reads it
 
 
 def test_the_run_named_dummy_and_a_machine_without_wandb_log_nowhere(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it fails
     said = []
-    assert start_wandb("dummy", "nanochat", {}, tmp_path, None, said.append) is None
+    assert start_wandb("dummy", {}, tmp_path, None, said.append) is None
     assert len(said) == 1 and "--run=NAME" in said[0]
-    assert start_wandb("a run", "nanochat", {}, tmp_path, None, said.append) is None
+    assert start_wandb("a run", {}, tmp_path, None, said.append) is None
     assert len(said) == 2 and "pip install wandb" in said[1]
 
 

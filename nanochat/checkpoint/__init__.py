@@ -18,7 +18,7 @@ from nanochat.checkpoint.folder import (
     check_shared,
     checkpoints_in,
     lock_folder,
-    newest,
+    newest_in_words,
     prune,
     set_aside,
 )
@@ -48,7 +48,7 @@ __all__ = [
     "is_checkpoint",
     "load_weights",
     "lock_folder",
-    "newest",
+    "newest_in_words",
     "open_checkpoint",
     "prune",
     "save",

@@ -11,7 +11,7 @@ import torch
 
 from nanochat import UserError
 from nanochat.checkpoint.files import attempt, to_json
-from nanochat.checkpoint.folder import newest
+from nanochat.checkpoint.folder import newest_in_words
 from nanochat.checkpoint.save_and_load import SaveError, save
 from nanochat.transfers import for_new_thread
 
@@ -25,7 +25,7 @@ def check_finite(model, step, out_dir):
     if bad := [name for name, good in zip(model, finite, strict=True) if not good]:
         raise UserError(
             f"after {step} steps the weights are not finite in {', '.join(bad[:3])}, so this model is not "
-            f"saved; {newest(out_dir)}; lower the learning rates, or use --dtype=float32"
+            f"saved; {newest_in_words(out_dir)}; lower the learning rates, or use --dtype=float32"
         )
 
 

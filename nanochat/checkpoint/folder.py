@@ -30,7 +30,7 @@ def checkpoints_in(out_dir):
     return {int(match[1]): Path(out_dir) / name for name in names if (match := STEP.fullmatch(name))}
 
 
-def newest(out_dir):
+def newest_in_words(out_dir):
     """What a message says of the checkpoints in a run's folder."""
     steps = checkpoints_in(out_dir)
     return (
@@ -169,9 +169,12 @@ def set_aside(out_dir, after=None):
     return target
 
 
-def remove_temporary(out_dir, keep=None):
-    """Remove what saves and deletions left when they were killed or failed. Only the lock's holder may."""
-    for stale in out_dir.glob(".tmp-*"):
+def remove_temporary(out_dir, which="*", keep=None):
+    """Remove what saves and deletions left when they were killed or failed. Only the lock's holder may.
+
+    which: a pattern. While a run goes on, a report may be written under such a name.
+    """
+    for stale in out_dir.glob(f".tmp-{which}"):
         if stale != keep:
             attempt(shutil.rmtree if stale.is_dir() and not stale.is_symlink() else os.unlink, stale)
 

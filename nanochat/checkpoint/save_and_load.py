@@ -71,7 +71,7 @@ def save(
     contents = {STATE: to_json(state), **(files or {})}  # a ValueError here leaves nothing behind
     try:
         if rank == 0:  # remove what older saves left; other processes may already write into this one
-            remove_temporary(final.parent, keep=temp if world_size > 1 else None)
+            remove_temporary(final.parent, "*step_*", keep=temp if world_size > 1 else None)
         temp.mkdir(parents=True, exist_ok=True)
         entries = {part.name: write_tensors(part, optimizer)}
         if rank > 0:
@@ -166,8 +166,8 @@ class Checkpoint:
     def resolved(self):
         """What the run has decided at its start: settings that were auto, its number of steps, its batch."""
         numbers = {"num_iterations": max(1, self.state["num_iterations"])}
-        batch = {name: self.state["identity"].get(name) for name in ("total_batch_size",)}
-        return numbers | batch | self.state["resolved"]
+        numbers["total_batch_size"] = self.state["identity"].get("total_batch_size")
+        return numbers | self.state["resolved"]
 
     @property
     def fingerprint(self):
@@ -223,13 +223,13 @@ def find_weights(path, identity, say=print):
     if (checkpoint := _in_folder(path, say, "init_from")) is None:
         raise UserError(f"no checkpoint in {path}; init_from is the folder of a checkpoint or of a run")
     then = {"model": None, "tokenizer": None} | checkpoint.state.get("identity", {})
+    tokenizer = f"--tokenizer={checkpoint.path / 'tokenizer.json'}"
     if (was := then["model"]) != identity["model"]:
         said = f"{checkpoint.path} has another model: {difference('model', was, identity['model'])}"
-        raise UserError(f"{said}; give {settings_of_model(was)}")
+        its_tokenizer = "" if then["tokenizer"] == identity["tokenizer"] else f" {tokenizer}"
+        raise UserError(f"{said}; give {settings_of_model(was)}{its_tokenizer}")
     if then["tokenizer"] != identity["tokenizer"]:
-        raise UserError(
-            f"{checkpoint.path} has another tokenizer; give --tokenizer={checkpoint.path / 'tokenizer.json'}"
-        )
+        raise UserError(f"{checkpoint.path} has another tokenizer; give {tokenizer}")
     return checkpoint
 
 
@@ -241,6 +241,7 @@ def settings_of_model(model: dict) -> str:
             "aspect_ratio": model["width"] // model["depth"],
             "head_dim": model["width"] // model["num_heads"],
             "max_seq_len": model["max_seq_len"],
+            "window_pattern": model["window_pattern"],
             "spelling": "on" if model.get("spelled") else "off",
         }
     except (TypeError, KeyError, ZeroDivisionError):

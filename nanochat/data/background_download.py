@@ -100,9 +100,8 @@ class _Download(threading.Thread):
             try:
                 self._get_all()
                 return
-            except (
-                download.Busy
-            ) as busy:  # another process brings the same files; if it dies, this one goes on
+            except download.Busy as busy:
+                # Another process brings the same files; if it dies, this one goes on
                 self._arrival.problem = str(busy)
                 self.stop.wait(LOOK_S)
             except Exception as error:  # whatever it is, a run that has text left goes on

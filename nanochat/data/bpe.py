@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 from nanochat import UserError
 from nanochat.bars import bar
-from nanochat.data.parquet import first_line
+from nanochat.data.parquet import first_line, without_surrogates
 
 # The time to train grows with the square of the longest run that the pattern leaves whole, so the training
 # cuts runs. Longer ones are DNA, or one letter again and again: no word that a token should learn. The
@@ -63,15 +63,6 @@ def train_tokens(
             f"the training of the tokenizer {why}; free memory, use less text or a smaller vocab_size"
         )
     return [bytes.fromhex(token) for token in answer["tokens"]]
-
-
-def without_surrogates(text: str) -> str:
-    """The text with surrogate pairs joined and lone surrogates replaced by U+FFFD, as tiktoken does."""
-    try:
-        text.encode()
-        return text
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _limited(texts: Iterable[str], max_chars: int, progress) -> Iterator[str]:

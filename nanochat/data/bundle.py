@@ -72,7 +72,7 @@ def open_bundle(
     """(the bundle at a folder or zip file, ""), or (None, the reason in one line) if none is there.
 
     path: None is `<base_path>/eval_bundle`, which may be missing. max_per_task: examples to read of each task
-    (-1 = all). A task with more of them is shuffled first, always in the same way. Raises UserError if `path`
+    (-1 = all), in an order that is shuffled, always in the same way. Raises UserError if `path`
     does not exist or the bundle is damaged, with the file and the line.
     """
     found = Path(base_path) / NAME if path is None else user_path("bundle", path)

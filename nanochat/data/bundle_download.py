@@ -55,7 +55,7 @@ def _check_zip(path: Path) -> None:
 
 
 def install(archive_path: Path, folder: Path) -> int:
-    """Unpack the zip file of a bundle as `folder`, in the place of what is there; returns its tasks.
+    """Unpack the zip file of a bundle as `folder`, in the place of what is there; the number of its tasks.
 
     Raises UserError if it is damaged or holds what no bundle needs: too much, a link, or a path outside.
     """

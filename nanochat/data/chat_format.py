@@ -69,16 +69,14 @@ def next_turn_ids(tokenizer: Tokenizer, question: str, begun: bool) -> list[int]
     return [tokenizer.special_tokens["<|assistant_end|>"], *ids[1:]] if begun else ids
 
 
-def coloured(tokenizer: Tokenizer, messages: Sequence[Message], loss_on: str, colour: bool = True) -> str:
-    """A conversation as the model sees it, special tokens included; targets are green, or in [[ ]] without
-    colour."""
+def coloured(tokenizer: Tokenizer, messages: Sequence[Message], loss_on: str) -> str:
+    """A conversation as the model sees it, special tokens included; targets are green."""
     ids, counted = render(tokenizer, messages, loss_on)
-    begin, end = ("\x1b[32m", "\x1b[0m") if colour else ("[[", "]]")
     edges = [0, *(np.flatnonzero(np.diff(counted)) + 1).tolist(), len(ids)]
     parts = []
     for first, last in itertools.pairwise(edges):
         text = printable(tokenizer.decode(ids[first:last]))
-        parts.append(f"{begin}{text}{end}" if counted[first] else text)
+        parts.append(f"\x1b[32m{text}\x1b[0m" if counted[first] else text)
     return "".join(parts)
 
 

@@ -167,6 +167,15 @@ def is_validation(key: bytes) -> bool:
     return int.from_bytes(key[:8], "big") % ONE_IN_VALIDATES == 0
 
 
+def without_surrogates(text: str) -> str:
+    """The text with surrogate pairs joined and lone surrogates replaced by U+FFFD, as tiktoken does."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def write_sorted(documents: Iterable[tuple[str, str]], folder: Path) -> dict:
     """Write (split, text) documents into shards in `folder`; the split "hash" means that the hash decides.
 
@@ -177,12 +186,7 @@ def write_sorted(documents: Iterable[tuple[str, str]], folder: Path) -> dict:
     buckets = _Buckets(folder)
     for split, text in documents:
         if text:
-            content = text.encode("utf-8", "surrogatepass")
-            try:
-                content.decode()
-            except UnicodeDecodeError:
-                content = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
-            buckets.add(split, content)
+            buckets.add(split, without_surrogates(text).encode())
     writers = {split: _Writer(folder, split) for split in ("train", "val")}
     fingerprint, between = hashlib.sha256(), b""
     for key, split, content in buckets:

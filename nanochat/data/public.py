@@ -89,10 +89,8 @@ class PublicDataset(Dataset):
 
         Raises UserError if download=off and shards of a resumed run are missing.
         """
-        here, needed = (
-            min(machine.all_gather(self.here)),
-            self.public.shards_for(self.tokens(tokenizer.vocab_size)),
-        )
+        here = min(machine.all_gather(self.here))
+        needed = self.public.shards_for(self.tokens(tokenizer.vocab_size))
         before = resumed.state["loader"].get("shards") if resumed else None
         count = before or (needed if self.download else min(needed, here))
         if count > here and not self.download:

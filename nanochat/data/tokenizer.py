@@ -22,9 +22,10 @@ from pathlib import Path
 import numpy as np
 
 from nanochat import UserError
-from nanochat.data.bpe import train_tokens, without_surrogates
-from nanochat.data.parquet import first_line
+from nanochat.data.bpe import train_tokens
+from nanochat.data.parquet import first_line, without_surrogates
 from nanochat.paths import special_kind, user_path
+from nanochat.plain_file import replacing
 
 # The pattern of GPT-4 (cl100k_base), but it cuts numbers after two digits, not three: a thousand tokens for
 # three-digit numbers are too many for a small vocabulary.
@@ -120,9 +121,8 @@ class Tokenizer:
             return self._encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:
             return self.encode(without_surrogates(text))
-        except (
-            ValueError
-        ) as error:  # tiktoken's regular expression fails on some hundred thousand blanks in a row
+        except ValueError as error:
+            # tiktoken's regular expression fails on some hundred thousand blanks in a row
             cuts = [0, *(match.end() for match in _LONG_BLANK.finditer(text)), len(text)]
             if len(cuts) == 2:
                 raise UserError(
@@ -171,15 +171,8 @@ class Tokenizer:
         """Write the JSON file, complete or not at all. Raises OSError if the folder cannot be written."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(self.to_bytes())
-            os.chmod(temporary, 0o644)  # mkstemp's 0600 would hide it from other users
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        with replacing(path) as file:
+            file.write(self.to_bytes())
 
     @classmethod
     def from_bytes(cls, content: bytes, source: str = "the tokenizer") -> "Tokenizer":
@@ -241,9 +234,6 @@ def train(
     texts: Iterable[str],
     vocab_size: int,
     *,
-    name: str | None = None,
-    pattern: str = PATTERN,
-    specials: Sequence[str] = SPECIAL_TOKENS,
     max_chars: int = -1,
     exact: bool = True,
     progress: bool = False,
@@ -254,18 +244,18 @@ def train(
     text is too little for so many ids, the tokenizer gets fewer, or with `exact` it is a UserError. So is a
     `vocab_size` below the bytes and special tokens. `progress` shows a bar on stderr.
     """
-    smallest = 256 + len(specials)
+    smallest = 256 + len(SPECIAL_TOKENS)
     if vocab_size < smallest:
         raise UserError(
             f"vocab_size {vocab_size} is too small; use at least {smallest} (all bytes and special tokens)"
         )
-    tokens = train_tokens(texts, vocab_size - len(specials), pattern, max_chars, progress)
-    size = len(tokens) + len(specials)
+    tokens = train_tokens(texts, vocab_size - len(SPECIAL_TOKENS), PATTERN, max_chars, progress)
+    size = len(tokens) + len(SPECIAL_TOKENS)
     if exact and size != vocab_size:
         raise UserError(
             f"vocab_size {vocab_size} is more than this text yields; use at most {size} or train on more text"
         )
-    return Tokenizer(name or f"bpe{size}", tokens, pattern, specials)
+    return Tokenizer(f"bpe{size}", tokens)
 
 
 def open_tokenizer(

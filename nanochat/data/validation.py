@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from nanochat import UserError
 from nanochat.data.parquet import RowGroups, footer_digest
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.paths import special_kind
+from nanochat.plain_file import replacing
 from nanochat.transfers import to_device
 
 FORMAT = 1  # of the file; part of its name, so that a file of another format is not looked at
@@ -167,16 +167,9 @@ def _read(path: Path, key: str, tokenizer: Tokenizer) -> np.ndarray | None:
 def _write(path: Path, key: str, tokens: np.ndarray) -> None:
     """Write the file, complete or not at all. Raises OSError if the folder cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            np.save(file, tokens)
-            file.write(_digest(key, tokens))
-        os.chmod(temporary, 0o644)  # mkstemp's 0600 would hide it from other users
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with replacing(path) as file:
+        np.save(file, tokens)
+        file.write(_digest(key, tokens))
 
 
 def _digest(key: str, tokens: np.ndarray) -> bytes:

@@ -286,16 +286,20 @@ def test_resume_takes_the_newest_a_step_or_a_folder(tmp_path):
 
 
 def test_weights_to_start_from_are_of_the_same_model_and_tokenizer(tmp_path):
-    model = {"depth": 2, "width": 96, "num_heads": 3, "max_seq_len": 64, "spelled": True}
+    model = {"depth": 2, "width": 96, "num_heads": 3, "max_seq_len": 64, "window_pattern": "L"}
+    model |= {"spelled": True}
     identity = {"model": model, "tokenizer": "abc"}
     save_step(tmp_path, 3, state={"step": 3, "identity": identity | {"seed": 1}})
     for path in (tmp_path, tmp_path / "step_000003"):
         assert find_weights(path, identity | {"seed": 2}).step == 3
     difference = "another model: model's width was 96, is 128; model's num_heads was 3, is 4; "
-    settings = "give --depth=2 --aspect_ratio=48 --head_dim=32 --max_seq_len=64 --spelling=on$"
-    with pytest.raises(UserError, match=difference + settings):
+    settings = "give --depth=2 --aspect_ratio=48 --head_dim=32 --max_seq_len=64 --window_pattern=L"
+    settings += " --spelling=on"
+    with pytest.raises(UserError, match=f"{difference}{settings}$"):
         find_weights(tmp_path, identity | {"model": model | {"width": 128, "num_heads": 4}})
     with pytest.raises(UserError, match=r"--tokenizer=.*step_000003/tokenizer.json"):
         find_weights(tmp_path, identity | {"tokenizer": "abd"})
+    with pytest.raises(UserError, match=rf"{settings} --tokenizer=.*step_000003/tokenizer.json"):
+        find_weights(tmp_path, {"model": model | {"vocab_size": 300}, "tokenizer": "abd"})
     with pytest.raises(UserError, match=r"no checkpoint in .*/nothing"):
         find_weights(tmp_path / "nothing", identity)

@@ -102,8 +102,8 @@ def test_a_run_killed_at_10_random_moments_equals_an_undisturbed_one_bit_for_bit
     while kills < 10:
         command = [sys.executable, "-m", *mid(base, chats, out, *long)]
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        before = checkpoint.newest(out)
-        while checkpoint.newest(out) == before and process.poll() is None:
+        before = checkpoint.newest_in_words(out)
+        while checkpoint.newest_in_words(out) == before and process.poll() is None:
             time.sleep(0.01)
         time.sleep(draw.uniform(0, 0.3))
         process.kill()
