@@ -19,7 +19,7 @@ from pathlib import Path
 
 from nanochat import UserError
 from nanochat.bars import DownloadBar
-from nanochat.data.answers import announced_sha256, kind_of, retry_after, safe, strong_tag
+from nanochat.data.http_answers import announced_sha256, kind_of, retry_after, safe, strong_tag
 from nanochat.data.parquet import first_line
 
 CHECKSUMS = "checksums.json"

@@ -37,7 +37,7 @@ Question = tuple[str, str]  # query, answer
 # -- places in any text
 
 
-def continuations(text: str) -> Iterator[Span]:
+def word_runs(text: str) -> Iterator[Span]:
     """Some words in a row. Scripts without blanks between words begin and end anywhere."""
     wide = "[\u2e80-\U0010ffff]"
     begin, end = rf"(?<=\S)(?:\s(?=\S)|(?={wide}))", rf"\S{{1,40}}?(?=\s|{wide})"
@@ -162,8 +162,8 @@ class TaskKind:
 
 
 TASKS = (
-    TaskKind("continuation", "multiple_choice", 4, False, continuations),
-    TaskKind("beginning", "schema", 4, False, continuations),
+    TaskKind("continuation", "multiple_choice", 4, False, word_runs),
+    TaskKind("beginning", "schema", 4, False, word_runs),
     TaskKind("repeated_word", "multiple_choice", 4, False, repeated_words),
     TaskKind("next_word", "language_modeling", 1, False, repeated_words),
     TaskKind("keyword", "multiple_choice", 4, True, keywords, python=True),
