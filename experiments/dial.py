@@ -38,7 +38,7 @@ WIDTHS = {
     (4, "code", 5e12): {64: 1.1325, 96: 1.1375, 128: 1.1729, 192: 1.2646},
     (4, "code", 2.2e13): {96: 0.9627, 128: 0.9674, 192: 1.0080, 256: 1.0573, 320: 1.1287},
     (4, "code", 1.1e14): {96: 0.8528, 128: 0.8297, 192: 0.8313, 256: 0.8556},
-    (6, "code", 2.2e13): {96: 0.9753, 128: 0.9849, 192: 1.0429, 384: 1.1894},
+    (6, "code", 2.2e13): {96: 0.9753, 128: 0.9849, 192: 1.0429, 320: 1.1894},
     (4, "prose", 2.2e13): {96: 1.6613, 128: 1.5973, 192: 1.5853, 256: 1.6395},
 }
 
@@ -96,7 +96,7 @@ def plot_widths(path: Path):
         )
         rule.plot(flops, lowest_point(series), "o", fillstyle="none", color=line.get_color(), markersize=10)
     measured.set(xscale="log", xlabel="width", ylabel="bits per byte")
-    measured.set_xticks([64, 96, 128, 192, 256, 384], [64, 96, 128, 192, 256, 384])
+    measured.set_xticks([64, 96, 128, 192, 256, 320], [64, 96, 128, 192, 256, 320])
     measured.minorticks_off()
     measured.set_ylim(top=2)
     measured.legend()
