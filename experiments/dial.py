@@ -98,8 +98,8 @@ def plot_widths(path: Path):
     measured.set(xscale="log", xlabel="width", ylabel="bits per byte")
     measured.set_xticks([64, 96, 128, 192, 256, 320], [64, 96, 128, 192, 256, 320])
     measured.minorticks_off()
-    measured.set_ylim(top=2)
-    measured.legend()
+    measured.set_ylim(top=2.2)
+    measured.legend(loc="upper left")
     flops = [10 ** (12 + i / 100) for i in range(301)]
     for depth, style in ((4, "k-"), (6, "k--")):
         rule.plot(
