@@ -40,13 +40,19 @@ def test_equal_values_share_the_mean_of_their_ranks():
     assert ranks_of(np.array([0.3, 0.1, 0.3, 0.2, 0.3])).tolist() == [4, 1, 4, 2, 4]
 
 
-def test_the_correlation_on_the_page_is_that_of_the_table_above_it():
+def test_the_correlations_on_the_page_are_those_of_the_tables_above_them():
     page = (ROOT / "docs" / "ablations.md").read_text(encoding="utf-8")
     section = page.partition("## How small a run ranks")[2].partition("\n## ")[0]
-    cells = re.findall(r"^\| (.+) \| ([+-][\d.]+) \| ([+-][\d.]+) \|$", section, re.MULTILINE)
-    small, large = ({name: float(pair[i]) for name, *pair in cells} for i in (0, 1))
-    count, ranks, _ = correlations(small, large)
-    assert count == 12 and f"(Spearman) is **{ranks:.2f}**" in section
+    parts, before = section.split("Twelve changes of the days before")
+    for text, baseline, changed, said in (
+        (parts, {"today": 0.0}, 10, "(Spearman) is **{:.2f}**, and Pearson's, without ranks, {:.2f} "),
+        (before, {}, 12, "Here the rank correlation is {:.2f}."),
+    ):
+        cells = re.findall(r"^\| (.+) \| ([+-][\d.]+) \| ([+-][\d.]+) \|$", text, re.MULTILINE)
+        small, large = ({name: float(pair[i]) for name, *pair in cells} | baseline for i in (0, 1))
+        count, *found = correlations(small, large)
+        assert count == changed + len(baseline) and said.format(*found) in text
+
 
 
 def test_only_series_of_one_commit_with_enough_variants_are_compared():
