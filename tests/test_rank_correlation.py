@@ -54,7 +54,6 @@ def test_the_correlations_on_the_page_are_those_of_the_tables_above_them():
         assert count == changed + len(baseline) and said.format(*found) in text
 
 
-
 def test_only_series_of_one_commit_with_enough_variants_are_compared():
     (row,) = rows(all_series(TABLE), least=3)
     assert row.startswith("| abc | parts, d4, 1,000 tokens | parts, width=9, d4, 5,000 tokens | 3 | 0.50 |")
