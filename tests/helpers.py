@@ -124,15 +124,18 @@ def wait_for_step(process, out: Path, step: int):
     raise AssertionError("the run did not get there")
 
 
-def schedules(num_iterations: int, warmup_steps=0, warmdown_ratio=0.8, final_lr_frac=0.05):
-    """lr_multiplier, muon_momentum and weight_decay_multiplier of base_train.py, for a run of that length."""
+def schedules(
+    num_iterations: int, warmup_steps=0, warmdown_ratio=0.8, final_lr_frac=0.05, script="base_train"
+):
+    """lr_multiplier, muon_momentum and, of base_train.py, weight_decay_multiplier, for a run of that
+    length."""
     plan = types.SimpleNamespace(num_iterations=num_iterations, warmup_steps=warmup_steps)
     names = ("lr_multiplier", "muon_momentum", "weight_decay_multiplier")
     values = {"plan": plan, "warmdown_ratio": warmdown_ratio, "final_lr_frac": final_lr_frac}
-    tree = ast.parse((ROOT / "scripts" / "base_train.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "scripts" / f"{script}.py").read_text(encoding="utf-8"))
     tree.body = [node for node in tree.body if getattr(node, "name", None) in names]
-    exec(compile(tree, "base_train.py", "exec"), values)
-    return [values[name] for name in names]
+    exec(compile(tree, f"{script}.py", "exec"), values)
+    return [values[name] for name in names if name in values]
 
 
 # ------------------------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ def loader(v):
 _SCALER = {"scale": above_zero, "growth_factor": above_zero, "backoff_factor": above_zero}
 _SCALER |= {"growth_interval": whole(1), "_growth_tracker": whole()}
 _MODEL = mapping(either(number, truth, nothing, listed(number), text))
-_LENGTH = fields({"max_seq_len": whole(1, 2**20)})  # the one size that no tensor shows, as in base_train
+_LENGTH = fields({"max_seq_len": whole(2, 2**20)})  # the one size that no tensor shows, as in base_train
 _IDENTITY = {"model": both(_MODEL, _LENGTH)}
 _STATE = {
     "identity": fields(_IDENTITY | {"total_batch_size": whole(1)}),

@@ -89,6 +89,12 @@ def test_a_step_saved_again_replaces_its_checkpoint_and_takes_nothing_from_lefto
     assert "junk" not in names_in(path)
 
 
+def test_a_save_leaves_a_report_alone_that_is_being_written(tmp_path):
+    (tmp_path / ".tmp-report.html").write_text("half a page")
+    save_step(tmp_path, 1)
+    assert (tmp_path / ".tmp-report.html").exists()
+
+
 def test_everything_is_synced_before_the_name_and_the_name_after(tmp_path, monkeypatch):
     events, fsync, rename = [], os.fsync, os.rename
     monkeypatch.setattr(

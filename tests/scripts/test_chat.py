@@ -58,7 +58,8 @@ def chat(base, monkeypatch, capsys):
     def chat(*arguments, typed=""):
         argv = ["chat", f"--base_dir={base}", "--dtype=float32", "--device_type=cpu", *arguments]
         monkeypatch.setattr(sys, "argv", argv)
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))
+        stdin = None if typed is None else io.TextIOWrapper(io.BytesIO(typed.encode()))  # None: closed
+        monkeypatch.setattr(sys, "stdin", stdin)
         runpy.run_module("scripts.chat", run_name="__main__")
         return capsys.readouterr()
 
@@ -75,6 +76,10 @@ def test_a_prompt_is_continued_as_the_model_continues_it(chat, model):
     arguments = ["--prompt=a", "--max_tokens=20", "--temperature=1.5", "--top_k=9", "--top_p=0.7", "--seed=3"]
     options = {"temperature": 1.5, "top_k": 9, "top_p": 0.7, "seed": 3}
     assert chat("--source=tiny", *arguments).out == "a" + continuation(model, "a", 20, **options) + "\n"
+
+
+def test_a_prompt_needs_no_stdin(chat, model):
+    assert chat("--prompt=a", "--max_tokens=5", typed=None).out == "a" + continuation(model, "a", 5) + "\n"
 
 
 def test_each_line_typed_is_a_prompt_until_an_empty_line_comes(chat, model):

@@ -1,4 +1,4 @@
-"""The three schedules of base_train.py: what changes from step to step."""
+"""The three schedules of base_train.py and the two of mid_train.py: what changes from step to step."""
 
 from itertools import pairwise
 
@@ -60,3 +60,9 @@ def test_weight_decay_falls_evenly_to_zero(num_iterations):
     _, _, decay = schedules(num_iterations)
     assert decay(0) == 1 and decay(num_iterations) == 0
     assert decay(num_iterations // 2) == pytest.approx(1 - num_iterations // 2 / num_iterations)
+
+
+def test_the_momentum_of_mid_train_follows_its_rate():
+    rate, momentum = schedules(100, warmup_steps=10, final_lr_frac=0.0, script="mid_train")
+    assert [round(momentum(step), 9) for step in (0, 9, 20, 60, 100)] == [0.86, 0.95, 0.95, 0.9, 0.85]
+    assert rate(60) == pytest.approx(0.5)
