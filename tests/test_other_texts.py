@@ -8,8 +8,7 @@ import pytest
 from experiments import other_texts
 from nanochat import UserError
 
-
-# One in 20 is validation, by the hash of its whole path, in which pytest's folder has another number each time:
+# One in 20 is validation, by the hash of its whole path, and pytest gives each run another folder:
 # with 60 files one run in 20 had none
 FILES = 400
 
