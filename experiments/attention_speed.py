@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 import configurator
-from nanochat import attention, attention_backends, attention_blocks
+from nanochat.ops import attention, attention_backends, attention_blocks
 
 dtype: Literal["bfloat16", "float32"] = "bfloat16"
 rounds = 5  # of both ways, in turns [1..1000]

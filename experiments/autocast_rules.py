@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nanochat.diagnostics.recorder import Recorder
-from nanochat.precision import name_of
+from nanochat.machine.precision import name_of
 
 
 def markdown(head: list, rows: list[list]) -> str:

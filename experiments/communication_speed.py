@@ -14,8 +14,10 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from nanochat import UserError, gradients, optim, runtime, scaling
+from nanochat import UserError, gradients, optim
 from nanochat.gpt import GPT
+from nanochat.machine import runtime
+from nanochat.plan import scaling
 
 RATES = {"embedding_lr": 0.1, "unembedding_lr": 0.01, "matrix_lr": 0.02, "scalar_lr": 0.1}  # any will do
 

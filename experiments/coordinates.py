@@ -18,11 +18,12 @@ import torch
 
 import configurator
 from experiments.measurements import T, byte_rows
-from nanochat import optim, scaling
-from nanochat.elementwise import norm
+from nanochat import optim
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.gradients import clip_grad_norm_
-from nanochat.runtime import materialize
+from nanochat.machine.runtime import materialize
+from nanochat.ops.elementwise import norm
+from nanochat.plan import scaling
 
 steps = 5  # optimizer steps before the change is measured (after one, some are still 0) [2..1000]
 seeds = 3  # models of a width to take the mean of; above width 256 fewer, down to one [1..100]

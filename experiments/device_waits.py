@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanochat import run_output, signals
+from nanochat.machine import signals
+from nanochat.run import output as run_output
 
 FIRST = 2  # steps of a process that are not watched
 READS = ("tolist", "cpu", "numpy")  # methods of a tensor that copy it to the host, besides item()

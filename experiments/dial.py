@@ -2,10 +2,10 @@
 Nothing is trained.
 
 Against the tokens of a run on public text: batch, steps, factor of the rates, and weight decay times rate, by
-the functions of nanochat/scaling.py that base_train calls. They depend on the tokens and not on the depth,
-which has a mark where its own horizon is. The dashed line is the batch rule without its rounding to a power
-of two rows, with the vocabulary of our runs. A cross stands for each batch of a series at d4, a circle for
-the lowest point of a parabola through its three best in the logarithm (docs/ablations.md, "The batch rule").
+the functions of nanochat/plan/scaling.py that base_train calls. They depend on the tokens and not on the
+depth, which has a mark where its own horizon is. The dashed line is the batch rule without its rounding to a
+power of two rows, with the vocabulary of our runs. A cross stands for each batch of a series at d4, a circle
+for the lowest point of a parabola through its three best in the logarithm (docs/ablations.md, "The batch rule").
 
 The second picture has bits per byte against the width, for runs of equal FLOPs (docs/ablations.md, "The
 width"), and the width that the rule takes against the FLOPs. A circle there stands for the lowest point of a
@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 import configurator
-from nanochat import UserError, scaling
+from nanochat import UserError
+from nanochat.plan import scaling
 
 folder = "docs"  # where the pictures are written
 

@@ -30,9 +30,9 @@ from typing import Literal
 import configurator
 from experiments import peer_run, race_speed
 from nanochat import UserError
-from nanochat.metrics import read_metrics
+from nanochat.machine.runtime import sources_fingerprint
 from nanochat.paths import user_path
-from nanochat.runtime import sources_fingerprint
+from nanochat.run.metrics import read_metrics
 
 peer: str | None = None  # a folder of karpathy/nanochat
 data = "embedded"  # as base_train's; a document stays whole

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 
 from nanochat.data.parquet import iterate_documents
 from nanochat.data.validation import ValidationBatches
-from nanochat.evaluate import bits_per_byte
+from nanochat.evals.bits_per_byte import bits_per_byte
 from nanochat.gpt import GPT
-from nanochat.precision import autocast, resolve_dtype
+from nanochat.machine.precision import autocast, resolve_dtype
 
 DOCUMENTS = 100
 CHARACTERS = 500, 1500  # of a document, drawn evenly

@@ -14,11 +14,12 @@ import torch._functorch.config as functorch
 import configurator
 from experiments import faq_precision as asked
 from experiments.measurements import byte_rows, flat_grad, our_model
-from nanochat import UserError, precision
-from nanochat.data.dataset import open_dataset
+from nanochat import UserError
 from nanochat.data.loader import TrainLoader
+from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import open_tokenizer
-from nanochat.precision import name_of
+from nanochat.machine import precision
+from nanochat.machine.precision import name_of
 
 
 def embedded(base_dir: str):

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from experiments.autocast_rules import PROBES, policy
 from experiments.measurements import byte_rows, compare, flat, flat_grad, our_model, our_optimizer
-from nanochat import precision
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.precision import name_of
+from nanochat.machine import precision
+from nanochat.machine.precision import name_of
 
 CPU = torch.device("cpu")
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -28,7 +28,7 @@ def ours(job: dict):
     """A function of the batch size that writes with our engine."""
     from nanochat.engine import cast_weights, generate_batch
     from nanochat.gpt import GPT, GPTConfig
-    from nanochat.precision import DTYPES
+    from nanochat.machine.precision import DTYPES
 
     heads = job["width"] // job["head_dim"]
     sizes = job["depth"], job["width"], heads, job["vocab_size"], job["max_seq_len"]
@@ -85,8 +85,8 @@ def bench(settings: dict) -> dict:
     """The results of `measure` in each dtype of the bench's settings. Raises UserError if `peer` is no folder
     of karpathy/nanochat, or if one of the two fails."""
     from nanochat import UserError
-    from nanochat.precision import resolve_dtype
-    from nanochat.scaling import model_config
+    from nanochat.machine.precision import resolve_dtype
+    from nanochat.plan.scaling import model_config
 
     peer = Path(settings["peer"]).resolve() if settings["peer"] else None
     if peer and not (peer / "nanochat" / "engine.py").exists():

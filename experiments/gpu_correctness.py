@@ -43,8 +43,9 @@ def losses(job: dict) -> dict:
     All start from the same weights and see the same tokens, which follow a rule that can be learned. float16
     runs with a GradScaler; its first scale is so low that no step is skipped.
     """
-    from nanochat import runtime, scaling
     from nanochat.gpt import GPT
+    from nanochat.machine import runtime
+    from nanochat.plan import scaling
 
     T, rows, head_dim = (32, 4, 32) if job["small"] else (256, 8, 128)
     config = scaling.model_config(2, head_dim, head_dim, T, 512, "SL")
@@ -89,9 +90,10 @@ def learnable(rows: int, T: int, vocab_size: int, seed: int):
 def train(config, weights, batches, machine, dtype, compiled, backend="inductor") -> list[float]:
     """The losses of one step a batch, from those weights."""
     import configurator
-    from nanochat import attention, optim
+    from nanochat import optim
     from nanochat.diagnostics.step import scaled_rates, training_step
     from nanochat.gpt import GPT
+    from nanochat.ops import attention
 
     model = GPT(config)
     model.load_state_dict(weights)
@@ -119,7 +121,7 @@ def train(config, weights, batches, machine, dtype, compiled, backend="inductor"
 
 def attention(job: dict) -> dict:
     """Each way to compute attention, forward and backward, against float64, and why others cannot run."""
-    from nanochat import attention as ways
+    from nanochat.ops import attention as ways
 
     shape = (1, 2, 64, 32) if job["small"] else (2, 6, 2048, 128)
     checks, cannot = {}, {}
@@ -181,8 +183,8 @@ def no_waits(device: torch.device):
 
 def open_loader(job: dict, step_job: dict):
     """The training batches of base_train for the job's text."""
-    from nanochat.data.dataset import open_dataset
     from nanochat.data.loader import TrainLoader
+    from nanochat.data.sources import open_dataset
     from nanochat.data.tokenizer import open_tokenizer
 
     base = Path(job["base_dir"])

@@ -24,7 +24,7 @@ def save_evaluate_sample(job: dict, depth: int) -> dict:
 
 def evaluation(side, small: bool) -> dict:
     """Tokens a second of bits per byte on rows of random tokens, as base_train evaluates."""
-    from nanochat.evaluate import bits_per_byte
+    from nanochat.evals.bits_per_byte import bits_per_byte
 
     config = side.plan.config
     shape, draw = (side.rows, config.max_seq_len + 1), torch.Generator().manual_seed(0)

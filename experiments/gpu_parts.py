@@ -47,7 +47,7 @@ def each(**actions) -> dict:
 
 def machine(job: dict) -> dict:
     """What there is: GPU, driver, memory, versions, the peak that MFU is measured against."""
-    from nanochat import runtime
+    from nanochat.machine import runtime
 
     here = runtime.start(job["device"], seed=0)
     peak, source = runtime.peak_flops(here.device, torch.bfloat16)

@@ -32,8 +32,10 @@ class Ours:
     """Model and optimizer as scripts/base_train.py makes them from the same settings."""
 
     def __init__(self, job: dict):
-        from nanochat import attention, optim, precision, runtime
+        from nanochat import optim
         from nanochat.gpt import GPT
+        from nanochat.machine import precision, runtime
+        from nanochat.ops import attention
 
         self.machine = runtime.start(job["device"], seed=0)
         self.device = self.machine.device
@@ -43,7 +45,7 @@ class Ours:
             model = GPT(self.plan.config)
         self.model = runtime.materialize(model, self.device, 0)
         if job.get("fp8"):
-            from nanochat.fp8 import convert_to_fp8
+            from nanochat.ops.fp8 import convert_to_fp8
 
             convert_to_fp8(model)
         place = self.plan.config, self.machine, self.dtype, job["compile"]
@@ -69,8 +71,9 @@ class Ours:
         }
 
     def step(self, batches) -> torch.Tensor:
-        from nanochat import optim, precision
+        from nanochat import optim
         from nanochat.gradients import clip_grad_norm_
+        from nanochat.machine import precision
 
         losses = torch.zeros(self.micro_steps, device=self.device)
         for i, (inputs, targets) in enumerate(batches):
@@ -90,8 +93,8 @@ class Ours:
 def our_plan(job: dict, machine, dtype):
     """The plan of base_train for the job's shape, with text of any length and a tokenizer of its size."""
     import configurator
-    from nanochat import planning
-    from nanochat.hardware import survey
+    from nanochat.machine.hardware import survey
+    from nanochat.plan import planning
 
     shape = {name: job[name] for name in ("depth", "aspect_ratio", "head_dim", "max_seq_len")}
     shape |= {"window_pattern": job["window_pattern"], "device_batch_size": job["rows"]}

@@ -20,9 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from nanochat import muon, optim, precision
+from nanochat import muon, optim
 from nanochat.engine import generate
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.machine import precision
 
 ROOT = Path(__file__).parent.parent
 T = 32  # bytes a row

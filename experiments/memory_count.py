@@ -22,8 +22,11 @@ from torch.overrides import TorchFunctionMode
 
 import configurator
 from experiments import equal_tokens
-from nanochat import UserError, elementwise, loss, memory_estimate, precision, scaling
+from nanochat import UserError
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.machine import precision
+from nanochat.ops import elementwise, loss
+from nanochat.plan import memory_estimate, scaling
 
 depths = "12,20,26"  # of the models, separated by commas
 rows = 8  # of a micro-batch [1..2**20]

@@ -1,6 +1,7 @@
 """The README's table of models by depth: `python -m experiments.models`. It is computed, nothing is trained.
 
-The numbers come from nanochat/planning.py, as `--plan` prints them, for base_train's defaults on public text.
+The numbers come from nanochat/plan/planning.py, as `--plan` prints them, for base_train's defaults on public
+text.
 """
 
 import types
@@ -10,7 +11,7 @@ from pathlib import Path
 import torch
 
 import configurator
-from nanochat import planning
+from nanochat.plan import planning
 
 gpus = 1  # GPUs that train together [1..1e6]
 gpu_tflops = 989.0  # peak of one of them in bfloat16 (989 = H100) [1e-3..1e6]

@@ -31,9 +31,9 @@ from pathlib import Path
 import torch
 
 from nanochat import UserError
-from nanochat.data.dataset import open_dataset
-from nanochat.data.imported import Dataset, writing
+from nanochat.data.dataset import Dataset, writing
 from nanochat.data.parquet import iterate_documents, write_sorted
+from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import Tokenizer, open_tokenizer
 
 FORMAT = 1  # of the folder that `prepare` makes; part of its name

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 import configurator
 from experiments.autocast_rules import autocast_lists, markdown, walk, weight_casts
 from experiments.measurements import byte_rows, compare, flat, flat_grad, our_model
-from nanochat import UserError, precision
-from nanochat.precision import name_of
+from nanochat import UserError
+from nanochat.machine import precision
+from nanochat.machine.precision import name_of
 
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 CPU = torch.device("cpu")

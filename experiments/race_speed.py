@@ -24,11 +24,12 @@ from pathlib import Path
 import torch
 
 from experiments import peer_run
-from nanochat import UserError, runtime
+from nanochat import UserError
 from nanochat.data.parquet import iterate_documents
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.metrics import read_metrics
+from nanochat.machine import runtime
 from nanochat.paths import user_path
+from nanochat.run.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 ROUNDS = 3  # at most; a round has a run of each side

@@ -1,6 +1,6 @@
 """The tables of docs/scale.md: `python -m experiments.scale`. They are worked out, nothing is trained.
 
-The numbers come from nanochat/simulation.py, as `--plan --world_size=N --device=GPU` prints them, for
+The numbers come from nanochat/plan/simulation.py, as `--plan --world_size=N --device=GPU` prints them, for
 base_train's defaults on public text.
 """
 
@@ -8,7 +8,8 @@ import bisect
 from pathlib import Path
 
 import configurator
-from nanochat import UserError, planning, simulation
+from nanochat import UserError
+from nanochat.plan import planning, simulation
 
 device = "H100"  # the GPU: B200, H200, H100, A100, L40S, RTX 4090, L4, V100 or T4
 

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import configurator
 from experiments import peer_run
-from nanochat import UserError, runtime
+from nanochat import UserError
+from nanochat.machine import runtime
 from nanochat.paths import user_path
 
 TRAIN = [sys.executable, "-m", "scripts.base_train"]

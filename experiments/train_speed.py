@@ -17,9 +17,11 @@ from pathlib import Path
 
 import configurator
 from experiments import peer_run, step_floors, step_split
-from nanochat import UserError, precision, runtime, scaling
-from nanochat.metrics import read_metrics
+from nanochat import UserError
+from nanochat.machine import precision, runtime
 from nanochat.paths import user_path
+from nanochat.plan import scaling
+from nanochat.run.metrics import read_metrics
 
 DEFAULTS = configurator.defaults(Path(__file__).parent.parent / "scripts" / "base_train.py")
 SINGLE = "tok_per_sec", "mfu", "mfu_of_measured_peak", "peak_memory_bytes", "first_step_s"

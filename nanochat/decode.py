@@ -15,12 +15,12 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from nanochat.attention import keys_before
-from nanochat.attention_backends import for_any_length
-from nanochat.elementwise import SLOPE, norm
-from nanochat.fp8 import Float8Linear
 from nanochat.gpt import GPT, QK_SCALE, gated
-from nanochat.loss import softcap
+from nanochat.ops.attention import keys_before
+from nanochat.ops.attention_backends import for_any_length
+from nanochat.ops.elementwise import SLOPE, norm
+from nanochat.ops.fp8 import Float8Linear
+from nanochat.ops.loss import softcap
 
 # The parameters that DecodeStep knows, as they are called in gpt.py
 TABLES = {"embedding", "value_embeddings", "head"}

@@ -23,11 +23,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from nanochat.attention import attention, keys_before, token_before, visible_from
-from nanochat.elementwise import norm, norm_and_rotate, squared_leaky_relu
-from nanochat.lookup import embedding, look_up
-from nanochat.loss import softcap, softcapped_cross_entropy
-from nanochat.spelling import Pieces
+from nanochat.ops.attention import attention, keys_before, token_before, visible_from
+from nanochat.ops.elementwise import norm, norm_and_rotate, squared_leaky_relu
+from nanochat.ops.lookup import embedding, look_up
+from nanochat.ops.loss import softcap, softcapped_cross_entropy
+from nanochat.ops.subword import Pieces
 
 ROPE_BASE = 100_000  # longer wavelengths than the usual 10,000
 GATED_CHANNELS = 16  # of the stream of the token before, that share a gate

@@ -12,7 +12,8 @@ import subprocess
 from pathlib import Path
 
 import configurator
-from nanochat import UserError, runtime
+from nanochat import UserError
+from nanochat.machine import runtime
 from nanochat.paths import user_path
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -30,12 +30,13 @@ from datetime import date
 from pathlib import Path
 
 import configurator
-from nanochat import UserError, checkpoint, runtime
+from nanochat import UserError, checkpoint
 from nanochat.checkpoint.folder import LOCK, Lock
-from nanochat.data.dataset import open_dataset
+from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import open_tokenizer
-from nanochat.metrics import read_metrics
+from nanochat.machine import runtime
 from nanochat.paths import special_kind, user_path
+from nanochat.run.metrics import read_metrics
 from nanochat.variants import BASE_TRAIN, LISTS, ROOT, patched_copy, read_list, settings_in
 
 variants = "packing"  # a list of experiments/variants, or a path

@@ -16,19 +16,20 @@ from typing import Literal
 import torch
 
 import configurator
-from nanochat import UserError, checkpoint, precision, runtime
-from nanochat.bars import bar
-from nanochat.data.bundle import open_bundle
-from nanochat.data.dataset import open_dataset
-from nanochat.data.own_tasks import open_own_tasks
-from nanochat.data.sample_prompts import sample_prompts as prompts_for
+from nanochat import UserError, checkpoint
+from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.data.validation import ValidationBatches, tokenize_validation
 from nanochat.engine import continuations, find_source, load_for_inference
-from nanochat.evaluate import bits_per_byte
-from nanochat.evaluation_page import page, results_folder, settings_of_run, write_results
+from nanochat.evals.bits_per_byte import bits_per_byte
+from nanochat.evals.bundle import open_bundle
+from nanochat.evals.own_tasks import open_own_tasks
+from nanochat.evals.page import page, results_folder, settings_of_run, write_results
+from nanochat.evals.sample_prompts import sample_prompts as prompts_for
+from nanochat.evals.task_scores import score_tasks
+from nanochat.machine import precision, runtime
 from nanochat.paths import user_path
-from nanochat.task_scores import score_tasks
+from nanochat.terminal import bar
 
 # Model
 source: str | None = None  # a run's tag, its folder or a checkpoint's (none = the newest, mid before base)

@@ -19,26 +19,30 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import configurator
-from nanochat import attention, checkpoint, metrics, optim, planning, precision, runtime, signals, simulation
-from nanochat.data.dataset import open_dataset
+from nanochat import checkpoint, optim
 from nanochat.data.loader import TrainLoader, merge_states
-from nanochat.data.sample_prompts import sample_prompts as sample_prompts_for
+from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import open_tokenizer
 from nanochat.data.validation import ValidationBatches, tokenize_validation
 from nanochat.engine import continuations
-from nanochat.evaluate import bits_per_byte
-from nanochat.fp8 import check_fp8, convert_to_fp8
+from nanochat.evals.bits_per_byte import bits_per_byte
+from nanochat.evals.sample_prompts import sample_prompts as sample_prompts_for
+from nanochat.evals.task_scores import in_words, open_tasks, score_tasks
 from nanochat.gpt import GPT
 from nanochat.gradients import clip_grad_norm_, exchange_gradients
-from nanochat.hardware import survey
-from nanochat.memory_trial import check_plan, fit_micro_batch
+from nanochat.machine import precision, runtime, signals
+from nanochat.machine.hardware import survey
+from nanochat.machine.profiler import StepProfiler
+from nanochat.ops import attention
+from nanochat.ops.fp8 import check_fp8, convert_to_fp8
+from nanochat.ops.subword import spell
 from nanochat.paths import user_path
-from nanochat.profiler import StepProfiler
-from nanochat.run_output import RunOutput
-from nanochat.scaling import horizon_tokens
-from nanochat.spelling import spell
-from nanochat.task_scores import in_words, open_tasks, score_tasks
-from nanochat.time_budget import FirstSteps, fit_minutes
+from nanochat.plan import planning, simulation
+from nanochat.plan.memory_trial import check_plan, fit_micro_batch
+from nanochat.plan.scaling import horizon_tokens
+from nanochat.plan.time_budget import FirstSteps, fit_minutes
+from nanochat.run import metrics
+from nanochat.run.output import RunOutput
 
 # Model
 depth = 20  # Transformer layers; every other size follows from it [1..512]

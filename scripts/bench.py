@@ -31,12 +31,14 @@ from typing import Literal
 import torch
 
 import configurator
-from nanochat import UserError, checkpoint, optim, precision, runtime, scaling
-from nanochat.data.dataset import open_dataset
+from nanochat import UserError, checkpoint, optim
+from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import open_tokenizer
 from nanochat.diagnostics.step import scaled_rates
 from nanochat.gpt import GPT
+from nanochat.machine import precision, runtime
 from nanochat.paths import user_path
+from nanochat.plan import scaling
 
 # What to measure
 what: (

@@ -16,10 +16,10 @@ import sys
 from typing import Literal
 
 import configurator
-from nanochat import precision, runtime
 from nanochat.data import chat_format
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.engine import Stream, find_source, generate, load_for_inference, text_pieces
+from nanochat.machine import precision, runtime
 from nanochat.paths import user_path
 
 # Model

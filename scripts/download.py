@@ -15,13 +15,13 @@ from urllib.parse import urlsplit
 
 import configurator
 from nanochat import UserError
-from nanochat.data.bundle_download import HOST as CORE_HOST
-from nanochat.data.bundle_download import download_bundle
-from nanochat.data.dataset import open_dataset
+from nanochat.data.dataset import writing
 from nanochat.data.download import download
-from nanochat.data.imported import writing
 from nanochat.data.parquet import footer_digest
 from nanochat.data.public import HOST, PUBLIC
+from nanochat.data.sources import open_dataset
+from nanochat.evals.bundle_download import HOST as CORE_HOST
+from nanochat.evals.bundle_download import download_bundle
 from nanochat.paths import user_path
 
 # Public shards

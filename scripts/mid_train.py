@@ -21,21 +21,26 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import configurator
-from nanochat import attention, chat_eval, checkpoint, metrics, optim, planning, precision, runtime, signals
+from nanochat import checkpoint, optim
 from nanochat.data import chat_format
 from nanochat.data.conversation_loader import ConversationBatches, ConversationLoader, render_all
 from nanochat.data.conversations import open_conversations
-from nanochat.data.exact_match import exact_match_questions, nearest_answer_share
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.engine import find_source, model_config
-from nanochat.evaluate import bits_per_byte
+from nanochat.evals import chat_eval
+from nanochat.evals.bits_per_byte import bits_per_byte
+from nanochat.evals.exact_match import exact_match_questions, nearest_answer_share
 from nanochat.gpt import GPT
 from nanochat.gradients import clip_grad_norm_, exchange_gradients
-from nanochat.hardware import survey
-from nanochat.memory_trial import check_plan, fit_micro_batch
+from nanochat.machine import precision, runtime, signals
+from nanochat.machine.hardware import survey
+from nanochat.machine.profiler import StepProfiler
+from nanochat.ops import attention
 from nanochat.paths import user_path
-from nanochat.profiler import StepProfiler
-from nanochat.run_output import RunOutput
+from nanochat.plan import planning
+from nanochat.plan.memory_trial import check_plan, fit_micro_batch
+from nanochat.run import metrics
+from nanochat.run.output import RunOutput
 
 # Model
 source: str | None = None  # the base model: a run's tag, its folder or a checkpoint's (none = the newest)

@@ -16,17 +16,19 @@ from typing import Literal
 import torch
 
 import configurator
-from nanochat import UserError, memory_estimate, optim, precision, runtime, scaling
-from nanochat.data.dataset import open_dataset
+from nanochat import UserError, optim
 from nanochat.data.loader import TrainLoader
+from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import open_tokenizer
 from nanochat.diagnostics import precision_cost
 from nanochat.diagnostics.precision_page import page
 from nanochat.diagnostics.recorder import record_step
 from nanochat.diagnostics.step import scaled_rates
 from nanochat.gpt import GPT
+from nanochat.machine import precision, runtime
+from nanochat.machine.precision import name_of
 from nanochat.paths import user_path
-from nanochat.precision import name_of
+from nanochat.plan import memory_estimate, scaling
 
 # Model
 depth = 4  # Transformer layers [1..512]

@@ -13,7 +13,15 @@ from pathlib import Path
 import configurator
 from nanochat import UserError
 from nanochat.paths import user_path
-from nanochat.report import MOST_RUNS, comparison_page, find_run, read_run, run_page, write_files, write_page
+from nanochat.run.report import (
+    MOST_RUNS,
+    comparison_page,
+    find_run,
+    read_run,
+    run_page,
+    write_files,
+    write_page,
+)
 
 out: str | None = None  # file to write (none = the run's report.html; comparison.html here for several runs)
 price_per_hour = -1.0  # what the machine costs an hour, to show the cost (-1 = as the run says) [-1, 0..1e9]

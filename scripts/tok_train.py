@@ -14,8 +14,8 @@ from pathlib import Path
 
 import configurator
 from nanochat import UserError
-from nanochat.data.dataset import open_dataset
 from nanochat.data.parquet import iterate_documents
+from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import TIKTOKEN_FILES, from_tiktoken, is_cached, tokenizer_path, train
 from nanochat.paths import user_path
 

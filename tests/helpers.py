@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import configurator
 from nanochat import checkpoint
 from nanochat.checkpoint import save_and_load
+from nanochat.plan import planning
 
 ROOT = Path(__file__).parent.parent
 TINY = [
@@ -206,3 +208,32 @@ def run_tree(tree: Path, arguments: list[str], status: int = 0) -> str:
     assert done.returncode == status, done.stdout + done.stderr
     assert status == 0 or ("Traceback" not in done.stderr and done.stderr.count("error:") == 1), done.stderr
     return done.stdout + done.stderr
+
+
+# ------------------------------------------------------------------------------------------------------
+# Plans
+
+DEFAULTS = configurator.defaults(ROOT / "scripts" / "base_train.py")
+LAPTOP = {"depth": 4, "aspect_ratio": 48, "head_dim": 64, "max_seq_len": 512}
+
+
+def make_plan(
+    data_tokens=10**9,
+    memory=2**40,
+    world_size=1,
+    peak_flops=1e15,
+    resolved=None,
+    device_type="cpu",
+    **settings,
+):
+    tokenizer = types.SimpleNamespace(vocab_size=4096, name="t", fingerprint="f" * 64)
+    dataset = types.SimpleNamespace(estimated_tokens=lambda tokenizer: data_tokens, **DATASET)
+    hardware = planning.Hardware(
+        device_type, world_size, torch.float32, "asked for", memory, peak_flops, "told"
+    )
+    plan = planning.derive(DEFAULTS | LAPTOP | settings, tokenizer, dataset, hardware, resolved)
+    sections = plan.sections(dataset, tokenizer, True, "it pays", "runs/d4")
+    return plan, planning.text(sections, plan.warnings(""))
+
+
+DATASET = {"more_text": "", "name": "corpus", "note": "3 documents", "fingerprint": "e" * 64}

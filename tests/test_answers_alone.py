@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanochat.attention import attention
 from nanochat.data.conversation_loader import ConversationBatches, ConversationLoader, render_all
 from nanochat.data.conversations import Conversations
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.evaluate import bits_per_byte
+from nanochat.evals.bits_per_byte import bits_per_byte
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.ops.attention import attention
 
 TOKENIZER = Tokenizer("bytes", [bytes([i]) for i in range(256)], r"[\s\S]")
 SPECIAL, T, ROWS = TOKENIZER.special_tokens, 48, 6

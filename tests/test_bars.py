@@ -7,11 +7,11 @@ import types
 
 import pytest
 
-from nanochat import bars
-from nanochat.bars import DownloadBar, bar, short
+from nanochat import terminal as bars
 from nanochat.data import bpe
-from nanochat.data.dataset import open_dataset
+from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import PATTERN
+from nanochat.terminal import DownloadBar, bar, short
 
 
 @pytest.fixture

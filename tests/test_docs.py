@@ -17,9 +17,10 @@ from helpers import command, losses, schedules
 from safetensors.torch import load_file
 
 from experiments import measurements as measured
-from nanochat import precision, scaling
-from nanochat.data.dataset import PUBLIC
 from nanochat.data.packing import Lane
+from nanochat.data.sources import PUBLIC
+from nanochat.machine import precision
+from nanochat.plan import scaling
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = (ROOT / "scripts" / "base_train.py").read_text(encoding="utf-8")

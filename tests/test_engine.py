@@ -24,7 +24,7 @@ from nanochat.engine import (
     text_pieces,
 )
 from nanochat.gpt import GPT, MLP, GPTConfig
-from nanochat.precision import autocast
+from nanochat.machine.precision import autocast
 
 T = 32
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ import torch
 
 from experiments import faq_precision as asked
 from experiments.measurements import TEXT
-from nanochat import scaling
-from nanochat.data.dataset import PUBLIC
 from nanochat.data.loader import STEPS_AHEAD
+from nanochat.data.sources import PUBLIC
+from nanochat.plan import scaling
 
 DOCS = Path(__file__).parent.parent / "docs"
 NUMBER = re.compile(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?")

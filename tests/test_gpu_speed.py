@@ -9,7 +9,8 @@ import torch
 
 from experiments import gpu_parts, gpu_step, gpu_trace
 from experiments.gpu_speed import PARTS, Part, bench, rounded, run_parts
-from nanochat import UserError, runtime
+from nanochat import UserError
+from nanochat.machine import runtime
 
 CPU = {"device": "cpu", "small": True, "peer": None}
 

@@ -14,7 +14,8 @@ PROCESSES = """
 import contextlib, copy, json, os, socket, sys
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from nanochat import gradients, optim, runtime
+from nanochat import gradients, optim
+from nanochat.machine import runtime
 from nanochat.gpt import GPT, GPTConfig
 
 LIMIT = 0.5  # of the norm; the gradients are larger

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from nanochat import UserError, checkpoint, metrics, report
+from nanochat import UserError, checkpoint
+from nanochat.run import metrics, report
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="links need a right there, and pipes have no names")
 

@@ -13,8 +13,8 @@ from helpers import ROOT, python_m
 
 from experiments import peer_run
 from nanochat import UserError
-from nanochat.data.dataset import open_dataset
 from nanochat.data.parquet import iterate_documents
+from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import train
 
 # Prints as the peer's script does, and says with what it was started

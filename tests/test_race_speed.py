@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from experiments import peer_run, race_score, race_speed
-from nanochat.data.dataset import open_dataset
 from nanochat.data.parquet import iterate_documents
+from nanochat.data.sources import open_dataset
 
 
 def slow_bits_per_byte(table, documents, bos, length, token_bytes) -> float:

@@ -12,7 +12,8 @@ import pytest
 from helpers import ROOT, command
 
 import configurator
-from nanochat import UserError, runtime
+from nanochat import UserError
+from nanochat.machine import runtime
 from nanochat.values import read_range
 
 SCRIPTS = [path for path in ROOT.glob("*/*.py") if "configurator.configure(" in path.read_text("utf-8")]

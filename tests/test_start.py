@@ -8,8 +8,9 @@ import pytest
 import torch
 from helpers import ROOT, command, losses, python_m
 
-from nanochat import attention, precision, runtime
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.machine import precision, runtime
+from nanochat.ops import attention
 
 # The imports of the training script, then a first step as it takes it, without compiled code
 FIRST_STEP = """
@@ -73,7 +74,7 @@ AUTO = f"""
 import runpy, sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch
-from nanochat import runtime
+from nanochat.machine import runtime
 
 def compile(*args, torch_compile=torch.compile, **options):
     print("compiling", flush=True)

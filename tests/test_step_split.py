@@ -9,7 +9,7 @@ import torch
 from experiments import step_floors, step_split
 from experiments.step_floors import attention_flops, bytes_of
 from nanochat.gpt import GPTConfig
-from nanochat.scaling import on_meta
+from nanochat.plan.scaling import on_meta
 
 CONFIG = GPTConfig(depth=1, width=64, num_heads=1, vocab_size=512, max_seq_len=8)
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from nanochat import UserError
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import MuonAdamW, parameter_groups
-from nanochat.scaling import model_config
+from nanochat.plan.scaling import model_config
 from nanochat.zero import is_shared_out, share_out
 
 ROOT = Path(__file__).parent.parent
@@ -86,7 +86,7 @@ def test_small_tensors_are_updated_by_every_process():
 STEPS = """
 import json, os, socket, sys
 import torch
-from nanochat import runtime
+from nanochat.machine import runtime
 from nanochat import UserError
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import MuonAdamW, parameter_groups

@@ -13,7 +13,7 @@ from nanochat import UserError
 from nanochat.checkpoint.files import attempt, to_json
 from nanochat.checkpoint.folder import newest_in_words
 from nanochat.checkpoint.save_and_load import SaveError, save
-from nanochat.transfers import for_new_thread
+from nanochat.machine.transfers import for_new_thread
 
 KEEP_BYTES = 1 << 28  # buffers with fewer bytes are made again for each save, which takes a tenth of a second
 

@@ -12,7 +12,7 @@ import re
 import typing
 
 from nanochat.checkpoint.files import DTYPES, Damaged, damaged, refuse_endless
-from nanochat.metrics import Progress
+from nanochat.run.metrics import Progress
 
 MOST_HEADER_BYTES = 100_000_000  # of a safetensors file, as in safetensors itself
 MOST_DIMENSIONS = 16

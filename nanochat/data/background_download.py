@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from nanochat import UserError
-from nanochat.bars import DownloadBar
 from nanochat.data import download
-from nanochat.data.arriving import Arrival
-from nanochat.data.imported import writing
+from nanochat.data.dataset import writing
 from nanochat.data.parquet import first_line, footer_digest
+from nanochat.data.streaming_shards import Arrival
+from nanochat.terminal import DownloadBar
 
 TIMEOUT_S = 30.0  # seconds without a byte after which a connection counts as broken
 RETRIES = 3  # failures in a row, within some seconds, after which the console says so

@@ -22,7 +22,7 @@ from nanochat.data.chat_format import render
 from nanochat.data.conversations import Conversations
 from nanochat.data.loader import check_division
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.transfers import to_device
+from nanochat.machine.transfers import to_device
 
 PACKING = "conversations-1"  # version of the packing; a position of another version is refused
 

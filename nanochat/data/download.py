@@ -18,9 +18,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from nanochat import UserError
-from nanochat.bars import DownloadBar
 from nanochat.data.http_answers import announced_sha256, kind_of, retry_after, safe, strong_tag
 from nanochat.data.parquet import first_line
+from nanochat.terminal import DownloadBar
 
 CHECKSUMS = "checksums.json"
 CHUNK = 1 << 14  # bytes written at once; a break loses at most these

@@ -27,10 +27,10 @@ import torch
 
 from nanochat import UserError
 from nanochat.data.amount import check_amount
-from nanochat.data.arriving import LOOK_S, row_groups
 from nanochat.data.packing import open_lanes
+from nanochat.data.streaming_shards import LOOK_S, row_groups
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.transfers import for_new_thread, to_device
+from nanochat.machine.transfers import for_new_thread, to_device
 
 PACKING = 2  # version of the packing; a state of another version is refused, because its rows would differ
 STEPS_AHEAD = 2  # steps that the background thread prepares ahead

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from nanochat import UserError
 from nanochat.data import background_download
 from nanochat.data.amount import LARGEST_VOCABULARY, estimate_tokens
-from nanochat.data.arriving import Arrival, ArrivingShards
-from nanochat.data.imported import Dataset
+from nanochat.data.dataset import Dataset
 from nanochat.data.parquet import Documents, RowGroups
+from nanochat.data.streaming_shards import Arrival, ArrivingShards
 from nanochat.data.tokenizer import Tokenizer
 
 # Tokens in one public shard. Its author takes 240 shards for 11.2 billion tokens of fineweb-edu, 11 % more

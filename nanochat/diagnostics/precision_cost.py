@@ -19,10 +19,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from nanochat import UserError, optim, precision, runtime
+from nanochat import UserError, optim
 from nanochat.diagnostics.step import training_step
 from nanochat.engine import cast_weights, generate
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.machine import precision, runtime
 
 PROMPT = 16  # tokens that the generated ones follow
 

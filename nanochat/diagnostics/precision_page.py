@@ -4,7 +4,7 @@ import re
 from collections import Counter, defaultdict
 
 from nanochat.diagnostics.recorder import PHASES, Op, Record
-from nanochat.precision import name_of
+from nanochat.machine.precision import name_of
 
 NORMS = {"mean", "rsqrt", "_fused_rms_norm", "native_layer_norm", "native_group_norm", "native_batch_norm"}
 CROSS_ENTROPY = {"_log_softmax", "nll_loss_forward", "nll_loss2d_forward"}

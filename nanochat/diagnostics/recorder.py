@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 import nanochat.gpt
-import nanochat.loss
+import nanochat.ops.loss
 from nanochat.diagnostics.step import training_step
 from nanochat.engine import cast_weights, generate
 
@@ -225,12 +225,16 @@ def _loss_apart(recorder):
 
 
 def _functions_of_the_loss():
-    return nanochat.gpt.softcapped_cross_entropy, nanochat.loss.chunk_losses, nanochat.loss.head_gradients
+    return (
+        nanochat.gpt.softcapped_cross_entropy,
+        nanochat.ops.loss.chunk_losses,
+        nanochat.ops.loss.head_gradients,
+    )
 
 
 def _replace_functions_of_the_loss(whole, losses, gradients):
     nanochat.gpt.softcapped_cross_entropy = whole
-    nanochat.loss.chunk_losses, nanochat.loss.head_gradients = losses, gradients
+    nanochat.ops.loss.chunk_losses, nanochat.ops.loss.head_gradients = losses, gradients
 
 
 def record_step(model, optimizer, scaler, dtype, inputs, targets, prompt=(), max_tokens=2, grad_clip=1.0):

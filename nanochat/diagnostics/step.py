@@ -9,8 +9,9 @@ import math
 
 import torch
 
-from nanochat import optim, scaling
-from nanochat.precision import autocast
+from nanochat import optim
+from nanochat.machine.precision import autocast
+from nanochat.plan import scaling
 
 
 def training_step(

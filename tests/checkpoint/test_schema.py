@@ -12,10 +12,13 @@ import pytest
 import torch
 from helpers import craft, numbers, save_step
 
-from nanochat import UserError, metrics, runtime, scaling
+from nanochat import UserError
 from nanochat.checkpoint import Damaged, find, load_weights, open_checkpoint, save_and_load
 from nanochat.checkpoint.schema import data_class
 from nanochat.data import loader
+from nanochat.machine import runtime
+from nanochat.plan import scaling
+from nanochat.run import metrics
 
 LANES = {str(lane): {"epoch": 0, "taken": 3, "pieces": [[5, 0], [6, 2]]} for lane in range(2)}
 STREAM = {"rows_per_step": 2, "max_seq_len": 8, "seed": 1, "tokenizer": "t", "packing": 2, "documents": 9}

@@ -8,9 +8,9 @@ import pytest
 from shards import write_shard
 
 from nanochat.data.amount import vocabulary_size
-from nanochat.data.dataset import open_dataset
-from nanochat.data.imported import Dataset
+from nanochat.data.dataset import Dataset
 from nanochat.data.public import PUBLIC, TOKENS_PER_SHARD
+from nanochat.data.sources import open_dataset
 
 
 class Words:

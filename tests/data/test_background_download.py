@@ -12,7 +12,7 @@ from test_download import check_whole, server  # noqa: F401
 
 from nanochat import UserError
 from nanochat.data import background_download, download
-from nanochat.data.arriving import Arrival
+from nanochat.data.streaming_shards import Arrival
 
 FILES = ["shard_00000.parquet", "shard_00001.parquet"]
 

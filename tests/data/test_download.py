@@ -20,10 +20,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanochat import UserError
-from nanochat.data import dataset, download
-from nanochat.data.dataset import open_dataset
+from nanochat.data import download
+from nanochat.data import sources as dataset
 from nanochat.data.parquet import footer_digest, iterate_documents
 from nanochat.data.public import Public
+from nanochat.data.sources import open_dataset
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,10 +18,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanochat import UserError
-from nanochat.data import dataset, download
-from nanochat.data.dataset import open_dataset
+from nanochat.data import download
+from nanochat.data import sources as dataset
 from nanochat.data.parquet import footer_digest
 from nanochat.data.public import Public
+from nanochat.data.sources import open_dataset
 
 GOOD = "good.parquet"
 BAD = "bad.parquet"

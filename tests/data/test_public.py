@@ -8,10 +8,12 @@ import pytest
 import torch
 from shards import write_shard
 
-from nanochat import UserError, runtime
-from nanochat.data import dataset, public
-from nanochat.data.dataset import open_dataset
+from nanochat import UserError
+from nanochat.data import public
+from nanochat.data import sources as dataset
 from nanochat.data.public import Public
+from nanochat.data.sources import open_dataset
+from nanochat.machine import runtime
 
 MACHINE = runtime.Machine(torch.device("cpu"))
 TOKENIZER = types.SimpleNamespace(vocab_size=1000)

@@ -20,7 +20,7 @@ from test_download import Handler, server  # noqa: F401
 # The data set has 6 training shards of about 2,500 tokens, and a lane keeps few documents
 WRAPPER = """
 import runpy
-from nanochat.data import arriving, background_download, download, packing, public
+from nanochat.data import streaming_shards as arriving, background_download, download, packing, public
 
 public.PUBLIC["climbmix"] = public.Public("somebody/texts", 7)
 public.TOKENS_PER_SHARD = 2500

@@ -11,15 +11,15 @@ import pytest
 
 from nanochat import UserError
 from nanochat.data.conversations import ConversationData, Conversations, _checked
-from nanochat.data.exact_match import (
-    exact_match_by_kind,
-    exact_match_questions,
-    nearest_answer_baseline,
-)
 from nanochat.data.python_computations import COMPUTATIONS
 from nanochat.data.python_functions import read_functions
 from nanochat.data.python_question_kinds import KINDS
 from nanochat.data.python_questions import open_embedded
+from nanochat.evals.exact_match import (
+    exact_match_by_kind,
+    exact_match_questions,
+    nearest_answer_baseline,
+)
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,9 @@ import pytest
 from shards import write_shard
 
 from nanochat import UserError
-from nanochat.data import imported, parquet
-from nanochat.data.dataset import open_dataset
+from nanochat.data import dataset as imported
+from nanochat.data import parquet
+from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import Tokenizer, open_tokenizer
 
 

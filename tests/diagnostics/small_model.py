@@ -4,10 +4,11 @@ import torch
 from helpers import ROOT
 
 import configurator
-from nanochat import optim, precision
+from nanochat import optim
 from nanochat.diagnostics.recorder import Record, record_step
 from nanochat.diagnostics.step import scaled_rates
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.machine import precision
 
 CPU = torch.device("cpu")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

@@ -7,10 +7,10 @@ import pytest
 from helpers import run
 from small_model import BF16, F16, F32, PAGE, gpt, record_gpt
 
-import nanochat.loss
+import nanochat.ops.loss
 from nanochat.diagnostics.precision_page import page, percent, rows, statements, summary
 from nanochat.diagnostics.recorder import PHASES, Op, Record
-from nanochat.precision import name_of
+from nanochat.machine.precision import name_of
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
@@ -52,7 +52,7 @@ def test_the_statements_about_our_model_in_each_precision(dtype):
 
 
 def test_the_page_quotes_what_the_report_says_of_such_a_model(monkeypatch):
-    monkeypatch.setattr(nanochat.loss, "chunk_rows", lambda *_, **__: 8)  # as there: 4 chunks
+    monkeypatch.setattr(nanochat.ops.loss, "chunk_rows", lambda *_, **__: 8)  # as there: 4 chunks
     for sentence in statements(record_gpt(BF16, depth=4, width=64)):
         assert f"- {sentence}\n" in PAGE, sentence
 

@@ -6,13 +6,13 @@ import torch.nn as nn
 from small_model import BF16, CPU, F16, F32, gpt, optimizer_of, record_gpt
 
 import nanochat.gpt
-import nanochat.loss
-from nanochat import precision
+import nanochat.ops.loss
 from nanochat.diagnostics import recorder as recorder_module
 from nanochat.diagnostics.precision_page import statements
 from nanochat.diagnostics.recorder import Record, Recorder, record_step
 from nanochat.diagnostics.step import training_step
-from nanochat.precision import name_of
+from nanochat.machine import precision
+from nanochat.machine.precision import name_of
 
 
 def recorded(model, x, dtype=F32, call=None) -> Record:
@@ -201,12 +201,16 @@ def test_the_loss_begins_after_the_heads_product_and_the_phases_follow_each_othe
     assert products == [("mm", "head", head)] * 2
     assert (loss[-1].name, loss[-1].inputs) == ("add_", (F32, BF16))  # the weight's gradient, over chunks
     # What the recorder patches for the time of the step is as before
-    assert nanochat.gpt.softcapped_cross_entropy is nanochat.loss.softcapped_cross_entropy
-    assert nanochat.loss.chunk_losses.__module__ == nanochat.loss.head_gradients.__module__ == "nanochat.loss"
+    assert nanochat.gpt.softcapped_cross_entropy is nanochat.ops.loss.softcapped_cross_entropy
+    assert (
+        nanochat.ops.loss.chunk_losses.__module__
+        == nanochat.ops.loss.head_gradients.__module__
+        == "nanochat.ops.loss"
+    )
 
 
 def test_with_several_chunks_each_gradient_belongs_to_the_product_of_its_chunk(monkeypatch):
-    monkeypatch.setattr(nanochat.loss, "chunk_rows", lambda *_, **__: 12)
+    monkeypatch.setattr(nanochat.ops.loss, "chunk_rows", lambda *_, **__: 12)
     ops = record_gpt(BF16).ops  # 32 tokens: chunks of 12, 12 and 8
     products = [
         i for i, op in enumerate(ops) if op.module == "head" and op.flops and op.phase in ("forward", "loss")

@@ -7,13 +7,15 @@ from helpers import TINY, command, losses, run
 from safetensors.torch import load_file
 from small_model import CPU, DEFAULTS, gpt, optimizer_of
 
-from nanochat import optim, precision, scaling
-from nanochat.data.dataset import open_dataset
+from nanochat import optim
 from nanochat.data.loader import TrainLoader
+from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import open_tokenizer
 from nanochat.diagnostics.step import scaled_rates, training_step
 from nanochat.gpt import GPT
-from nanochat.spelling import spell
+from nanochat.machine import precision
+from nanochat.ops.subword import spell
+from nanochat.plan import scaling
 
 # What base_train's schedules give in a run of two steps: Muon's momentum, and the share of the weight decay
 SCHEDULES = [(0.85, 1.0), (0.95, 0.5)]

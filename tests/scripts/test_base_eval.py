@@ -11,12 +11,14 @@ import torch
 from bundles import write_bundle
 from helpers import command, records, run, save_step
 
-from nanochat import UserError, core, runtime
+from nanochat import UserError
 from nanochat.checkpoint import checkpoints_in, open_checkpoint
-from nanochat.data.bundle import open_bundle
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.engine import load_for_inference
-from nanochat.evaluation_page import settings_of_run
+from nanochat.evals import core
+from nanochat.evals.bundle import open_bundle
+from nanochat.evals.page import settings_of_run
+from nanochat.machine import runtime
 
 
 @pytest.fixture(scope="module")

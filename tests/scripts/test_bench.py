@@ -9,7 +9,7 @@ from helpers import python_m
 
 from experiments import generate_speed
 from experiments.gpu_speed import PARTS
-from nanochat import scaling
+from nanochat.plan import scaling
 
 SMALL = ["--depth=1", "--max_seq_len=64", "--vocab_size=512", "--rounds=2", "--steps=2"]
 

@@ -11,11 +11,13 @@ import torch.multiprocessing as multiprocessing
 from helpers import ROOT, command, losses, python_m, records, run
 from torch.nn.parallel import DistributedDataParallel
 
-from nanochat import checkpoint, gradients, precision, runtime, scaling
+from nanochat import checkpoint, gradients
 from nanochat.checkpoint.files import read_tensors
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.memory_estimate import training_bytes
+from nanochat.machine import precision, runtime
 from nanochat.optim import MuonAdamW, parameter_groups
+from nanochat.plan import scaling
+from nanochat.plan.memory_estimate import training_bytes
 
 STEPS = 10
 # One in which the noise of 16-bit gradients is not made much larger by the full size of Muon's first steps

@@ -15,7 +15,7 @@ def test_a_run_in_fp8_resumes_to_the_bit_needs_fp8_again_and_agrees_with_two_pro
 ):
     edit(
         tree,
-        "nanochat/fp8.py",
+        "nanochat/ops/fp8.py",
         ('if device.type != "cuda":', 'if device.type == "cpu":\n        return ""\n    if True:'),
     )
     whole, halves, two = tmp_path / "whole", tmp_path / "halves", tmp_path / "two"

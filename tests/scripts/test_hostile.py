@@ -64,7 +64,7 @@ def test_what_is_said_of_the_checkpoints_before_is_true(tree, corpus, tmp_path):
 
 
 def test_a_validation_that_is_not_a_number_ends_the_run_with_status_2(tree, corpus, tmp_path):
-    edit(tree, "nanochat/evaluate.py", ("nats.append(", "nats.append(math.nan * "))
+    edit(tree, "nanochat/evals/bits_per_byte.py", ("nats.append(", "nats.append(math.nan * "))
     printed = run_tree(tree, command(corpus, tmp_path / "run"), status=2)
     assert "validation" in printed and "not a number" in printed and "done:" not in printed
     assert not any(r.get("val_bpb") for r in records(tmp_path / "run"))

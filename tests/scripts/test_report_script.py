@@ -9,7 +9,7 @@ from helpers import run
 from test_report import make_run
 
 from nanochat import UserError
-from nanochat.metrics import Metrics
+from nanochat.run.metrics import Metrics
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def plain(corpus, tmp_path_factory):
 @pytest.fixture
 def ahead(tree):
     """The sources, with a CPU that is one step ahead."""
-    edit(tree, "nanochat/runtime.py", ('return 1 if self.device.type == "cuda" else 0', "return 1"))
+    edit(tree, "nanochat/machine/runtime.py", ('return 1 if self.device.type == "cuda" else 0', "return 1"))
     return tree
 
 

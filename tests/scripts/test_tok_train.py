@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.data.dataset import open_dataset
 from nanochat.data.parquet import iterate_documents
+from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import Tokenizer, open_tokenizer, train
 
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,254 @@
+"""Where text comes from. A data set is two lists of shards (parquet files): training and validation.
+
+    dataset = open_dataset("embedded", base_dir=base_dir)     # the running Python's standard library
+    dataset = open_dataset("my_texts/", base_dir=base_dir)    # your files or folders, imported once
+    dataset = open_dataset("climbmix", base_dir=base_dir)     # public shards, after the command
+                                                              # python -m scripts.download --name=climbmix
+    for text in dataset.train_texts(): ...
+
+docs/data.md says what becomes a document, and which documents are validation.
+"""
+
+import filecmp
+import hashlib
+import json
+import platform
+import re
+import shutil
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from nanochat import UserError
+from nanochat.data.background_download import fetch
+from nanochat.data.dataset import Dataset, build, open_built
+from nanochat.data.download import CHECKSUMS, read_checksums
+from nanochat.data.parquet import footer_digest
+from nanochat.data.public import PUBLIC, PublicDataset, command
+from nanochat.data.streaming_shards import PATIENCE_S, Arrival, ArrivingShards
+from nanochat.data.textfiles import find_files, read_documents
+from nanochat.paths import user_path
+from nanochat.terminal import bar
+
+FORMAT = 1  # of the folders that we build; with a higher number all of them are built again
+
+
+def open_dataset(
+    data: str | Path = "embedded",
+    val_data: str | Path | None = None,
+    *,
+    base_dir: str | Path,
+    text_field: str = "text",
+    tokens: Callable[..., int] | None = None,
+    download: str = "off",
+) -> Dataset:
+    """The data set of the settings `data`, `val_data` and `text_field`; it is built at the first use.
+
+    `data` is "embedded", a name in PUBLIC, or paths with commas between them. `val_data` are the paths of
+    the validation split. `text_field` is the field of JSON objects, or the column of parquet files, that
+    holds the text. Raises UserError if files are missing, damaged or without text, or if a split is empty.
+
+    Of public data: `tokens(vocab_size)` is how many tokens the run reads, and `tokens()` about how many. With
+    download="on" the validation shard and the first training shard are downloaded here.
+    """
+    base_dir = user_path("base_dir", base_dir)
+    if download == "on" and str(data) not in PUBLIC:
+        raise UserError(
+            f"--download=on is for public data ({', '.join(PUBLIC)}); leave it out with other data"
+        )
+    if str(data) == "embedded":
+        if val_data is not None:
+            raise UserError(
+                "the embedded data has its own validation; give --val_data only with other --data"
+            )
+        return _open_embedded(base_dir)
+    val_files = find_files("val_data", val_data)[0] if val_data is not None else []
+    if str(data) in PUBLIC:
+        return _open_public(str(data), base_dir / "data" / str(data), val_files, tokens, download == "on")
+    files, others = find_files("data", data)
+    in_place = text_field == "text" and all(path.suffix == ".parquet" for path in files + val_files)
+    if in_place and not val_files:
+        val_files = _pinned_validation(files)
+    validation = {path.resolve() for path in val_files}
+    files = [path for path in files if path.resolve() not in validation]
+    if not files:
+        raise UserError(
+            f"every file of data={data} is in val_data too; give --data more files than --val_data"
+        )
+    name = re.sub(r"[^\w.-]+", "_", Path(str(data).split(",")[0]).expanduser().resolve().name) or "data"
+    if in_place and val_files:
+        return _open_shards(name, files, val_files)
+    return _open_local(base_dir / "data", name, files, val_files, text_field, others)
+
+
+# -- the embedded data set
+
+
+def _open_embedded(base_dir: Path) -> Dataset:
+    root = Path(sysconfig.get_path("stdlib"))
+    key = hashlib.sha256(f"{FORMAT} {sys.version} {root}".encode()).hexdigest()[:8]
+    folder = base_dir / "data" / f"embedded-py{platform.python_version()}-{key}"
+    dataset = open_built(folder)
+    if dataset is None:
+        print(f"building the embedded data set from {root} ...", file=sys.stderr, flush=True)
+        documents, skipped = _read_sources(root)
+        if not documents:
+            raise UserError(f"this Python has no source files in {root}; give your own text with --data=PATH")
+        what = f"{len(documents):,} files of Python {platform.python_version()}'s standard library"
+        note = f"{what}, {skipped} unreadable {'file' if skipped == 1 else 'files'} skipped"
+        dataset = build(folder, folder.name, (("hash", text) for text in documents), note)
+    return dataset
+
+
+def _read_sources(root: Path) -> tuple[list[str], int]:
+    """Texts of the non-empty .py files under `root`, and how many files are unreadable.
+
+    Installed packages (site-packages) are left out.
+    """
+    documents, skipped = [], 0
+    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
+        if {"site-packages", "dist-packages"} & set(path.relative_to(root).parts):
+            continue
+        try:
+            text = path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError):  # some of the library's own tests are not UTF-8 on purpose
+            skipped += 1
+            continue
+        if text:
+            documents.append(text)
+    return documents, skipped
+
+
+# -- the user's own text, imported
+
+
+def _open_local(
+    folder: Path, name: str, files: list[Path], val_files: list[Path], text_field: str, others: int
+) -> Dataset:
+    stamp = _stamp(files), _stamp(val_files)
+    key = hashlib.sha256(json.dumps([FORMAT, stamp, text_field]).encode()).hexdigest()[:12]
+    target = folder / f"{name}-{key}"
+    dataset = open_built(target)
+    if dataset is None:
+        if older := sorted(path.name for path in folder.glob(f"{name}-{'[0-9a-f]' * 12}")):
+            print(f"{folder} has older imports of that name: {', '.join(older)}", file=sys.stderr)
+        note = f"{{:,}} training and {{:,}} validation documents of {len(files) + len(val_files):,} files"
+        note += f", {others:,} files of other kinds left out" if others else ""
+        documents = _import([("train" if val_files else "hash", files), ("val", val_files)], text_field)
+        dataset = build(target, name, documents, note)
+        if (_stamp(files), _stamp(val_files)) != stamp:
+            shutil.rmtree(target)
+            raise UserError(f"files of {name} changed during the import; start again")
+    return dataset
+
+
+def _stamp(files: list[Path]) -> list:
+    """Paths, sizes and times of files. An import stays valid as long as they are the same."""
+    try:
+        return [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    except OSError as error:
+        raise UserError(
+            f"{error.filename} is gone or cannot be read; check the file and start again"
+        ) from error
+
+
+def _import(splits: list[tuple[str, list[Path]]], text_field: str) -> Iterator[tuple[str, str]]:
+    """(split, text) of all documents, with a progress bar over the bytes of the files."""
+    total = sum(size for _, files in splits for _, size, _ in _stamp(files))
+    with bar("importing", "B", total) as progress:
+        for split, files in splits:
+            for path in files:
+                for text in read_documents(path, text_field, progress.update):
+                    yield split, text
+
+
+# -- parquet shards used in place: the user's own or downloaded ones
+
+
+def _open_shards(name: str, train_shards: list[Path], val_shards: list[Path]) -> Dataset:
+    fingerprint, documents = hashlib.sha256(), {"train": 0, "val": 0}
+    for split, paths in (("train", train_shards), ("val", val_shards)):
+        fingerprint.update(split.encode())
+        for path in paths:
+            footer, count = footer_digest(path)
+            fingerprint.update(footer)
+            documents[split] += count
+    _check_twins(train_shards, val_shards)
+    note = f"{documents['train']:,} training documents in {len(train_shards)} shards"
+    note += f", {documents['val']:,} validation documents"
+    return Dataset(name, train_shards, val_shards, fingerprint.hexdigest(), note)
+
+
+def _check_twins(train_shards: list[Path], val_shards: list[Path]) -> None:
+    """Raise UserError if a validation shard is a copy of a training shard: its loss would say nothing."""
+    of_size: dict[int, list[Path]] = {}
+    for train in train_shards:
+        of_size.setdefault(train.stat().st_size, []).append(train)
+    for val in val_shards:
+        for train in of_size.get(val.stat().st_size, []):
+            if filecmp.cmp(train, val, shallow=False):
+                raise UserError(
+                    f"the training shard {train} and the validation shard {val} have the same content; "
+                    f"remove one (if they were downloaded: both and {CHECKSUMS}, then download again)"
+                )
+
+
+def _pinned_validation(files: list[Path]) -> list[Path]:
+    """The validation shard in a folder of public shards; [] if the files are not public shards.
+
+    Raises UserError if public shards come without their validation shard.
+    """
+    names = {path.name: path for path in files}
+    if not all(re.fullmatch(r"shard_\d{5}\.parquet", name) for name in names):
+        return []
+    for public in sorted(PUBLIC.values(), key=lambda public: -public.shards):
+        if public.validation in names:
+            return [names[public.validation]]
+    wanted = " or ".join(f"{public.validation} ({name})" for name, public in PUBLIC.items())
+    raise UserError(
+        f"{files[0].parent} has public shards, but not the validation shard; put {wanted} there, or name the "
+        "validation files with --val_data=PATH"
+    )
+
+
+def _open_public(
+    name: str, folder: Path, val_files: list[Path], tokens: Callable | None, download: bool
+) -> PublicDataset:
+    """The shards of a folder that checksums.json lists, up to the first one that is missing."""
+    public = PUBLIC[name]
+    if any(path.suffix != ".parquet" for path in val_files):
+        raise UserError(
+            f"--val_data for {name} must be parquet files with a column `text`; convert or import it"
+        )
+    at_start = {} if val_files else {public.validation: "validation split"}
+    at_start |= {public.file(0): "first training shard"}
+    if download:
+        fetch(public.urls([*at_start]), folder)
+    needed = public.shards_for(tokens()) if tokens else None
+    how = command(name, needed or 8) + (", or give --download=on" if needed and not download else "")
+    arrival = Arrival(folder, how, PATIENCE_S if download else 0)
+    checksums, here = read_checksums(folder), 0
+    while here < public.shards - 1 and arrival.is_here(folder / public.file(here), checksums):
+        here += 1
+    for file, what in at_start.items():
+        if not arrival.is_here(folder / file, checksums):
+            horizon = f" (the horizon needs {needed} training shards, {here} are there)" if needed else ""
+            raise UserError(f"{folder} lacks {file}, the {what}{horizon}; get it: {how}")
+    train = [folder / public.file(number) for number in range(here)]
+    opened = _open_shards(name, train[:1], val_files or [folder / public.validation])
+    _check_twins(train, opened.val_shards)
+    note = f"{here:,} of {public.shards - 1:,} training shards"
+    return PublicDataset(
+        name,
+        ArrivingShards(train, arrival),
+        opened.val_shards,
+        opened.fingerprint,
+        note,
+        public,
+        arrival,
+        here,
+        needed or here,
+        download,
+        tokens,
+    )

@@ -1,0 +1,165 @@
+"""Training shards that are still on their way: the loader reads one after the other and waits for the next.
+
+    shards = ArrivingShards(paths, Arrival(folder, ...))
+    loader = TrainLoader(shards, ...)      # begins as soon as the first shard is in its folder
+
+Three sides meet here. The download (`background_download.py`, or another process) puts shards into the
+folder. The loader's thread waits for them. The training loop prints what the other two have to say, and ends
+the run if no shard comes for long.
+"""
+
+import math
+import queue
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from nanochat import UserError
+from nanochat.data.download import read_checksums
+from nanochat.data.parquet import RowGroups
+from nanochat.terminal import duration, is_terminal, print_line
+
+LOOK_S = 0.2  # seconds between two looks for a shard
+MENTION_S = 2.0  # seconds of waiting for a shard after which the console says so
+PATIENCE_S = 600.0  # seconds without a new byte of any shard after which a run that waits for one ends
+
+
+class Arrival:
+    """A folder into which shards arrive, as one process sees it.
+
+    how: the command that gets the shards, for messages. patience_s: seconds without a new byte after which a
+    wait ends with a UserError (0: nothing arrives here). `longest_s` ends a wait even while bytes come.
+    """
+
+    def __init__(self, folder: Path, how: str, patience_s: float):
+        self.folder, self.how, self.patience_s = folder, how, patience_s
+        self.longest_s = math.inf
+        self.problem = ""  # why the last attempt to download failed
+        self.given_up = ""  # why the run has to end: one sentence
+        self._news: queue.SimpleQueue = queue.SimpleQueue()  # lines that the training loop prints
+        self._enabled, self._stop = False, None
+
+    def belong_to(self, enabled: bool, stop, longest_s: float) -> None:
+        """Print news if `enabled`, and end the run with `stop`, its StopSignal."""
+        self._enabled, self._stop, self.longest_s = enabled, stop, longest_s
+
+    def say(self, line: str) -> None:
+        """Have a line printed. Any thread may call this."""
+        self._news.put(line)
+
+    def print_news(self) -> None:
+        """Print what there is to say, above a line that is redrawn."""
+        while not self._news.empty():
+            line = self._news.get()
+            if self._enabled and is_terminal(sys.stdout) and is_terminal(sys.stderr):
+                from tqdm import tqdm
+
+                tqdm.write(line, file=sys.stdout)
+            elif self._enabled:
+                print_line(line, sys.stdout)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a signal asks the run to stop."""
+        return bool(self._stop and self._stop.name)
+
+    def give_up(self, reason: str) -> None:
+        """Ask the loop to save and stop after this step."""
+        self.given_up = reason
+        if self._stop:
+            self._stop.ask("missing text")
+
+    def is_here(self, shard: Path, checksums: dict | None = None) -> bool:
+        """Whether a shard is complete. Raises UserError if its size is not the recorded one."""
+        if not shard.exists():
+            return False
+        entry = (checksums or read_checksums(self.folder)).get(shard.name)
+        if entry and entry["bytes"] != shard.stat().st_size:
+            raise UserError(f"{shard} has changed since its download; get it again: {self.how}")
+        return entry is not None
+
+    def wait(self, shard: Path, cancelled: threading.Event) -> None:
+        """Return when a shard is here. Raises UserError if it does not come."""
+        began = moved = time.monotonic()
+        most, mentioned = self._bytes(), False
+        while not self.is_here(shard):
+            waited = time.monotonic() - began
+            if time.monotonic() - moved >= self.patience_s or waited >= self.longest_s:
+                why = f" ({self.problem})" if self.problem else ""
+                took = f"has not come for {duration(waited)}" if self.patience_s else "is missing"
+                raise UserError(
+                    f"the text ends here: {shard.name} {took}{why}; get it: {self.how}; after that the same "
+                    "command goes on"
+                )
+            if not mentioned and waited >= MENTION_S:
+                mentioned = True
+                self.say(f"waiting for {shard.name}: training is faster than the download")
+            if threading.current_thread() is threading.main_thread():
+                self.print_news()
+            if cancelled.wait(LOOK_S):
+                raise RuntimeError("this loader is closed")
+            if (size := self._bytes()) > most:
+                most, moved = size, time.monotonic()
+
+    def _bytes(self) -> int:
+        """Bytes of all shards, complete or not."""
+        total = 0
+        for path in self.folder.glob("shard_*.parquet*"):
+            try:
+                total += path.stat().st_size
+            except OSError:  # it has just got its name
+                continue
+        return total
+
+
+class ArrivingShards(list):
+    """Paths of shards in the order in which a run reads them; the first one is here."""
+
+    def __init__(self, paths: Iterable[Path], arrival: Arrival):
+        super().__init__(paths)
+        self.arrival = arrival
+
+
+class ArrivingRowGroups(RowGroups):
+    """The row groups of the shards that have been opened so far; they are numbered as in RowGroups."""
+
+    arriving = True
+
+    def __init__(self, shards: ArrivingShards):
+        super().__init__([])
+        self._shards = shards
+        self._parts: list[range] = []  # the row groups of each open shard
+        self._cancelled = threading.Event()
+
+    @property
+    def stream(self) -> dict[str, int]:
+        return {"shards": len(self._shards)}
+
+    def parts(self) -> Iterator[range]:
+        """The row groups of one shard after the other. Waits for a shard that is not here yet."""
+        for number in range(len(self._shards)):
+            if number == len(self._parts):
+                self._open_next()
+            yield self._parts[number]
+
+    def need(self, documents: float = math.inf, text_bytes: float = 0) -> None:
+        while len(self._parts) < len(self._shards):
+            if self.starts[-1] >= documents and self.text_bytes >= text_bytes:
+                break
+            self._open_next()
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    def _open_next(self) -> None:
+        shard, first = self._shards[len(self._parts)], len(self.sizes)
+        self._shards.arrival.wait(shard, self._cancelled)
+        self._add(shard)
+        self._parts.append(range(first, len(self.sizes)))
+
+
+def row_groups(shards: Sequence[Path]) -> RowGroups:
+    """The row groups of shards, all open, or opened as they arrive."""
+    return ArrivingRowGroups(shards) if isinstance(shards, ArrivingShards) else RowGroups(shards)

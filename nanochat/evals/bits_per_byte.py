@@ -1,0 +1,87 @@
+"""Bits per byte: the loss in a unit that does not depend on the tokenizer. And the loss by position."""
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+
+from nanochat import UserError
+from nanochat.machine.precision import autocast
+
+# Tokens of context: 1-16, 17-64, 65-256 and so on, up to the longest row that max_seq_len allows, 2^20 tokens
+EDGES = [0, *(4**k for k in range(2, 11))]
+BUCKETS = [(a, b) for a, b in itertools.pairwise(EDGES)]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model reaches on a text."""
+
+    bpb: float  # bits per byte; nan if no token was scored
+    # {"1-16": nats per token, ...}: the mean loss of the tokens that are predicted from so many others, the
+    # <|bos|> of their row included. It falls from bucket to bucket if the model uses its context.
+    loss_by_position: dict[str, float]
+
+
+@torch.no_grad()
+def bits_per_byte(
+    model, batches, token_bytes, dtype: torch.dtype, machine, compiled: bool = False
+) -> Evaluation:
+    """Mean -log2 p of the text's bytes under the model, over all processes, and the loss by position.
+
+    `batches` yields (inputs, targets) of (B, T) int64; B and T may change, and a target of -1 is not scored.
+    token_bytes (V,) int64, on the model's device, is the length of each token in bytes. Bits per byte is the
+    sum of nats / ln 2, divided by the bytes of all scored tokens. Longer tokens have a higher loss each, but
+    the same bits per byte. `compiled`: the training is compiled; then this is compiled too where it pays.
+    """
+    losses = _compiled_losses() if pays_to_compile(compiled, token_bytes.device) else token_losses
+    nats, counts = [], []  # of each batch; they stay on the device until the end, so no batch is waited for
+    with autocast(token_bytes.device, dtype):
+        for inputs, targets in batches:
+            nats.append(_by_position(losses(model, inputs, targets).view_as(targets)))
+            scored = targets >= 0
+            scored_bytes = token_bytes[targets.clamp_min(0)].mul(scored).sum()
+            counts.append(torch.cat([_by_position(scored), scored_bytes[None]]))
+    nats, counts = _total(nats, len(BUCKETS)), _total(counts, len(BUCKETS) + 1)
+    *sums, scored_bytes = machine.all_sum(nats + counts)  # float64 from here on
+    nats, counts = sums[: len(BUCKETS)], sums[len(BUCKETS) :]
+    if not math.isfinite(sum(nats)):
+        raise UserError(
+            "the loss on the validation text is not a number, so the model is broken; go on from an earlier "
+            "checkpoint with --resume=STEP and lower rates, or use --dtype=float32"
+        )
+    buckets = zip(BUCKETS, nats, counts, strict=True)
+    by_position = {f"{a + 1}-{b}": total / count for (a, b), total, count in buckets if count}
+    return Evaluation(sum(nats) / math.log(2) / scored_bytes if scored_bytes else math.nan, by_position)
+
+
+def token_losses(model, inputs, targets):
+    """The loss of each target in nats, (B * T,) float32; 0 where the target is -1."""
+    return model(inputs, targets, reduction="none")
+
+
+def pays_to_compile(compiled: bool, device: torch.device) -> bool:
+    """Whether to compile the evaluation of a run whose training is compiled or not.
+
+    On a CPU it takes 20 s and gains nothing: without gradients loss.py is as fast as compiled code there
+    (docs/benchmarks.md).
+    """
+    return compiled and device.type != "cpu"
+
+
+@functools.cache
+def _compiled_losses():
+    """One graph for all shapes: batches have many, and each would have to be compiled."""
+    return torch.compile(token_losses, dynamic=True)
+
+
+def _by_position(values):
+    """(B, T) -> sums over the positions of each bucket, (len(BUCKETS),)."""
+    return torch.stack([values[:, a:b].sum() for a, b in BUCKETS])
+
+
+def _total(sums: list[torch.Tensor], size: int) -> list[float]:
+    """The sum of the batches' tensors of `size` numbers, in float64 on the CPU."""
+    return torch.stack(sums).cpu().double().sum(0).tolist() if sums else [0.0] * size

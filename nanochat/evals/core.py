@@ -1,0 +1,343 @@
+"""CORE: what a model can do, as one number from many tasks (DCLM, arXiv 2406.11794).
+
+Every task is a list of questions with known answers. A question becomes one text for each possible answer,
+after a few worked examples ("few-shot"). The model never writes: it is asked how likely each text is.
+
+    multiple_choice      one context, several continuations: right if the true one has the lowest mean loss
+    schema               several contexts, one continuation: right if the true context gives it the lowest one
+    language_modeling    right if every token of the continuation is the model's most probable one
+
+A task's accuracy is centred, so that guessing gives 0 and no mistake gives 1. CORE is the mean over its 22
+tasks. Prompts, seeds and decisions are those of karpathy/nanochat, which publishes a bundle of these tasks
+(data/bundle.py reads it): the same model gets the same answers right.
+"""
+
+import functools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from nanochat import UserError
+from nanochat.evals.bundle import Task
+from nanochat.machine.precision import autocast
+from nanochat.ops.attention import keys_before, token_before
+
+FEWSHOT_SEED = 1234  # plus the index of the question: which worked examples it gets
+GROUP = 64  # questions that one process takes at a time
+TOKENS_PER_BATCH = {"cuda": 131072, "cpu": 16384}  # of all rows of a forward pass, with padding and prefixes
+MOST_PADDING = 1.25  # a batch is complete before it computes so many times the tokens that it needs
+SHORTEST_PREFIX = 16  # tokens; a shorter common beginning is not worth a forward pass of its own
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """The result of a task."""
+
+    accuracy: float  # share of right answers
+    centred: float  # the same, moved and stretched so that guessing gives 0 and no mistake gives 1
+    n: int  # questions
+
+
+@dataclass
+class Question:
+    """A question as token rows: a different text each, and from where in each the tokens are scored."""
+
+    task: int  # index of its task
+    gold: int  # index of the right choice (language_modeling: 0)
+    rows: list[np.ndarray] = field(default_factory=list)  # (length,) uint32 each, at most max_seq_len
+    starts: list[int] = field(default_factory=list)  # the first scored token of each row, at least 1
+    row_of_choice: list[int] = field(default_factory=list)  # equal texts share a row, so that they tie
+
+    @property
+    def longest(self) -> int:
+        return max(map(len, self.rows))
+
+    @functools.cached_property
+    def prefix(self) -> int:
+        """Tokens at the beginning that all rows share, without any whose logits are scored; 0 for one row."""
+        return min(common_prefix(self.rows), min(self.starts) - 1) if len(self.rows) > 1 else 0
+
+
+@torch.no_grad()
+def evaluate(
+    model,
+    tokenizer,
+    tasks: list[Task],
+    dtype: torch.dtype,
+    machine,
+    tokens_per_batch: int | None = None,
+    progress: Callable[[int], object] | None = None,
+) -> dict[str, Accuracy]:
+    """The accuracy of a GPT in each task, by label.
+
+    The questions are dealt to the processes; every process gets all results, which do not depend on the
+    number of processes. model: a gpt.GPT, not compiled, because nearly every batch has another shape.
+    progress(n) is called after every n questions of this process. Raises UserError if a loss is not a number.
+    """
+    tokens_per_batch = tokens_per_batch or TOKENS_PER_BATCH.get(machine.device.type, 8192)
+    right, broken, launched = [0] * len(tasks), 0, None
+    for group in [*deal(tasks)[machine.rank :: machine.world_size], None]:
+        before, launched = launched, None
+        if group:  # a GPU works on this group while the one before is counted and the next one tokenized
+            questions = [tokenize(tasks[t], t, i, tokenizer, model.config.max_seq_len) for t, i in group]
+            launched = questions, launch(model, questions, tokenizer.bos_id, dtype, tokens_per_batch)
+        if before:
+            questions, scored = before
+            for question, (losses, exact) in zip(questions, finish(*scored, questions), strict=True):
+                broken += int(np.isnan(losses).any())
+                right[question.task] += decide(tasks[question.task], question, losses, exact)
+            if progress:
+                progress(len(questions))
+    *right, broken = machine.all_sum([*right, broken])
+    if broken:
+        raise UserError(
+            "the loss on the tasks is not a number, so the model is broken; go on from an earlier checkpoint "
+            "with --resume=STEP and lower rates, or use --dtype=float32"
+        )
+    return {task.label: _accuracy(task, count) for task, count in zip(tasks, right, strict=True)}
+
+
+def decide(task: Task, question: Question, losses: np.ndarray, exact: np.ndarray) -> bool:
+    """Whether a question is answered right, by the mean loss (choices,) and the exactness (choices,) of its
+    choices. The first of equally likely choices counts."""
+    if task.task_type == "language_modeling":
+        return bool(exact[0])
+    return int(losses.argmin()) == question.gold
+
+
+def score(results: dict[str, Accuracy]) -> float:
+    """The mean of the centred accuracies: over the public bundle's tasks, this is CORE."""
+    return sum(result.centred for result in results.values()) / len(results)
+
+
+def _accuracy(task: Task, right: float) -> Accuracy:
+    accuracy, guessing = right / len(task.examples), task.baseline / 100
+    return Accuracy(accuracy, (accuracy - guessing) / (1 - guessing), len(task.examples))
+
+
+# ------------------------------------------------------------------------------------------------------
+# From examples to token rows
+
+
+def fewshot(task: Task, index: int) -> list[dict]:
+    """The worked examples of a question: other examples of its task, drawn by its index."""
+    others = len(task.examples) - 1
+    drawn = random.Random(FEWSHOT_SEED + index).sample(range(others), min(task.num_fewshot, others))
+    return [task.examples[i + (i >= index)] for i in drawn]
+
+
+def prompts(task: Task, index: int) -> list[str]:
+    """The texts of a question: one for each choice; for language_modeling, without and with the answer."""
+    example, delimiter = task.examples[index], task.delimiter
+
+    def context(example: dict) -> str:
+        match task.task_type:
+            case "multiple_choice":
+                return example["query"]
+            case "schema":
+                return example["context_options"][example["gold"]]
+            case _:
+                return example["context"].strip()
+
+    def answer(example: dict) -> str:
+        return example["choices"][example["gold"]] if "choices" in example else example["continuation"]
+
+    worked = "".join(f"{context(shot)}{delimiter}{answer(shot)}\n\n" for shot in fewshot(task, index))
+    match task.task_type:
+        case "multiple_choice":
+            return [f"{worked}{example['query']}{delimiter}{choice}" for choice in example["choices"]]
+        case "schema":
+            ending = f"{delimiter}{example['continuation']}"
+            return [f"{worked}{option}{ending}" for option in example["context_options"]]
+        case _:  # blanks at the end would be part of the answer's first token
+            question = f"{worked}{context(example)}{delimiter}"
+            return [question.rstrip(), f"{question}{example['continuation']}"]
+
+
+def common_prefix(rows: list[np.ndarray]) -> int:
+    """How many tokens at the beginning are equal in all rows."""
+    shortest = min(map(len, rows))
+    stacked = np.stack([row[:shortest] for row in rows])
+    equal = (stacked == stacked[0]).all(axis=0)
+    return shortest if equal.all() else int(equal.argmin())
+
+
+def tokenize(task: Task, number: int, index: int, tokenizer, max_seq_len: int) -> Question:
+    """A question of task `number` as rows of at most `max_seq_len` tokens; a longer text keeps its end.
+
+    Scored are the tokens after the common prefix (schema: the common suffix; language_modeling: what follows
+    the text without the answer), but always one token at least.
+    """
+    bos = np.array([tokenizer.bos_id], dtype=np.uint32)
+    rows = [np.concatenate([bos, tokenizer.encode(text)]) for text in prompts(task, index)]
+    if task.task_type == "schema":
+        suffix = common_prefix([row[::-1] for row in rows])
+        starts = [len(row) - suffix for row in rows]
+    else:
+        starts = [common_prefix(rows)] * len(rows)
+    if task.task_type == "language_modeling":
+        rows, starts = rows[1:], starts[1:]
+    question, row_of_text = Question(number, task.examples[index].get("gold", 0)), {}
+    for row, start in zip(rows, starts, strict=True):
+        key = row.tobytes()
+        if key not in row_of_text:
+            row_of_text[key] = len(question.rows)
+            cut = max(0, len(row) - max_seq_len)
+            question.rows.append(row[cut:])
+            question.starts.append(max(1, min(start, len(row) - 1) - cut))
+        question.row_of_choice.append(row_of_text[key])
+    return question
+
+
+def deal(tasks: list[Task]) -> list[list[tuple[int, int]]]:
+    """All questions as (index of the task, index of the example), in groups of similar length, longest first.
+
+    The groups, and with them the batches, do not depend on the number of processes. So a close decision
+    cannot turn with it, and each process tokenizes only its own questions.
+    """
+    questions = []
+    for number, task in enumerate(tasks):
+        sizes = [sum(map(_characters, example.values())) for example in task.examples]
+        mean = sum(sizes) / max(1, len(sizes))  # the worked examples of each question are others
+        questions += [(size + task.num_fewshot * mean, number, i) for i, size in enumerate(sizes)]
+    order = [(number, i) for _, number, i in sorted(questions, reverse=True)]
+    return [order[i : i + GROUP] for i in range(0, len(order), GROUP)]
+
+
+def _characters(value: str | list[str] | int) -> int:
+    return 0 if isinstance(value, int) else len(value) if isinstance(value, str) else max(map(len, value))
+
+
+# ------------------------------------------------------------------------------------------------------
+# From token rows to losses
+
+
+class SharedPrefix:
+    """Keys, values and stream of prefixes, each computed once for all rows that begin with it.
+
+    It stands in for a decode.KVCache: the first forward pass fills it, the second one has a row for each
+    number in `owner` (rows,), the index of the prefix that this row continues.
+    """
+
+    def __init__(self, depth: int):
+        self.length, self.owner = 0, None
+        self.layers = [_Layer(self) for _ in range(depth)]
+
+    def places(self, T: int) -> slice:
+        return slice(self.length, self.length + T)
+
+
+class _Layer:
+    def __init__(self, prefix: SharedPrefix):
+        self.prefix, self.x, self.keys, self.values = prefix, None, None, None
+
+    def token_before(self, x):  # (B, T, C)
+        if self.x is None:
+            self.x = x[:, -1]
+            return token_before(x)
+        return torch.cat((self.x[self.prefix.owner, None], x[:, :-1]), 1)
+
+    def append(self, k, v):  # (B, H, T, D); the third value of what it returns: nothing is masked
+        if self.keys is None:
+            self.keys, self.values = k, v
+            return keys_before(k), v, None
+        k, v = (torch.cat((x[self.prefix.owner], new), 2) for x, new in ((self.keys, k), (self.values, v)))
+        return keys_before(k), v, None
+
+
+def launch(model, questions: list[Question], bos_id: int, dtype: torch.dtype, tokens_per_batch: int):
+    """Start the forward passes for all rows of these questions.
+
+    Returns (row of each scored token, its loss in nats, whether it is the most probable one): a list, and
+    tensors (scored tokens,) float32 and bool on the model's device. Rows count through all questions.
+    Nothing here waits for the device.
+    """
+    first_row = np.cumsum([0, *(len(question.rows) for question in questions)])
+    row_of, losses, exact = [], [], []
+    for batch in batches(questions, tokens_per_batch, model.config.max_seq_len):
+        with autocast(model.head.weight.device, dtype):
+            logits, targets = forward(model, [questions[i] for i in batch], bos_id)
+        losses.append(F.cross_entropy(logits, targets, reduction="none"))
+        exact.append(logits.argmax(-1) == targets)
+        for i in batch:
+            pairs = zip(questions[i].rows, questions[i].starts, strict=True)
+            for number, (row, start) in enumerate(pairs, start=first_row[i]):
+                row_of += [number] * (len(row) - start)
+    return row_of, torch.cat(losses), torch.cat(exact)
+
+
+def forward(model, questions: list[Question], bos_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logits (N, V) float32, the true tokens (N,) int64) of all scored tokens of a batch of questions.
+
+    The rows of a question begin alike, often with many worked examples. As many tokens as all questions of
+    the batch have in such a prefix are computed once for each question, the rest for each row.
+    """
+    device = model.head.weight.device
+    cached, cache = min(question.prefix for question in questions), None
+    if cached < SHORTEST_PREFIX:
+        cached = 0
+    else:
+        cache = SharedPrefix(model.config.depth)
+        beginnings = np.stack([question.rows[0][:cached] for question in questions]).astype(np.int64)
+        no_logits = torch.empty(0, dtype=torch.int64, device=device)
+        model(torch.from_numpy(beginnings).to(device), cache=cache, positions=no_logits)
+        owner = np.repeat(np.arange(len(questions)), [len(question.rows) for question in questions])
+        cache.length, cache.owner = cached, torch.from_numpy(owner).to(device)
+    rows = [row[cached:] for question in questions for row in question.rows]
+    starts = [start - cached for question in questions for start in question.starts]
+    length = padded(max(map(len, rows)), model.config.max_seq_len - cached)
+    idx = np.full((len(rows), length), bos_id, dtype=np.int64)
+    for row, tokens in zip(idx, rows, strict=True):
+        row[: len(tokens)] = tokens
+    scored = np.concatenate(  # indices into the flat idx
+        [np.arange(starts[i], len(row)) + i * length for i, row in enumerate(rows)]
+    )
+    targets, before, idx = (torch.from_numpy(a).to(device) for a in (idx.ravel()[scored], scored - 1, idx))
+    return model(idx, cache=cache, positions=before), targets
+
+
+def finish(row_of: list[int], losses: torch.Tensor, exact: torch.Tensor, questions: list[Question]):
+    """(mean loss (choices,) float64, whether all its scored tokens are the most probable ones (choices,)) of
+    each question; waits for the device."""
+    count = np.bincount(row_of)  # scored tokens of each row
+    mean = np.bincount(row_of, losses.cpu().double().numpy()) / count
+    all_exact = np.bincount(row_of, exact.cpu().double().numpy()) == count
+    first = 0
+    for question in questions:
+        rows = first + np.array(question.row_of_choice)
+        yield mean[rows], all_exact[rows]
+        first += len(question.rows)
+
+
+def batches(questions: list[Question], tokens_per_batch: int, max_seq_len: int) -> list[list[int]]:
+    """The indices of the questions in batches of similar prefixes and lengths.
+
+    The padded rows of a batch have at most `tokens_per_batch` tokens, or belong to one question.
+    """
+    order = sorted(range(len(questions)), key=lambda i: (questions[i].prefix, questions[i].longest))
+    made, needed = [], 0
+    for i in order:
+        question = questions[i]
+        own = question.prefix + sum(len(row) - question.prefix for row in question.rows)
+        batch = [*made[-1], i] if made else []
+        rows = sum(len(questions[j].rows) for j in batch)
+        longest = max((questions[j].longest for j in batch), default=0)
+        cached = questions[batch[0]].prefix if batch else 0  # the shortest prefix
+        computed = len(batch) * cached + rows * padded(longest - cached, max_seq_len)
+        fits = rows * longest <= tokens_per_batch and computed <= MOST_PADDING * (needed + own) + 256
+        if batch and fits:
+            made[-1], needed = batch, needed + own
+        else:
+            made.append([i])
+            needed = own
+    return made
+
+
+def padded(length: int, max_seq_len: int) -> int:
+    """A row's length with its padding: few different shapes, and little more than needed."""
+    step = 4 if length <= 64 else 16 if length <= 512 else 128
+    return min(max_seq_len, -(-length // step) * step)

@@ -1,0 +1,66 @@
+"""What a model scores in tasks: those made from its own validation text, and CORE's."""
+
+from pathlib import Path
+
+import torch
+
+from nanochat.data.dataset import Dataset
+from nanochat.evals import core
+from nanochat.evals.bundle import Task, open_bundle
+from nanochat.evals.own_tasks import open_own_tasks
+from nanochat.gpt import GPT
+
+
+def open_tasks(
+    dataset: Dataset, folder: Path, bundle: str | None, base_path: Path, most_per_task: int, say=print
+) -> tuple[list[Task], list[Task]]:
+    """(the tasks made from the data set's validation text, CORE's). A list is empty if it cannot be had, and
+    `say` gets the reason. folder: Dataset.tokenizer_folder. bundle: see open_bundle."""
+    own = open_own_tasks(dataset, folder, say)
+    opened, reason = open_bundle(bundle, base_path, most_per_task)
+    if reason:
+        say(reason)
+    return own, opened.tasks if opened else []
+
+
+def score_tasks(
+    model, tokenizer, own: list[Task], public: list[Task], dtype: torch.dtype, machine, bar=None
+) -> dict:
+    """The fields that metrics.jsonl has for tasks, from an evaluation on all processes.
+
+    own_tasks: {label: accuracy}, own_score: the mean of the centred accuracies; core_tasks: {label: centred
+    accuracy}, core: their mean. Fields of an empty list of tasks are absent. bar(total, text, unit) opens a
+    progress bar, as Console.bar does. model: see core.evaluate. Raises UserError if the model's loss is not a
+    number. A model of another class than GPT has no scores, since it need not have GPT's KV cache.
+    """
+    fields = {}
+    if not isinstance(model, GPT):
+        return fields
+    if own:
+        results = _evaluate(model, tokenizer, own, dtype, machine, bar, "tasks")
+        accuracies = {label: result.accuracy for label, result in results.items()}
+        fields |= {"own_tasks": accuracies, "own_score": core.score(results)}
+    if public:
+        results = _evaluate(model, tokenizer, public, dtype, machine, bar, "CORE")
+        centred = {label: result.centred for label, result in results.items()}
+        fields |= {"core_tasks": centred, "core": core.score(results)}
+    return fields
+
+
+def _evaluate(model, tokenizer, tasks, dtype, machine, bar, text):
+    if bar is None:
+        return core.evaluate(model, tokenizer, tasks, dtype, machine)
+    questions = -(-sum(len(task.examples) for task in tasks) // machine.world_size)
+    with bar(questions, text, " questions") as shown:
+        return core.evaluate(model, tokenizer, tasks, dtype, machine, progress=shown.update)
+
+
+def in_words(fields: dict) -> list[str]:
+    """The scores as lines for the console."""
+    lines = [] if fields else ["no tasks are scored"]
+    if "own_tasks" in fields:
+        each = ", ".join(f"{label} {100 * accuracy:.0f} %" for label, accuracy in fields["own_tasks"].items())
+        lines.append(f"tasks {fields['own_score']:.3f} ({each} right)")
+    if "core" in fields:
+        lines.append(f"CORE {fields['core']:.4f}")
+    return lines

@@ -1,0 +1,1 @@
+"""The machine a script runs on: device, processes, signals, memory, precision, profiler."""

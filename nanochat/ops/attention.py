@@ -1,0 +1,342 @@
+"""Causal attention: which of the ways in attention_backends.py a model uses, decided once, at start.
+
+Three kinds of attention can need different ways: a layer that sees the whole row (full), one that sees a
+window, and either of them where a token sees its own document only (documents). `choose` takes, for each kind
+that a run needs, the first way that this machine can run and that agrees with float64, forward and backward.
+"""
+
+import inspect
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from nanochat.ops import attention_backends as backends
+from nanochat.ops.attention_blocks import in_blocks
+
+KINDS = ("full", "window", "documents")
+# name: (the function, the kinds of attention it computes), what runs on more devices further down
+BACKENDS = {
+    "cudnn": (backends.cudnn, ("full",)),
+    "flash": (backends.flash, ("full",)),
+    "efficient": (backends.efficient, ("full",)),
+    "varlen": (backends.varlen, KINDS),
+    "flex": (backends.flex, ("full", "window")),
+    "blocks": (in_blocks, KINDS),  # for training on CPUs
+    "sdpa": (backends.sdpa, ("full",)),  # PyTorch's own choice
+    "banded": (backends.masked, ("full", "window")),  # SDPA over blocks of the window's size
+    "mask": (backends.masked, KINDS),  # SDPA under a mask of T x T
+}
+EVERYWHERE = {"full": "sdpa", "window": "banded", "documents": "mask"}  # these run on every device
+# The largest |a - b| / |b| from float64, forward and backward, for random q, k, v rounded to the dtype.
+# Bad masks and layouts are at 0.1 and more; what a CPU reaches is in tests/ops/test_attention.py
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+# Positions. In float64 the scores of two heads take 256 MiB, several times. On a CPU two blocks are enough
+LONGEST_PROBE = {"cuda": 4096, "cpu": 160}
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Causal softmax attention, by one way for each kind."""
+
+    full: str = EVERYWHERE["full"]
+    window: str = EVERYWHERE["window"]
+    documents: str = EVERYWHERE["documents"]
+    flash: str = ""  # the version of FlashAttention: FA3 or FA4; "" = PyTorch's own
+    reason: str = ""  # for the plan
+
+    def __call__(self, q, k, v, window: int, visible=None):
+        """Attention of the last Tq of Tk positions.
+
+        q (B, H, Tq, D), k and v (B, H, Tk, D) of one dtype, Tq <= Tk. Each position sees the last `window`
+        positions, itself included, and of them only what is `visible`: (B, 1, 1 or Tq, Tk) bool, or (N + 1,)
+        int32, where each document begins in the B * T positions; None: all. Returns (B, H, Tq, D). Scores are
+        divided by sqrt(D). The kernels compute the softmax and the sums in float32.
+        """
+        T = q.size(2)
+        kind = "full" if visible is None and window >= T else "window" if visible is None else "documents"
+        name = getattr(self, kind)
+        if visible is not None and visible.dtype == torch.bool:
+            name = "blocks" if name == "blocks" and torch.is_grad_enabled() else "mask"
+        if k.size(2) != T:
+            name = "mask"  # tokens behind those of a cache
+        function, _ = BACKENDS[name]
+        return function(q, k, v, window, visible)
+
+    @property
+    def resolved(self) -> dict[str, str]:
+        """What a checkpoint keeps of it, so that a resumed run computes the same bits."""
+        return {kind: getattr(self, kind) for kind in (*KINDS, "flash")}
+
+    def boundaries(self, inputs, bos_id: int):
+        """The documents of inputs (B, T), in the form that this attention takes them: numbers (B, T) int64,
+        or (N + 1,) int32, where each begins in the B * T positions.
+
+        A document begins with its row and at each <|bos|>; several <|bos|> in a row, as in padding, begin
+        one. Give it tensors of the CPU: how many documents there are decides the size of the result.
+        """
+        begins = inputs == bos_id
+        begins[:, 1:] &= inputs[:, :-1] != bos_id
+        begins[:, 0] = True
+        if self.documents != "varlen":
+            return begins.cumsum(1)
+        first = begins.flatten().nonzero().flatten()
+        # Few sizes, so that few graphs are compiled: a power of two, filled up with the end
+        size = max(64, 1 << (len(first) - 1).bit_length())
+        documents = torch.full((size + 1,), inputs.numel(), dtype=torch.int32)
+        documents[: len(first)] = first
+        return documents
+
+
+attention = Attention()  # what a model uses if nothing else is chosen; right for every device and length
+
+
+def visible_from(documents):
+    """What `Attention` takes as `visible`, from what `boundaries` returned; once for all layers."""
+    if documents is None or documents.ndim == 1:
+        return documents
+    return documents[:, None, :, None] == documents[:, None, None, :]  # (B, 1, T, T)
+
+
+def token_before(x, visible=None):
+    """What x (B, T, ...) holds for the token before each position: x one position on, with zeros at the start
+    of a row and of each document that `visible` tells of."""
+    before, more = x[:, :-1], x.ndim - 2
+    if visible is not None:
+        B, T = x.shape[:2]
+        if visible.dtype == torch.bool:  # (B, 1, T, T)
+            same = visible[:, 0].diagonal(-1, -2, -1)
+        else:
+            same = torch.ones(B * T + 1, dtype=torch.bool, device=x.device)
+            same = same.index_fill(0, visible.long(), False)[:-1].view(B, T)[:, 1:]
+        before = before * same.view(*same.shape, *more * [1]).to(x.dtype)
+    return F.pad(before, (*more * [0, 0], 1, 0))
+
+
+def keys_before(k, visible=None):
+    """The key of the token before each position: k (B, H, T, D) as `token_before` moves it.
+
+    A query then looks for what came before a value and not for the value itself. So it finds what followed a
+    token like its own in one layer; with a token's own key that takes two, and most of a short run to learn
+    (docs/ablations.md).
+    """
+    return token_before(k.transpose(1, 2), visible).transpose(1, 2)  # transposed as it lies in memory
+
+
+def use(model, chosen: Attention):
+    """Let every layer of a model compute attention in this way: the modules that have an `attend`."""
+    for module in model.modules():
+        if hasattr(module, "attend"):
+            module.attend = chosen
+
+
+# ------------------------------------------------------------------------------------------------------
+# The choice
+
+
+def choose(config, machine, dtype, compiled: bool, documents: bool, resolved: dict) -> Attention:
+    """The ways for a model's configuration on this machine, the same on every process.
+
+    documents: whether a token is to see its own document only. resolved: of the run that is resumed ({}: a
+    new run); its "attention" stands where it can run.
+    """
+    device, before = machine.device, resolved.get("attention", {})
+    if resolved and not before and device.type == "cpu":
+        before = EVERYWHERE  # of runs that did not record it yet
+    kinds = {"full": config.max_seq_len}
+    if min(config.windows) < config.max_seq_len:
+        kinds["window"] = min(config.windows)
+    if documents:
+        kinds["documents"] = min(config.windows)
+    version, passed_over = _flash_version(device, dtype, before.get("flash"))
+    found, notes = {}, []
+    for kind, window in kinds.items():
+        names = candidates(kind, device, dtype, config.max_seq_len, version)
+        if kind in before:
+            names = [before[kind], *(name for name in names if name != before[kind])]
+        for name in names:
+            why = cannot_run(name, kind, device, dtype, compiled)
+            if not why and name != EVERYWHERE[kind]:
+                why = _probe(name, kind, config, device, dtype, window)
+            if not why:
+                break
+            passed_over.append(f"{name} ({why})")
+        # Of processes whose machines differ, the one that can run least decides
+        found[kind] = max(machine.all_gather(name), key=[before.get(kind), *BACKENDS].index)
+        label = f"{found[kind]} {version}" if version and found[kind] in ("flash", "varlen") else found[kind]
+        notes.append(f"{label} for {'full layers' if kind == 'full' else kind + 's' * (kind == 'window')}")
+        if kind in before:
+            notes[-1] += ", as at the run's first start"
+            if found[kind] != before[kind]:
+                notes[-1] = notes[-1].replace("as at", f"not {before[kind]} as at")
+    reason = ", ".join(notes) + f"; {_where(device)}"
+    if passed_over:
+        reason += f"; not: {', '.join(dict.fromkeys(passed_over))}"
+    return Attention(**found, flash=version, reason=reason)
+
+
+def candidates(kind: str, device, dtype, T: int, flash_version: str = "") -> list[str]:
+    """The ways for a kind of attention on a device, in rows of T, the one to try first in front."""
+    if device.type == "cpu":
+        # As measured (docs/benchmarks.md): compiled or not is the same, its operations are not compiled
+        faster = dtype == torch.bfloat16 or (dtype == torch.float32 and (kind != "full" or 256 <= T <= 512))
+        return ["blocks"] * faster + [EVERYWHERE[kind]]
+    if device.type != "cuda":
+        return [EVERYWHERE[kind]]
+    if kind == "full":
+        # On Hopper and Blackwell PyTorch prefers cuDNN too (check_prefer_cudnn_attention in sdp_utils.cpp):
+        # FlashAttention 2 was written for Ampere
+        first = ["cudnn", "flash"] if _capability(device)[0] in (9, 10) and not flash_version else []
+        return [*dict.fromkeys([*first, "flash", "cudnn", "efficient", "sdpa"])]
+    return ["varlen", "flex", "banded"] if kind == "window" else ["varlen", "mask"]
+
+
+def _capability(device) -> tuple[int, int]:
+    """NVIDIA's compute capability; (0, 0) for other GPUs, whose numbers mean other things."""
+    return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
+
+
+def _where(device) -> str:
+    if device.type == "cpu":
+        return "the fastest on a CPU for this dtype and row length (docs/benchmarks.md)"
+    if device.type != "cuda":
+        return f"{device.type} has one kernel for all"
+    major, minor = _capability(device)
+    return f"compute capability {major}.{minor}, each equal to float64 in a forward and backward pass"
+
+
+def _flash_version(device, dtype, before: str | None) -> tuple[str, list[str]]:
+    """Activate FlashAttention 3 or 4 where its package is; returns (version or "", what could not be had)."""
+    major = _capability(device)[0] if device.type == "cuda" and dtype != torch.float32 else 0
+    versions = {9: ["FA3", "FA4"], 10: ["FA4"]}.get(major, [])
+    if before is not None:
+        versions = [before] if before in versions else []
+    failed = []
+    for version in versions:
+        if not (why := backends.activate_flash(version)):
+            return version, failed
+        if version == before or not why.startswith("ModuleNotFoundError"):
+            failed.append(f"{version} ({why})")
+    backends.activate_flash("")
+    return "", failed
+
+
+def cannot_run(name: str, kind: str, device, dtype, compiled: bool) -> str:
+    """Why a way cannot be tried here, by what the device is; "" if it can."""
+    if kind not in BACKENDS.get(name, ((), ()))[1]:
+        return f"it is no way to compute {kind}"
+    if name in EVERYWHERE.values():
+        return ""
+    if name == "blocks":
+        return "" if device.type == "cpu" else "needs a CPU"
+    if device.type != "cuda":
+        return "needs CUDA"
+    if name in ("cudnn", "flash", "varlen") and dtype == torch.float32:
+        return "needs 16 bit"
+    if name in ("cudnn", "flash", "varlen") and not torch.version.hip and _capability(device)[0] < 8:
+        return "needs compute capability 8.0"
+    if name == "varlen":
+        try:
+            from torch.nn.attention.varlen import varlen_attn
+        except ImportError:
+            varlen_attn = None
+        if varlen_attn is None or "window_size" not in inspect.signature(varlen_attn).parameters:
+            return "needs torch 2.11"
+    if name == "flex" and not compiled:
+        return "needs compiled code"
+    return ""
+
+
+def _probe(name: str, kind: str, config, device, dtype, window: int) -> str:
+    """Run a way once, forward and backward, at the model's row length or LONGEST_PROBE; returns what is
+    wrong, or ""."""
+    T = min(config.max_seq_len, LONGEST_PROBE.get(device.type, 4096))
+    short = max(1, window * T // config.max_seq_len)
+    try:
+        if name == "flex":
+            [backends.make_block_mask(*size, device) for size in {(config.max_seq_len, window), (T, short)}]
+        forward, backward = errors(name, kind, (1, 2, T, config.head_dim), short, device, dtype)
+    except Exception as error:  # whatever a kernel or a compiler raises: then the next way is tried
+        return backends.first_line(error)
+    if max(forward, backward) > TOLERANCE[dtype]:
+        return f"differs from float64 by {max(forward, backward):.2g}"
+    return ""
+
+
+# ------------------------------------------------------------------------------------------------------
+# Is it right?
+
+
+def check_backends(device, dtype, shape=(2, 2, 512, 64), compiled: bool = True) -> dict[str, dict | str]:
+    """Every way against float64: {name: {"ok", "forward_error", "backward_error"}, or why it cannot run}.
+
+    An error is the largest |a - b| / |b| over the kinds of attention that the way computes, on random q, k, v
+    (B, H, T, D) = shape, with a window of a quarter of T. FlashAttention 3 and 4 have names of their own.
+    """
+    device, T = torch.device(device), shape[2]
+    results = {}
+    for version in ("", "FA3", "FA4"):
+        why = backends.activate_flash(version) if device.type == "cuda" else "needs CUDA" if version else ""
+        for name, (_, kinds) in BACKENDS.items():
+            if version and name not in ("flash", "varlen"):
+                continue
+            key = f"{name} {version}".strip()
+            if reason := why or cannot_run(name, kinds[0], device, dtype, compiled):
+                results[key] = reason
+                continue
+            try:
+                if name == "flex":
+                    [backends.make_block_mask(T, window, device) for window in (T, T // 4)]
+                found = [errors(name, kind, shape, T // 4, device, dtype) for kind in kinds]
+            except Exception as error:  # a report goes on
+                results[key] = backends.first_line(error)
+                continue
+            forward, backward = (max(column) for column in zip(*found, strict=True))
+            ok = max(forward, backward) <= TOLERANCE[dtype]
+            results[key] = {"ok": ok, "forward_error": forward, "backward_error": backward}
+    if device.type == "cuda":
+        backends.activate_flash("")
+    return results
+
+
+def errors(name: str, kind: str, shape, window: int, device, dtype) -> tuple[float, float]:
+    """|a - b| / |b| of a way from float64, forward and backward, on random q, k, v (B, H, T, D) = shape."""
+    B, H, T, D = shape
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(4, B, T, H, D, generator=generator).to(dtype)  # q, k, v and the gradient of y
+    q, k, v, weights = numbers.to(device).transpose(2, 3)  # strided as a model's are
+    window = T if kind == "full" else window
+    visible = documents = None
+    if kind == "documents":
+        inputs = torch.randint(2 + T // 5, (B, T), generator=generator)  # a document begins at each 0
+        documents = Attention(documents="mask").boundaries(inputs, 0).to(device)
+        visible = visible_from(Attention(documents=name).boundaries(inputs, 0).to(device))
+    function = BACKENDS[name][0]
+    function = torch.compile(function, dynamic=False) if name == "flex" else function
+    found = _forward_and_backward(function, q, k, v, window, visible, weights)
+    if device.type == "mps":  # it has no float64
+        q, k, v, weights = q.cpu(), k.cpu(), v.cpu(), weights.cpu()
+        documents = None if documents is None else documents.cpu()
+    qkv, weights = (x.double() for x in (q, k, v)), weights.double()
+    expected = _forward_and_backward(_in_float64, *qkv, window, documents, weights)
+    pairs = [(a.to(b), b) for a, b in zip(found, expected, strict=True)]
+    forward, *backward = [((a - b).norm() / b.norm()).item() for a, b in pairs]
+    return forward, max(backward)
+
+
+def _forward_and_backward(function, q, k, v, window, visible, weights):
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    y = function(q, k, v, window, visible)
+    # The gradient of y is `weights`. Given to `grad` itself, it would load sympy, which takes half a second
+    return y.detach(), *torch.autograd.grad((y * weights).sum(), (q, k, v))
+
+
+def _in_float64(q, k, v, window, documents):
+    """Attention as one writes it on paper; documents (B, T) or None."""
+    distance = torch.arange(q.size(2), device=q.device)
+    distance = distance[:, None] - distance
+    sees = (distance >= 0) & (distance < window)
+    if documents is not None:
+        sees = sees & (documents[:, None, :, None] == documents[:, None, None, :])
+    scores = (q @ k.transpose(-2, -1) / q.size(-1) ** 0.5).masked_fill(~sees, -torch.inf)
+    return scores.softmax(-1) @ v

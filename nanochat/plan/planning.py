@@ -1,0 +1,399 @@
+"""The plan of a run: every number that follows from the settings, the text and the machine, with its
+reason."""
+
+from dataclasses import asdict, dataclass, replace
+
+from nanochat import UserError
+from nanochat.data.amount import LARGEST_VOCABULARY
+from nanochat.data.public import PUBLIC, command
+from nanochat.gpt import GPTConfig
+from nanochat.machine.hardware import Hardware
+from nanochat.machine.precision import name_of
+from nanochat.plan import memory_advice, memory_estimate, scaling, time_estimate
+from nanochat.terminal import counted, duration, gib
+
+# Up to 4 times a text is about as good as new text; after some 16 it teaches little more (arXiv 2305.16264)
+FEW_EPOCHS, MANY_EPOCHS = 4, 20
+HOPELESS_S = 30 * 86_400  # seconds of training from which on the plan warns
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run does. `derive` makes it, `sections` explains it."""
+
+    config: GPTConfig
+    hardware: Hardware
+    parameters: dict[str, int]  # by role, see GPT.parameter_counts
+    flops_per_token: int
+    horizon: scaling.Horizon
+    device_batch_size: int  # rows of a micro-batch
+    grad_accum_steps: int  # micro-steps of a step
+    scaled: scaling.ScaledRates
+    warmup_steps: int
+    data_tokens: int  # about how many tokens the training text has
+    horizon_is_given: bool  # in steps: then any number of epochs is what the person asked for
+    rows_are_given: bool = False  # of a micro-batch: by the user, or by the checkpoint of this run
+    compiled: bool = False  # what the model is, which decides how much memory it needs (see `fitted`)
+    aspect_ratio: int = 0  # width for each layer (0: the model is given, and has its depth)
+    width_reason: str = ""  # where the width is from, if not from 64 x depth or the user
+    fp8: bool = False  # the large products of the blocks train in 8 bits
+    table_share: float = 0.0  # weight decay of embeddings and head, as a share of that of matrices
+    more_text: str = ""  # how to get the public shards that the horizon needs and the run does not have
+
+    @property
+    def num_iterations(self) -> int:
+        """Optimizer steps."""
+        return self.horizon.num_iterations
+
+    @property
+    def total_batch_size(self) -> int:
+        """Tokens of a step, over all micro-steps and processes."""
+        return self.horizon.total_batch_size
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Learning rates by name of the setting, scaled."""
+        return self.scaled.rates
+
+    @property
+    def weight_decay(self) -> float:
+        """Scaled."""
+        return self.scaled.weight_decay
+
+    @property
+    def table_decay(self) -> float:
+        """That of embeddings and head."""
+        return self.table_share * self.weight_decay
+
+    @property
+    def tokens(self) -> int:
+        return self.horizon.tokens
+
+    @property
+    def epochs(self) -> float:
+        """How many times the run reads its training text."""
+        return self.tokens / self.data_tokens
+
+    @property
+    def expected_memory(self) -> dict[str, int]:
+        """Bytes that a process will take, by kind."""
+        tokens, hardware = self.device_batch_size * self.config.max_seq_len, self.hardware
+        how = hardware.dtype, self.compiled
+        return memory_estimate.training_bytes(self.config, tokens, *how, **hardware.sharing)
+
+    @property
+    def expected_bytes(self) -> int:
+        """Memory of a process."""
+        return sum(self.expected_memory.values())
+
+    @property
+    def fits_eager(self) -> bool:
+        """Whether memory suffices for steps that are not compiled, with something to spare."""
+        return replace(self, compiled=False).expected_bytes <= 0.8 * self.hardware.memory
+
+    @property
+    def expected_seconds(self) -> float:
+        """Time of all steps, without what is compiled, evaluated and saved."""
+        if self.horizon.estimated:  # most of the minutes go into steps, however many these will be
+            return 60 * self.horizon.minutes
+        return self.num_iterations * self.expected_step_seconds
+
+    @property
+    def expected_step_seconds(self) -> float:
+        step = self.config, self.total_batch_size, self.compiled, self.hardware
+        return time_estimate.seconds_of_step(*step)
+
+    def numbers(self) -> dict[str, int]:
+        """What the report needs to know of the plan, for config.json."""
+        return {
+            "num_iterations": self.num_iterations,
+            "device_batch_size": self.device_batch_size,  # what fits, which may be less than planned at first
+            "parameters": self.parameters["total"],
+            "flops_per_token": self.flops_per_token,
+            "data_tokens": self.data_tokens,
+            "memory": self.hardware.held + self.expected_bytes,
+            "seconds": self.expected_seconds,
+        }
+
+    @property
+    def resolved(self) -> dict:
+        """What the checkpoints keep: a resumed run, or one that continues this one, goes on with it."""
+        kept = {"device_batch_size": self.device_batch_size, "rates": self.rates, "fp8": self.fp8}
+        kept |= {"spelled": self.config.spelled, "table_share": self.table_share}
+        if self.aspect_ratio:
+            kept["aspect_ratio"] = self.aspect_ratio
+        if self.horizon.minutes:
+            kept |= {"target_minutes": self.horizon.minutes, "estimated": self.horizon.estimated}
+        return kept
+
+    def with_iterations(self, num_iterations: int, reason: str, settings: dict) -> "Plan":
+        """The plan for another number of steps, with the learning rates of that number."""
+        horizon = replace(self.horizon, num_iterations=num_iterations, reason=reason, estimated=False)
+        scaled = scaling.scaled_rates(settings, self.config.width, horizon)
+        warmup_steps = scaling.warmup_steps(settings, horizon)
+        plan = replace(self, horizon=horizon, scaled=scaled, warmup_steps=warmup_steps)
+        return replace(plan, table_share=scaling.table_share(settings, plan.epochs))
+
+    def with_rows(self, rows: int) -> "Plan":
+        """The same steps in micro-batches of `rows` rows, which divide those of a process."""
+        micro_steps = self.device_batch_size * self.grad_accum_steps // rows
+        return replace(self, device_batch_size=rows, grad_accum_steps=micro_steps)
+
+    def fitted(self, compiled: bool) -> "Plan":
+        """The plan for a model that is compiled or not, with as many rows a micro-batch as fit, where neither
+        the user nor the checkpoint gives their number."""
+        plan, hardware = replace(self, compiled=compiled), self.hardware
+        if self.rows_are_given:
+            return plan
+        on_cuda = hardware.device_type == "cuda"
+        rows = memory_estimate.pick_device_batch_size(
+            self.device_batch_size * self.grad_accum_steps,
+            self.config,
+            hardware.dtype,
+            compiled,
+            # On a GPU a trial before the first step corrects a choice that does not fit (memory_trial.py)
+            int((0.9 if on_cuda else 0.8) * hardware.memory),
+            2**16 if on_cuda else 2**12,  # larger micro-batches are not faster (docs/benchmarks.md)
+            **hardware.sharing,
+        )
+        return plan.with_rows(rows)
+
+    def check(self, accept: str):
+        """Raise UserError if this run must not begin. `accept` is the setting of that name."""
+        if refusal := self.refusal(accept):
+            raise UserError(refusal)
+
+    def refusal(self, accept: str) -> str:
+        """One sentence that says why this run must not begin; empty if it may."""
+        # A GPU says when it has no more memory, and the estimate may be wrong: what is given may be tried. On
+        # a CPU the system would end the process without a word
+        accepted = {name.strip() for name in accept.split(",")}
+        tried = (self.rows_are_given and self.hardware.device_type != "cpu") or "memory" in accepted
+        if not tried and (sentence := memory_advice.sentence(self)):
+            return f"{sentence}; or go on all the same with --accept=memory"
+        wanted = self.horizon_is_given or self.horizon.estimated  # a guess is no reason to refuse
+        if self.epochs > MANY_EPOCHS and not wanted and "epochs" not in accepted:
+            more = self.more_text or (
+                f"get more text with {command('climbmix', self.public_shards)} and give --data=climbmix"
+            )
+            return (
+                f"this run would read its text {self.epochs:,.0f} times ({self.tokens:,} tokens from about "
+                f"{self.data_tokens:,}) and learn little from most of them; {more}, or go on all the same "
+                "with --accept=epochs"
+            )
+        return ""
+
+    @property
+    def public_shards(self) -> int:
+        """How many shards of climbmix hold the tokens of this run with the vocabulary that such text gets."""
+        larger = replace(self.config, vocab_size=max(self.config.vocab_size, LARGEST_VOCABULARY))
+        growth = scaling.scaling_parameters(larger) / scaling.scaling_parameters(self.config)
+        return PUBLIC["climbmix"].shards_for(round(self.tokens * growth))
+
+    def warnings(self, accept: str) -> list[str]:
+        """What a person should know before the run begins, a line each."""
+        said = [f"this run is refused: {refusal}"] if (refusal := self.refusal(accept)) else []
+        if not said and (sentence := memory_advice.sentence(self)):
+            said.append(sentence)
+        if self.more_text:
+            said.append(f"the text is read {self.epochs:.2f} times; {self.more_text}")
+        elif self.epochs > FEW_EPOCHS and not self.horizon.estimated:
+            said.append(f"the text is read {self.epochs:.1f} times; above {FEW_EPOCHS} more text is better")
+        if self.expected_seconds > HOPELESS_S:
+            time = duration(self.expected_seconds)
+            said.append(f"{time} is hopeless on this machine; lower --depth or use GPUs")
+        return said
+
+    def identity(self, dataset, tokenizer, seed: int) -> dict:
+        """What makes a run this run: a checkpoint with another model, text, tokenizer, seed or batch is
+        not."""
+        return {
+            "model": asdict(self.config),
+            "data": dataset.fingerprint,
+            "tokenizer": tokenizer.fingerprint,
+            "seed": seed,
+            "total_batch_size": self.total_batch_size,
+        }
+
+    @property
+    def training_section(self) -> dict[str, str]:
+        """How long it trains, in which batches and with which rates."""
+        multiplied, scaled = self.parameters["matrices"] + self.parameters["head"], self.scaled
+        micro_batch = f"{self.device_batch_size} rows x {self.config.max_seq_len} tokens"
+        processes = counted(self.hardware.world_size, "process", "processes")
+        micro_steps = counted(self.grad_accum_steps, "micro-step", "micro-steps")
+        about = "about " if self.horizon.estimated else ""
+        tables = f"table_decay {self.table_share:.3g}, constant" if self.table_share else "none"
+        return {
+            "horizon": f"{about}{counted(self.num_iterations, 'step', 'steps')}, {self.tokens:,} tokens "
+            f"({self.horizon.reason}); {self.tokens / multiplied:.2f} tokens a parameter",
+            "epochs": f"{self.epochs:.2f}; the text has about {self.data_tokens:,} tokens",
+            "batch": f"{self.total_batch_size:,} tokens ({self.horizon.batch_reason}) = {micro_batch} x "
+            f"{processes} x {micro_steps}",
+            "rates": ", ".join(f"{name} {rate:.3g}" for name, rate in self.rates.items()),
+            "rate factors": scaled.reason,
+            "weight decay": f"{self.weight_decay:.4g} ({scaled.decay_reason}); embeddings and head: {tables}",
+            "warm-up": counted(self.warmup_steps, "step", "steps"),
+        }
+
+    @property
+    def cost_section(self) -> dict[str, str]:
+        """The memory and the time that it takes."""
+        hardware = self.hardware
+        flops = self.flops_per_token * self.total_batch_size
+        mfu = flops / self.expected_step_seconds / hardware.peak_flops
+        held = f"{gib(hardware.held)} of it held already, " if hardware.held else ""
+        return {
+            "memory": f"{gib(hardware.held + self.expected_bytes)} a process, {held}"
+            f"{gib(hardware.memory)} are free; {memory_estimate.in_words(self.expected_memory)}",
+            "time": f"{duration(self.expected_seconds)} of steps, at {mfu:.0%} of the peak",
+        }
+
+    def sections(self, dataset, tokenizer, compiled: bool, compile_reason: str, run_path) -> dict:
+        """The plan in words, {section: {name: text}}. `text` shows it."""
+        config, counts, hardware = self.config, self.parameters, self.hardware
+        heads = counted(config.num_heads, "head", "heads")
+        products = ", the large products of the blocks in fp8" if self.fp8 else ""
+        return {
+            "machine": {
+                "device": f"{hardware.device_type} x {hardware.world_size}, "
+                f"{hardware.peak_flops / 1e12:.3g} TFLOP/s in all ({hardware.peak_source})",
+                "precision": f"compute in {name_of(hardware.dtype)} ({hardware.dtype_reason}){products}; "
+                "weights, gradients and optimizer state in float32",
+                "compiled": f"{'yes' if compiled else 'no'} ({compile_reason})",
+                "folder": str(run_path),
+            },
+            "text": {
+                "data": f"{dataset.name}, {dataset.note}, fingerprint {dataset.fingerprint[:12]}",
+                "tokenizer": f"{tokenizer.name}, {tokenizer.vocab_size:,} tokens, fingerprint "
+                f"{tokenizer.fingerprint[:12]}",
+            },
+            "model": {
+                "size": f"depth {config.depth}, width {config.width} ({heads} of {config.head_dim}"
+                f"{self.width_reason}), rows of {config.max_seq_len} tokens",
+                "parameters": f"{counts['total']:,}, of which {counts['matrices']:,} in matrices and "
+                f"{counts['head']:,} in the head; {self.flops_per_token:,} FLOPs a token",
+                "spelling": "tokens spelled alike share a part of their rows in embedding and head"
+                if config.spelled
+                else "each token has rows of its own alone",
+            },
+            "training": self.training_section,
+            "cost": self.cost_section,
+        }
+
+
+def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dict | None = None) -> Plan:
+    """The plan for the settings of base_train, {name: value}, on a data set and with its tokenizer.
+
+    resolved: what a resumed run has decided at its first start. Its device_batch_size stays if it still
+    divides the rows. Raises UserError for settings that contradict each other.
+    """
+    V = tokenizer.vocab_size
+    config, horizon = scaling.horizon_of(settings, V, hardware.peak_flops, resolved)
+    spelled = scaling.is_spelled(settings, V, horizon, resolved)
+    config = replace(config, spelled=spelled, value_tables=not spelled)
+    plan = _plan(
+        settings,
+        config,
+        hardware,
+        horizon,
+        scaling.scaled_rates(settings, config.width, horizon),
+        resolved,
+        data_tokens=dataset.estimated_tokens(tokenizer),
+        horizon_is_given=settings["num_iterations"] > 0,
+        more_text=dataset.more_text,
+    )
+    aspect_ratio, reason = config.width // config.depth, ""
+    if settings["aspect_ratio"] == -1 and resolved and "aspect_ratio" in resolved:
+        reason = "; aspect ratio as at the run's first start"
+    elif settings["aspect_ratio"] == -1 and aspect_ratio < scaling.WIDEST:
+        reason = f"; {scaling.WIDEST} x depth is too wide for so few FLOPs"
+    share = scaling.table_share(settings, plan.epochs, resolved)
+    return replace(plan, table_share=share, aspect_ratio=aspect_ratio, width_reason=reason)
+
+
+def derive_continued(
+    settings: dict,
+    config: GPTConfig,
+    base: dict,
+    epoch_tokens: int,
+    hardware: Hardware,
+    resolved: dict | None = None,
+) -> Plan:
+    """The plan for the settings of mid_train, {name: value}, which continues a base model.
+
+    config, base: of its checkpoint, the model and the state. epoch_tokens: rows of an epoch times
+    max_seq_len, padding included. Raises UserError for settings that contradict each other, or a base model
+    without its rates.
+    """
+    batch, batch_reason = settings["total_batch_size"], "as asked for"
+    if batch == -1:
+        batch, batch_reason = base["identity"].get("total_batch_size"), "as the base run's"
+        if type(batch) is not int or not 0 < batch < 2**32:
+            raise UserError("the base model's checkpoint does not say its batch; give --total_batch_size")
+    steps, reason = settings["num_iterations"], "num_iterations is given"
+    if steps <= 0:
+        steps = max(1, round(settings["num_epochs"] * epoch_tokens / batch))
+        reason = f"{settings['num_epochs']:g} epochs of {epoch_tokens:,} tokens"
+    rates = base.get("resolved", {}).get("rates")
+    if rates is None:
+        raise UserError(
+            "the base model's checkpoint does not say its learning rates; save it once more with this "
+            "version: resume its run with a larger --num_iterations"
+        )
+    fraction = settings["rate_fraction"]
+    scaled = scaling.ScaledRates(
+        {name: fraction * rate for name, rate in rates.items()},
+        settings["weight_decay"],
+        f"{fraction:g} x the base run's",
+        "constant",
+    )
+    horizon = scaling.Horizon(steps, batch, 0.0, reason, batch_reason)
+    return _plan(
+        settings, config, hardware, horizon, scaled, resolved, data_tokens=epoch_tokens, horizon_is_given=True
+    )
+
+
+def _plan(
+    settings, config, hardware, horizon, scaled, resolved, *, data_tokens, horizon_is_given, more_text=""
+) -> Plan:
+    """The plan for a horizon and rates: what is left is the size of a micro-batch."""
+    model = scaling.on_meta(config)
+    batch, device_batch_size = horizon.total_batch_size, settings["device_batch_size"]
+    rows = scaling.rows_per_process(batch, config.max_seq_len, device_batch_size, hardware.world_size)
+    if device_batch_size == -1:
+        device_batch_size = (resolved or {}).get("device_batch_size", -1)
+    given = device_batch_size != -1 and rows % device_batch_size == 0
+    device_batch_size = device_batch_size if given else 1
+    plan = Plan(
+        config=config,
+        hardware=hardware,
+        parameters=model.parameter_counts(),
+        flops_per_token=model.flops_per_token(),
+        horizon=horizon,
+        device_batch_size=device_batch_size,
+        grad_accum_steps=rows // device_batch_size,
+        scaled=scaled,
+        warmup_steps=scaling.warmup_steps(settings, horizon),
+        data_tokens=data_tokens,
+        horizon_is_given=horizon_is_given,
+        rows_are_given=given,
+        fp8=settings.get("fp8", False),
+        more_text=more_text,
+    )
+    return plan.fitted(compiled=False)
+
+
+def text(sections: dict[str, dict[str, str]], warnings: list[str]) -> str:
+    """The sections as aligned lines for a terminal, and the warnings below them."""
+    width = max(len(name) for section in sections.values() for name in section)
+    blocks = []
+    for title, section in sections.items():
+        blocks.append("\n".join([title, *(f"  {name:{width}}  {said}" for name, said in section.items())]))
+    return "\n".join([*blocks, *(f"warning: {warning}" for warning in warnings)])
+
+
+def lines(sections: dict[str, dict[str, str]], plan: Plan) -> list[str]:
+    """The same for a file: `name: text`. What depends on steps and rows is as it is now, after the trials."""
+    sections = sections | {"training": plan.training_section, "cost": plan.cost_section}
+    return [f"{name}: {said}" for section in sections.values() for name, said in section.items()]

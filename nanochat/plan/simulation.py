@@ -1,0 +1,280 @@
+"""A run on GPUs that are not here: its plan, memory, exchange, time and cost, worked out from counts.
+
+    python -m scripts.base_train --depth=24 --plan --world_size=64 --device=H100
+
+The plan is the one that planning.py would make there. Memory, FLOPs and bytes are counted. The efficiencies
+below turn counts into seconds; they are figures of others or assumptions, and none is a measurement of this
+code. docs/scale.md has a table for many sizes, and says where this design stops.
+"""
+
+import functools
+import itertools
+import types
+from dataclasses import dataclass
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from nanochat import UserError, muon
+from nanochat.gpt import GPTConfig
+from nanochat.machine.hardware import Hardware
+from nanochat.machine.precision import name_of
+from nanochat.machine.runtime import DATA_SHEET_TFLOPS
+from nanochat.ops.fp8 import FP8_CAPABILITY
+from nanochat.plan import planning, scaling
+from nanochat.terminal import duration, gib
+from nanochat.zero import is_shared_out, share_out
+
+PUBLIC_VOCABULARY = 32_768  # tokens; base_train's default for public text
+ENOUGH_TEXT = 10**15  # tokens: a simulated run never reads its text twice
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU by its data sheet, and the usual machine that it is in."""
+
+    name: str  # as in runtime.DATA_SHEET_TFLOPS
+    capability: tuple[int, int]  # CUDA's
+    memory: float  # GiB
+    per_node: int  # GPUs of a machine
+    link: float  # GB/s that a GPU sends to the others of its machine
+    network: float  # GB/s that a GPU sends to other machines
+
+    @property
+    def peak_flops(self) -> float:
+        """FLOP/s of dense 16-bit products."""
+        return dict(DATA_SHEET_TFLOPS)[self.name] * 1e12
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That `--dtype=auto` chooses there (precision.py)."""
+        return torch.bfloat16 if self.capability >= (8, 0) else torch.float16
+
+
+# Sources: the makers' data sheets. Links: NVLink, of which the sheets give both directions together, so half
+# of it; without NVLink PCIe. Networks: an adapter for each GPU in DGX B200, H200, H100 (400 Gb/s) and A100
+# (200 Gb/s), four of 100 Gb/s for eight GPUs in DGX-1 V100. For the PCIe cards it is an assumption: 100 Gb/s
+# for a machine of eight.
+# fmt: off
+DEVICES = [
+    #      name        capability  GiB  GPUs  link  network
+    Device("B200",     (10, 0),    180,  8,   900,  50),
+    Device("H200",     (9, 0),     141,  8,   450,  50),
+    Device("H100",     (9, 0),      80,  8,   450,  50),
+    Device("A100",     (8, 0),      80,  8,   300,  25),
+    Device("L40S",     (8, 9),      48,  8,    32,  12.5 / 8),
+    Device("RTX 4090", (8, 9),      24,  8,    32,  12.5 / 8),
+    Device("L4",       (8, 9),      24,  8,    32,  12.5 / 8),
+    Device("V100",     (7, 0),      32,  8,   150,  6.25),
+    Device("T4",       (7, 5),      16,  8,    16,  12.5 / 8),
+]
+# fmt: on
+
+# Share of the peak that the forward and backward passes reach, by depth: what karpathy/nanochat measured on
+# 8 x H100 (its bfloat16 runs, whole steps). Between these depths it is interpolated. Ours was never measured.
+MFU = {8: 0.40, 12: 0.41, 18: 0.46, 24: 0.50}
+# Times as many tokens a second with fp8, by depth: the same project's log of 2026-02-02 (no gain at d12)
+FP8_GAIN = {12: 1.0, 26: 1.17}
+LINK_EFFICIENCY = 0.7  # share of a link's rate that a large exchange reaches; assumed
+FREE_MEMORY = 0.97  # share of the memory that a process finds free; assumed
+
+
+def known_device(name: str) -> Device:
+    """The entry of DEVICES for that name, in any case. UserError with the names that there are."""
+    for device in DEVICES:
+        if device.name.lower() == name.strip().lower():
+            return device
+    names = ", ".join(device.name for device in DEVICES)
+    raise UserError(f"device {name!r} is not in the table of GPUs to imagine; give one of {names}")
+
+
+# ------------------------------------------------------------------------------------------------------
+# Counts
+
+
+def exchanged_bytes(config: GPTConfig, world_size: int, gradient_bytes: int = 4) -> dict[str, float]:
+    """Bytes that a process sends, and receives, in a step.
+
+    Each gradient goes to the process that owns its weights (a reduce_scatter), and the new weights come back
+    (an all_gather): (N - 1) / N of all of them each. Plain DDP's all_reduce in float32 sends as much.
+    """
+    share = scaling.on_meta(config).parameter_counts()["total"] * (world_size - 1) / world_size
+    return {"gradients": gradient_bytes * share, "weights": 4 * share}
+
+
+def exchange_rate(device: Device, world_size: int) -> float:
+    """Bytes a second that each process sends and receives in a large exchange, at full efficiency.
+
+    Between machines the traffic of all GPUs of a machine goes over all its adapters: in a ring each byte
+    leaves a machine once, however many GPUs it passes there.
+    """
+    if world_size <= device.per_node:
+        return device.link * 1e9
+    return min(device.link, device.network * device.per_node) * 1e9
+
+
+def exchange_seconds(size: float, device: Device, world_size: int) -> float:
+    """Seconds for `size` bytes that each process sends. The time until a message begins is not counted."""
+    return size / (LINK_EFFICIENCY * exchange_rate(device, world_size))
+
+
+@functools.cache
+def polar_factor_flops(rows: int, columns: int) -> int:
+    """FLOPs of the orthogonalization of one matrix, counted while muon.py computes it without numbers."""
+    with FlopCounterMode(display=False) as counter, torch.device("meta"):
+        muon.polar_factor(torch.empty(1, rows, columns))
+    return counter.get_total_flops()
+
+
+def optimizer_flops(config: GPTConfig, world_size: int) -> int:
+    """FLOPs of Muon in the process that has the most of them; AdamW has next to none."""
+    # Processes beyond the number of matrices have none, and make the sharing out slow
+    model = scaling.on_meta(config)
+    matrices = [p.shape for p in model.blocks.parameters() if p.ndim == 2 and is_shared_out(p.shape)]
+    world_size = max(1, min(world_size, len(matrices)))
+    owners, _ = share_out(matrices, [], world_size)
+    work = [0] * world_size
+    for owner, shape in zip(owners, matrices, strict=True):
+        work[owner] += polar_factor_flops(*shape)
+    return max(work)
+
+
+def at(points: dict[int, float], depth: int) -> float:
+    """The value at a depth: linear between the points, constant outside of them."""
+    depths = sorted(points)
+    if depth <= depths[0]:
+        return points[depths[0]]
+    for a, b in itertools.pairwise(depths):
+        if depth <= b:
+            return points[a] + (points[b] - points[a]) * (depth - a) / (b - a)
+    return points[depths[-1]]
+
+
+# ------------------------------------------------------------------------------------------------------
+# The run
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a run is expected to need. `simulate` makes it."""
+
+    device: Device
+    plan: planning.Plan
+    memory: dict[str, int]  # bytes of a process, by kind
+    exchange: dict[str, float]  # bytes of a process and step, by kind
+    seconds: dict[str, float]  # of a step, by kind; nothing overlaps
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def hours(self) -> float:
+        """Of all steps; evaluations, saves and compiling come on top."""
+        return self.step_seconds * self.plan.num_iterations / 3600
+
+    @property
+    def mfu(self) -> float:
+        """Share of the 16-bit peak, over the whole step."""
+        flops = self.plan.flops_per_token * self.plan.total_batch_size
+        return flops / self.step_seconds / self.plan.hardware.peak_flops
+
+
+def simulate(settings: dict) -> Simulation:
+    """The run that the settings of base_train, {name: value}, would be on `world_size` GPUs of kind `device`.
+
+    Raises UserError for a GPU that the table lacks, for settings that cannot be there, and what
+    planning.derive raises.
+    """
+    device, world_size = known_device(settings["device"]), max(1, settings["world_size"])
+    check(settings, device)
+    hardware = Hardware(
+        "cuda",
+        world_size,
+        device.dtype,
+        f"as {device.name} has it",
+        int(FREE_MEMORY * device.memory * 2**30),
+        world_size * device.peak_flops,
+        f"data sheet of {device.name}",
+    )
+    vocab_size = settings["vocab_size"] if settings["vocab_size"] != -1 else PUBLIC_VOCABULARY
+    tokenizer = types.SimpleNamespace(vocab_size=vocab_size)
+    text = types.SimpleNamespace(estimated_tokens=lambda tokenizer: ENOUGH_TEXT, more_text="")
+    plan = planning.derive(settings, tokenizer, text, hardware).fitted(compiled=True)
+    gradient_bytes = 2 if settings["gradient_dtype"] == "bfloat16" else 4
+    exchange = exchanged_bytes(plan.config, world_size, gradient_bytes)
+    gain = at(FP8_GAIN, plan.config.depth) if plan.fp8 else 1.0
+    rate = at(MFU, plan.config.depth) * device.peak_flops  # FLOP/s of a GPU
+    seconds = {
+        "forward and backward": plan.flops_per_token * plan.total_batch_size / world_size / rate / gain,
+        "optimizer": optimizer_flops(plan.config, world_size) / rate,
+        "exchange": exchange_seconds(sum(exchange.values()), device, world_size),
+    }
+    return Simulation(device, plan, plan.expected_memory, exchange, seconds)
+
+
+def check(settings: dict, device: Device):
+    """Raise UserError for settings that contradict the device."""
+    if settings["dtype"] not in ("auto", name_of(device.dtype)):
+        raise UserError(
+            f"the simulation of {device.name} computes in {name_of(device.dtype)}; leave out --dtype"
+        )
+    if settings["fp8"] and device.capability < FP8_CAPABILITY:
+        able = ", ".join(d.name for d in DEVICES if d.capability >= FP8_CAPABILITY)
+        raise UserError(
+            f"{device.name} cannot multiply in fp8; leave out --fp8, or give --device one of {able}"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------
+# In words
+
+
+def page(settings: dict) -> str:
+    """The plan of `--plan --world_size=N --device=GPU`, as lines for a terminal. UserError as `simulate`, and
+    without `plan`."""
+    if not settings["plan"]:
+        raise UserError(
+            "world_size and device imagine a machine for --plan; add --plan, or leave them out and start "
+            "processes with torchrun"
+        )
+    if settings["device"] is None:
+        raise UserError("--world_size imagines a cluster of GPUs; say of which with --device, such as H100")
+    found = simulate(settings)
+    plan, hardware, device = found.plan, found.plan.hardware, found.device
+    text = types.SimpleNamespace(name="public text", note="as much as it needs", fingerprint="")
+    tokenizer = types.SimpleNamespace(name="", vocab_size=plan.config.vocab_size, fingerprint="")
+    sections = plan.sections(text, tokenizer, True, "assumed", "none: nothing is trained here")
+    sections["machine"]["device"] = (
+        f"{device.name} x {hardware.world_size}, imagined; {hardware.peak_flops / 1e12:,.0f} TFLOP/s in all "
+        f"({hardware.peak_source})"
+    )
+    sections["text"] = {
+        "data": f"as much as it needs, with a vocabulary of {plan.config.vocab_size:,} tokens"
+    }
+    del sections["cost"]
+    total = sum(found.memory.values())
+    memory = {kind: gib(size) for kind, size in found.memory.items() if size}
+    memory["together"] = f"{gib(total)} of {gib(hardware.memory)} that are free"
+    sections["memory of a process"] = memory
+    sections["a step"] = {
+        "exchange": f"{sum(found.exchange.values()) / 1e9:.2f} GB that each process sends: "
+        + ", ".join(f"{size / 1e9:.2f} GB of {kind}" for kind, size in found.exchange.items()),
+        "time": f"{found.step_seconds:.3f} s: "
+        + ", ".join(f"{seconds:.3f} s {kind}" for kind, seconds in found.seconds.items()),
+        "speed": f"{plan.total_batch_size / found.step_seconds:,.0f} tokens/s, MFU {100 * found.mfu:.0f} %",
+    }
+    sections["the run"] = {"time": f"{duration(3600 * found.hours)} in steps"}
+    if settings["price_per_hour"] >= 0:
+        price = settings["price_per_hour"]
+        sections["the run"]["cost"] = (
+            f"{price * found.hours:,.2f} at {price:g} an hour for all {hardware.world_size} GPUs together"
+        )
+    assumed = f"{100 * at(MFU, plan.config.depth):.0f} % of the peak in forward, backward and optimizer"
+    if plan.fp8:
+        assumed += f", x {at(FP8_GAIN, plan.config.depth):.2f} with fp8"
+    sections["the run"]["assumed"] = (
+        f"{assumed}; {100 * LINK_EFFICIENCY:.0f} % of the links' rate, nothing of it hidden behind the "
+        "backward pass; measured by us: nothing (docs/scale.md)"
+    )
+    return planning.text(sections, plan.warnings(settings["accept"]))

@@ -1,0 +1,1 @@
+"""What a run writes: metrics, console lines, loggers, checkpoints' schedule, report."""

@@ -1,0 +1,177 @@
+"""What a run prints: on a terminal one line that is redrawn, in a log file a line every few seconds."""
+
+import math
+import shutil
+import sys
+import time
+
+from nanochat.machine.runtime import EAGER_STEPS
+from nanochat.run.metrics import Progress
+from nanochat.terminal import bar, duration, give_up, is_terminal
+
+# The first steps of a process, each with a line of its own: one more than the first that is compiled
+FULL_STEPS = EAGER_STEPS + 2
+LOG_S = 5.0  # seconds between two later lines of a log file
+REDRAW_S = 0.1  # seconds between two updates on a terminal
+# Characters that a terminal obeys and does not show. A model can write them.
+CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+class Console:
+    """Prints lines about the training steps, each about the steps since the one before, and other lines
+    and bars between them.
+
+    In a log file the first FULL_STEPS steps have a line each; the last one, and one whose loss is not finite,
+    have one on a terminal too. `progress` knows the bits per byte of the last validation, and how many steps
+    were skipped.
+    """
+
+    def __init__(self, first_step: int, num_iterations: int, enabled: bool, progress: Progress):
+        self.enabled, self.first_step, self.num_iterations = enabled, first_step, num_iterations
+        self.progress, self.time_left, self.interval = progress, TimeLeft(), Interval()
+        self.terminal = enabled and is_terminal(sys.stdout) and is_terminal(sys.stderr)
+        self.live = None  # the line that is redrawn, while it is there
+        self.shown_at = -math.inf  # on the clock: when a step was last printed or drawn
+        self.record: dict = {}  # of the last step
+        self.drawn = ""  # what the live line says and no printed line does
+
+    def step(self, record: dict):
+        """Tell of a training step; `record` is what metrics.jsonl gets."""
+        if not self.enabled:
+            return
+        now, self.record = time.monotonic(), record
+        self.time_left.add(record["step_time_s"], now)
+        self.interval.add(record)
+        waited, done = now - self.shown_at, record["step"] + 1
+        whole_line = done == self.num_iterations or not math.isfinite(record["loss"])
+        if not self.terminal:
+            whole_line |= done <= self.first_step + FULL_STEPS or waited >= LOG_S
+        if whole_line or (self.terminal and waited >= REDRAW_S):
+            self._show(whole_line)
+            self.shown_at = now
+
+    def print(self, *lines):
+        """Lines above the live line."""
+        if not self.enabled:
+            return
+        text = "\n".join(str(line).translate(CONTROL) for line in lines)
+        try:
+            if self.terminal:
+                from tqdm import tqdm  # takes the live line or bar away while it writes
+
+                tqdm.write(text, file=sys.stdout)
+            else:
+                print(text)
+            sys.stdout.flush()
+        except OSError:
+            give_up(sys.stdout)
+
+    def forget_speed(self):
+        """The next step is like none before; begin again to measure the time that is left."""
+        self.time_left = TimeLeft()
+
+    def bar(self, total: int | None, text: str, unit: str = " batches"):
+        """A bar in place of the live line, over `total` pieces of work: `with console.bar(9, "evaluating")
+        as bar: bar.update()`."""
+        self._hide()
+        return bar(text, unit, total, hidden=not self.enabled, terminal=self.terminal, leave=False)
+
+    def over(self, batches, text: str):
+        """Yield the batches of a sequence, under a bar."""
+        with self.bar(len(batches), text) as shown:
+            for batch in batches:
+                yield batch
+                shown.update()
+
+    def close(self):
+        """Print what no line has told yet."""
+        if self.interval.steps:
+            self._show(whole_line=True)
+        elif self.drawn:
+            self.print(self.drawn)
+        self._hide()
+
+    def _show(self, whole_line: bool):
+        pieces = self._pieces()
+        self.interval, self.drawn = Interval(), "" if whole_line else " | ".join(pieces)
+        if whole_line:
+            self.print(" | ".join(pieces))
+            return
+        if self.live is None:
+            from tqdm import tqdm
+
+            self.live = tqdm(bar_format="{desc}", leave=False)
+        self.live.set_description_str(fitting(pieces, shutil.get_terminal_size().columns - 1))
+
+    def _hide(self):
+        if self.live is not None:
+            self.live.close()
+            self.live = None
+
+    def _pieces(self) -> list[str]:
+        """The parts of a line. The most important come first: a narrow terminal shows as many as fit."""
+        record, progress, mean = self.record, self.progress, self.interval
+        done = record["step"] + 1
+        loss = record["smoothed_loss"] if math.isfinite(record["loss"]) else record["loss"]
+        pieces = [f"step {done}/{self.num_iterations}", f"loss {loss:.4f}"]
+        if (left := self.time_left.after(self.num_iterations - done)) is not None:
+            pieces.append(f"{duration(left)} left")
+        if progress.val_bpb is not None:
+            pieces.append(f"bpb {progress.val_bpb:.4f}")
+        pieces += [f"{mean.tokens / mean.seconds:,.0f} tok/s", f"mfu {100 * mean.mfu / mean.seconds:.1f} %"]
+        pieces += [f"lr x{record['lr_multiplier']:.2f}", f"{1000 * mean.seconds / mean.steps:.0f} ms"]
+        if progress.skipped:
+            pieces.append(f"{progress.skipped} skipped")
+        return pieces
+
+
+def fitting(pieces: list[str], columns: int) -> str:
+    """As many of the pieces as fit into a line, at least the first, cut to its width."""
+    count = len(pieces)
+    while count > 1 and len(" | ".join(pieces[:count])) > columns:
+        count -= 1
+    return " | ".join(pieces[:count])[:columns]
+
+
+class Interval:
+    """Sums over the steps since the last line."""
+
+    def __init__(self):
+        self.steps, self.seconds, self.tokens, self.mfu = 0, 0.0, 0.0, 0.0
+
+    def add(self, record: dict):
+        seconds = record["step_time_s"]
+        self.steps += 1
+        self.seconds += seconds
+        self.tokens += record["tok_per_sec"] * seconds
+        self.mfu += record["mfu"] * seconds
+
+
+class TimeLeft:
+    """How long the steps to come will take, with the evaluations, samples and saves between them.
+
+    A step costs the mean of the last hundred or so. What comes between two steps counts as a pause if it is
+    longer than the step; pauses go on at the rate measured up to the last one. The first step is not counted,
+    nor what follows it: it compiles, and then memory is set aside for saving.
+    """
+
+    def __init__(self):
+        self.last = None  # on the clock: the end of the last step
+        self.steps, self.seconds_per_step, self.paused, self.pause_per_step = 0, 0.0, 0.0, 0.0
+
+    def add(self, seconds: float, now: float):
+        """A step of that length has just ended, at `now` on the clock."""
+        if self.last is not None:
+            self.steps += 1
+            pause = now - self.last - seconds if self.steps > 1 else 0.0
+            if pause > seconds:
+                self.paused += pause
+                self.pause_per_step = self.paused / self.steps
+            else:
+                seconds += max(0.0, pause)
+            self.seconds_per_step += (seconds - self.seconds_per_step) / min(self.steps, 100)
+        self.last = now
+
+    def after(self, steps: int) -> float | None:
+        """Seconds that so many steps will take; None if none has been measured yet."""
+        return steps * (self.seconds_per_step + self.pause_per_step) if self.steps else None

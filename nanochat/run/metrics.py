@@ -1,0 +1,217 @@
+"""The records of a run: metrics.jsonl, which a resumed run cuts back, and what the loop remembers."""
+
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nanochat import UserError
+from nanochat.plain_file import open_plain
+from nanochat.run.wandb_log import start_wandb
+
+RECENT_STEPS = 64  # losses that a spike is measured against
+SMOOTHING = 0.9  # share of the old mean in the smoothed loss
+_NUMBER = (int, float, type(None))
+# What a record tells, with its types. Only training records have a loss; an evaluation has at least one other
+# of these. Training record k is update k, counted from 0; an evaluation at k was made after k updates
+KINDS = {"loss": _NUMBER, "val_bpb": _NUMBER, "own_score": _NUMBER, "core": _NUMBER, "samples": list}
+EVALUATIONS = tuple(KINDS)[1:]
+
+
+@dataclass
+class Progress:
+    """What the training loop remembers. It is saved in every checkpoint, so a resumed loop goes on with
+    it."""
+
+    tokens: int = 0  # trained on so far
+    train_seconds: float = 0.0
+    skipped: int = 0  # steps whose gradient was not finite
+    bad_steps: int = 0  # the latest steps in a row that were not finite, without float16's overflows
+    recent: list[float] = field(default_factory=list)  # losses of the latest good steps
+    wandb_id: str | None = None
+    val_bpb: float | None = None  # bits per byte of the last validation
+    smooth_sum: float = 0.0  # the running mean of the losses before its correction, see smoothed_loss
+    smooth_steps: int = 0  # losses in it
+
+    _ended = -math.inf  # on the clock: the end of the last step; no field, so it is not saved
+
+    def step_seconds(self, started: float) -> float:
+        """Seconds of the step that Python began at `started` on time.perf_counter() and that has ended now.
+
+        A GPU begins a step when it has ended the one before it, however early Python asks for it. So the
+        times of all steps add up to the time in steps.
+        """
+        now = time.perf_counter()
+        seconds, self._ended = now - max(started, self._ended), now
+        return seconds
+
+    def add_step(self, loss: float, tokens: int, seconds: float, finite: bool) -> dict:
+        """Count a step, and return what its record gets: the new totals, and whether its loss is a spike."""
+        spike = is_spike(loss, self.recent)
+        self.tokens += tokens
+        self.train_seconds += seconds
+        if finite:
+            self.recent = [*self.recent, loss][-RECENT_STEPS:]
+        else:
+            self.skipped += 1
+        if math.isfinite(loss):
+            self.smooth_sum = SMOOTHING * self.smooth_sum + (1 - SMOOTHING) * loss
+            self.smooth_steps += 1
+        return {
+            "smoothed_loss": self.smoothed_loss,
+            "tokens": self.tokens,
+            "train_time_s": self.train_seconds,
+            "skipped": self.skipped,
+            "spike": spike,
+        }
+
+    @property
+    def smoothed_loss(self) -> float:
+        """The running mean of the losses: one batch's loss is noisy. NaN before the first loss.
+
+        The sum starts at 0, so it is too low at first; the division corrects that.
+        """
+        return self.smooth_sum / (1 - SMOOTHING**self.smooth_steps) if self.smooth_steps else math.nan
+
+
+class Metrics:
+    """Writes records to `<out_dir>/metrics.jsonl` and, where a run has one, to wandb.
+
+    A record is one JSON object on one line, written with one system call: whatever kills the process, the
+    file holds whole records, and at most the beginning of one more, which is not read. NaN and infinity are
+    written as null, since JSON has neither.
+    """
+
+    def __init__(self, out_dir, wandb_log=None, enabled: bool = True):
+        self.path = Path(out_dir) / "metrics.jsonl"
+        self.wandb_log, self.enabled = wandb_log, enabled
+        if enabled:  # the first process writes for all
+            self.file = self._open()
+
+    def _open(self) -> int:
+        try:
+            return open_plain(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise UserError(f"cannot write {self.path} ({error.strerror})") from error
+
+    def write(self, record: dict):
+        if not self.enabled:
+            return
+        record = _without_nan(record)
+        line = (json.dumps(record) + "\n").encode()
+        try:
+            if os.fstat(self.file).st_nlink == 0:  # what is written now would go nowhere
+                self._begin_again()
+            written = os.write(self.file, line)
+        except OSError as error:
+            raise UserError(
+                f"cannot write {self.path} ({error.strerror}); make room and start again"
+            ) from error
+        if written < len(line):  # a resumed run drops the broken line
+            raise UserError(f"cannot write {self.path} (the disk is full); make room and start again")
+        if self.wandb_log is not None:
+            self.wandb_log.write(record)
+
+    def _begin_again(self):
+        """Go on in a new file, and a new folder if that is gone too."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(self.file)
+        self.file = self._open()
+        print(
+            f"warning: {self.path} was deleted while the run goes on; it begins again, without the steps "
+            "before. Start no other run in this folder",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def start_wandb(self, run: str, config: dict, progress: Progress, say):
+        """Log to a wandb run of that name too, or go on in the one that `progress` remembers."""
+        if self.enabled:
+            self.wandb_log = start_wandb(run, config, self.path.parent, progress.wandb_id, say)
+            progress.wandb_id = self.wandb_log.id if self.wandb_log else None
+
+    def new_config(self, changed: dict):
+        """These facts of the run have changed since `start_wandb`."""
+        if self.wandb_log is not None:
+            self.wandb_log.new_config(changed)
+
+    def sync(self):
+        """Return when every record is on disk."""
+        if self.enabled:
+            os.fsync(self.file)
+
+    def close(self):
+        if self.enabled:
+            os.close(self.file)
+        if self.wandb_log is not None:
+            self.wandb_log.finish()
+
+
+def _without_nan(value):
+    """The value with None for every number in it that JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _without_nan(part) for name, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def is_spike(loss: float, recent: list[float]) -> bool:
+    """Whether a loss is more than 6 standard deviations above the mean of at least 32 recent ones."""
+    return len(recent) >= 32 and loss > statistics.fmean(recent) + 6 * statistics.pstdev(recent)
+
+
+def diverged(step: int, micro_losses: list[float], first_row: int, checkpoints: str) -> UserError:
+    """The error that ends a run after three bad steps in a row. It names the first thing that was not
+    finite."""
+    bad = [i for i, loss in enumerate(micro_losses) if not math.isfinite(loss)]
+    where = f"micro-step {bad[0]} of its {len(micro_losses)}" if bad else "its gradient"
+    return UserError(
+        f"three steps in a row were not finite, the last one step {step} in {where} (rows from {first_row} "
+        f"on); {checkpoints}; lower the learning rates or use --dtype=float32"
+    )
+
+
+def read_metrics(path, say=lambda warning: None) -> list[dict]:
+    """The whole records of a metrics.jsonl, in order; [] if there is no such file. `say` hears of bad
+    lines."""
+    if not Path(path).is_file():  # reading a pipe would wait
+        return []
+    lines = Path(path).read_bytes().split(b"\n")[:-1]  # after the last newline: not a whole record
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            kinds = record.keys() & KINDS.keys()
+            fits = kinds and all(isinstance(record[kind], KINDS[kind]) for kind in kinds)
+            if type(record["step"]) is not int or not fits:
+                raise ValueError("neither a step nor an evaluation")
+            records.append(record)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            say(f"warning: {path}, line {number}, is damaged and skipped")
+    return records
+
+
+def last_evaluation(path, step: int) -> int:
+    """The step of the last evaluation in a metrics.jsonl, after at most `step` updates; -1 if there is
+    none."""
+    steps = (r["step"] for r in read_metrics(path) if "loss" not in r and r["step"] <= step)
+    return max(steps, default=-1)
+
+
+def rewind_metrics(path, step: int, say=print):
+    """Drop the records made after `step` updates: training records from `step` on, and what is later than it
+    of evaluations, task scores and samples. The file changes at once or not at all."""
+    path = Path(path)
+    if not path.is_file():
+        return
+    kept = [r for r in read_metrics(path, say) if r["step"] < step or ("loss" not in r and r["step"] == step)]
+    temporary = path.with_suffix(".tmp")
+    temporary.unlink(missing_ok=True)  # a link would lead the next line elsewhere
+    with os.fdopen(open_plain(temporary, os.O_WRONLY | os.O_CREAT), "w") as f:
+        f.writelines(json.dumps(r) + "\n" for r in kept)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(temporary, path)

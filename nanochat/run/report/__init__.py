@@ -1,0 +1,39 @@
+"""What a run's folder shows to people: report.html, report.md and its plot, made from metrics.jsonl and
+config.json. `write_report` makes them during a run; scripts/report.py makes them again and compares runs."""
+
+from nanochat.run.report.comparison import MOST_RUNS, comparison_page
+from nanochat.run.report.markdown import write_markdown
+from nanochat.run.report.page import write_page
+from nanochat.run.report.run_data import Run, find_run, read_run
+from nanochat.run.report.run_page import run_page
+
+__all__ = [
+    "MOST_RUNS",
+    "Run",
+    "comparison_page",
+    "find_run",
+    "read_run",
+    "run_page",
+    "write_files",
+    "write_page",
+    "write_report",
+]
+
+
+def write_report(folder, final: bool, say=print):
+    """Write report.html, report.md and loss.png into a run's folder; each file appears whole or not at all.
+
+    final: False says that the run goes on, and makes the page reload itself. An error, such as a full disk,
+    does not end training: it goes to `say`.
+    """
+    try:
+        write_files(read_run(folder), final)
+    except Exception as error:  # a run of days must not end because its report fails
+        reason = getattr(error, "strerror", None) or error
+        say(f"warning: no report in {folder} ({reason}); the next evaluation tries again")
+
+
+def write_files(run: Run, final: bool, price_per_hour: float | None = None):
+    """report.html, report.md and loss.png of a run that was read from its folder. Raises OSError."""
+    write_page(run.folder / "report.html", run_page(run, final, price_per_hour))
+    write_markdown(run, final)

@@ -1,0 +1,228 @@
+"""The stream of public data, whose shards may arrive while a run reads them: that changes no row."""
+
+import functools
+import itertools
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from corpora import BOS, Corpus, Numbers, run
+from shards import flat
+from test_loader import slow_rows
+
+from nanochat import UserError
+from nanochat.data import packing
+from nanochat.data import streaming_shards as arriving
+from nanochat.data.loader import TrainLoader
+from nanochat.data.streaming_shards import Arrival, ArrivingShards
+
+LENGTHS = [(7 * i) % 23 + 1 for i in range(240)]
+
+
+@pytest.fixture
+def corpus(tmp_path, monkeypatch) -> Corpus:
+    """6 shards of 4 row groups of 10 documents, listed in checksums.json."""
+    monkeypatch.setattr(arriving, "LOOK_S", 0.01)
+    corpus = Corpus(tmp_path / "in", LENGTHS, 10, 6)
+    sizes = {path.name: {"bytes": path.stat().st_size, "sha256": ""} for path in corpus.shards}
+    (tmp_path / "in" / "checksums.json").write_text(json.dumps(sizes))
+    return corpus
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Lanes that keep 4 documents: all of them together keep less than a shard, as in real runs."""
+    monkeypatch.setattr(packing, "BUFFER_PIECES", 4)
+
+
+def shards_of(corpus: Corpus, patience_s: float = 60) -> ArrivingShards:
+    return ArrivingShards(corpus.shards, Arrival(corpus.shards[0].parent, "command", patience_s))
+
+
+def hide(corpus: Corpus, numbers) -> list[Path]:
+    """Take shards away; `bring` puts them back."""
+    hidden = [corpus.shards[number] for number in numbers]
+    for path in hidden:
+        path.rename(path.with_suffix(".hidden"))
+    return hidden
+
+
+def bring(path: Path) -> None:
+    path.with_suffix(".hidden").rename(path)
+
+
+def arrival_order(corpus: Corpus, seed: int, epoch: int) -> list[int]:
+    """By hand: one shard of 4 row groups after the other; in later epochs all row groups shuffled."""
+    if epoch:
+        return packing.permutation(24, seed, epoch, 0).tolist()
+    return flat((4 * s + packing.permutation(4, seed, 0, -1 - 4 * s)).tolist() for s in range(6))
+
+
+def deal(corpus: Corpus, n_lanes: int, seed: int, epoch: int) -> list[list[list[int]]]:
+    dealt = [
+        corpus.documents[10 * g + i]
+        for g in arrival_order(corpus, seed, epoch)
+        for i in packing.permutation(10, seed, epoch, g + 1)
+    ]
+    return [dealt[lane::n_lanes] for lane in range(n_lanes)]
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_one_shard_after_the_other_is_dealt_and_packed_as_the_slow_packer_does(corpus, seed):
+    rows, _ = run(shards_of(corpus), 120, n_lanes=4, T=12, seed=seed)
+    dealt = functools.cache(lambda epoch: deal(corpus, 4, seed, epoch))
+    for lane in range(4):
+        expected = slow_rows((dealt(epoch)[lane] for epoch in itertools.count()), 13)
+        assert rows[:, lane].tolist() == list(itertools.islice(expected, 120))
+    tokens = rows[:, :, 1:][rows[:, :, 1:] != BOS]
+    assert len(tokens) > 1.5 * sum(LENGTHS)  # far into the second epoch
+
+
+def test_the_rows_are_the_same_when_the_shards_come_late(corpus, short):
+    expected, states = run(shards_of(corpus), 90, n_lanes=4, T=12)
+    hidden = hide(corpus, range(1, 6))
+    with TrainLoader(shards_of(corpus), Numbers(), 4, 12, 4) as loader:
+
+        def bring_all():
+            for path in hidden:
+                time.sleep(0.1)
+                bring(path)
+
+        threading.Thread(target=bring_all).start()
+        batches = [next(loader) for _ in range(90)]
+        assert 0.3 < loader.wait_s < 30 and loader.state() == states[0]
+    rows = [torch.cat([inputs, targets[:, -1:]], dim=1).numpy() for inputs, targets in batches]
+    assert (np.stack(rows) == expected).all()
+
+
+def test_training_begins_with_the_first_shard_alone(corpus, short):
+    expected, _ = run(shards_of(corpus), 3, n_lanes=4, T=12)
+    hide(corpus, range(1, 6))
+    rows, _ = run(shards_of(corpus), 3, n_lanes=4, T=12)
+    assert (rows == expected).all()
+
+
+@pytest.mark.parametrize("before, after", [(1, 1), (1, 2), (4, 1)])
+def test_a_restart_anywhere_with_any_number_of_processes_changes_no_row(corpus, before, after):
+    expected, _ = run(shards_of(corpus), 100, n_lanes=4, T=12)
+    for at in (0, 1, 17, 43, 80):
+        first, states = run(shards_of(corpus), at, n_lanes=4, T=12, W=before)
+        lanes = {lane: position for state in states for lane, position in state["lanes"].items()}
+        state = json.loads(json.dumps({**states[0], "lanes": lanes}))
+        rest, _ = run(shards_of(corpus), 100 - at, n_lanes=4, T=12, W=after, state=state)
+        assert (np.concatenate([first, rest]) == expected).all()
+
+
+def test_a_position_needs_no_shard_behind_it(corpus, short):
+    expected, _ = run(shards_of(corpus), 12, n_lanes=4, T=12)
+    _, states = run(shards_of(corpus), 8, n_lanes=4, T=12)
+    hide(corpus, range(3, 6))
+    rest, _ = run(shards_of(corpus), 4, n_lanes=4, T=12, state=states[0])
+    assert (rest == expected[8:]).all()
+
+
+def test_a_position_of_another_number_of_shards_is_refused(corpus):
+    _, states = run(shards_of(corpus), 2, n_lanes=4, T=12)
+    fewer = ArrivingShards(corpus.shards[:3], shards_of(corpus).arrival)
+    with pytest.raises(UserError, match="is for shards 6, this run has 3"):
+        run(fewer, 1, n_lanes=4, T=12, state=states[0])
+
+
+class Stop:
+    """A StopSignal that a test sets."""
+
+    name = ""
+
+    def ask(self, reason: str):
+        self.name = reason
+
+
+def steps_until_stop(loader, stop) -> int:
+    """Run steps as the training loop does: what asks to stop is heard after a step."""
+    for step in itertools.count(1):
+        next(loader)
+        if stop.name:
+            return step
+
+
+def test_a_run_that_gets_no_more_text_learns_it_after_a_step_and_loses_nothing(corpus, short):
+    expected, _ = run(shards_of(corpus), 40, n_lanes=4, T=12)
+    hide(corpus, range(2, 6))
+    shards, stop = shards_of(corpus, patience_s=0.1), Stop()
+    shards.arrival.belong_to(False, stop, 60)
+    shards.arrival.problem = "no connection"
+    with TrainLoader(shards, Numbers(), 4, 12, 4) as loader:
+        steps, state = steps_until_stop(loader, stop), loader.state()
+        assert 0.1 <= loader.wait_s < 5
+    sentence = r"the text ends here: s2.parquet has not come for 0 s \(no connection\); get it: command"
+    assert stop.name == "missing text"
+    with pytest.raises(UserError, match=sentence):
+        raise UserError(shards.arrival.given_up)
+    for path in corpus.shards[2:]:
+        bring(path)
+    rest, _ = run(shards_of(corpus), 40 - steps, n_lanes=4, T=12, state=state)
+    assert (rest == expected[steps:]).all()
+
+
+def test_a_shard_that_nobody_brings_is_missed_at_once(corpus):
+    hide(corpus, [0])
+    with pytest.raises(UserError, match=r"s0\.parquet is missing; get it: command; after that the same"):
+        run(shards_of(corpus, patience_s=0), 1, n_lanes=4, T=12)
+
+
+def test_a_signal_ends_the_wait_after_the_step_that_is_ready(corpus, short):
+    hide(corpus, range(1, 6))
+    shards, stop = shards_of(corpus), Stop()
+    shards.arrival.belong_to(False, stop, 60)
+    with TrainLoader(shards, Numbers(), 4, 12, 4) as loader:
+        threading.Timer(0.3, lambda: stop.ask("SIGTERM")).start()
+        began = time.monotonic()
+        steps_until_stop(loader, stop)
+        assert time.monotonic() - began < 10
+    assert stop.name == "SIGTERM" and not shards.arrival.given_up
+
+
+def test_a_loader_that_waits_can_be_closed(corpus, short):
+    hide(corpus, range(1, 6))
+    loader = TrainLoader(shards_of(corpus), Numbers(), 4, 12, 4)
+    time.sleep(0.1)
+    closing = threading.Thread(target=loader.close, daemon=True)
+    closing.start()
+    closing.join(5)
+    assert not closing.is_alive()
+
+
+def test_a_wait_lasts_while_bytes_come_and_is_mentioned_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(arriving, "LOOK_S", 0.01)
+    monkeypatch.setattr(arriving, "MENTION_S", 0.05)
+    shard, part = tmp_path / "shard_00001.parquet", tmp_path / "shard_00001.parquet.part"
+    arrival = Arrival(tmp_path, "command", patience_s=1)
+    arrival.belong_to(True, Stop(), longest_s=60)
+    pool = ThreadPoolExecutor()
+    waiting = pool.submit(arrival.wait, shard, threading.Event())
+    for size in range(1, 16):
+        time.sleep(0.1)
+        part.write_bytes(b"x" * size)
+        arrival.print_news()
+    (tmp_path / "checksums.json").write_text('{"shard_00001.parquet": {"bytes": 15, "sha256": ""}}')
+    part.rename(shard)
+    waiting.result(10)  # no error
+    said = capsys.readouterr().out
+    assert said == "waiting for shard_00001.parquet: training is faster than the download\n"
+
+
+def test_several_processes_do_not_wait_for_each_other_too_long_even_while_bytes_come(tmp_path, monkeypatch):
+    monkeypatch.setattr(arriving, "LOOK_S", 0.01)
+    arrival, stop = Arrival(tmp_path, "command", patience_s=60), threading.Event()
+    arrival.belong_to(False, Stop(), longest_s=0.2)
+    monkeypatch.setattr(arrival, "_bytes", itertools.count().__next__)
+    timer = threading.Timer(5, stop.set)  # then the wait ends with another error
+    timer.daemon = True
+    timer.start()
+    with pytest.raises(UserError, match="has not come"):
+        arrival.wait(tmp_path / "shard_00001.parquet", stop)

@@ -1,0 +1,164 @@
+"""Bits per byte and the loss by position against a count by hand, token by token."""
+
+import math
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from nanochat import UserError
+from nanochat.data.validation import ValidationBatches
+from nanochat.evals import bits_per_byte as evaluate
+from nanochat.evals.bits_per_byte import bits_per_byte
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.machine.runtime import Machine
+
+ALONE = Machine(torch.device("cpu"))
+V, T, BOS = 50, 80, 0
+
+
+class Together:
+    """Machines of processes that are threads of this one, which add up what all of them bring."""
+
+    def __init__(self, world_size: int):
+        self.values, self.barrier = [], threading.Barrier(world_size)
+
+    def all_sum(self, values):
+        self.values.append(values)
+        self.barrier.wait(60)
+        return [sum(column) for column in zip(*self.values, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def problem():
+    """A model, documents as lists of tokens, the array made of them, and a length for each token."""
+    model = GPT(GPTConfig(2, 32, 2, V, T))
+    generator = torch.Generator().manual_seed(0)
+    model.init_weights(generator)
+    for p in model.parameters():
+        if p.ndim == 2:
+            p.data.normal_(std=0.5, generator=generator)
+    draw = np.random.default_rng(0)
+    documents = [draw.integers(1, V, n).tolist() for n in (3, 200, 1, 79, 80, 81, 0, 40, 17, 16, 90, 64, 65)]
+    tokens = np.concatenate([[BOS, *document] for document in documents]).astype(np.int32)
+    return model, documents, tokens, torch.randint(1, 9, (V,), generator=generator)
+
+
+@torch.no_grad()
+def by_hand(model, documents, token_bytes):
+    """Bits per byte, and nats per token of each bucket: one window at a time, in float64."""
+    nats, scored_bytes, losses = 0.0, 0, {"1-16": [], "17-64": [], "65-256": []}
+    for document in documents:
+        for first in range(0, len(document), T):
+            window = document[first : first + T]
+            probabilities = model(torch.tensor([[BOS, *window[:-1]]]))[0].double().softmax(-1)
+            for context, target in enumerate(window, start=1):
+                loss = -math.log(probabilities[context - 1, target])
+                losses["1-16" if context <= 16 else "17-64" if context <= 64 else "65-256"].append(loss)
+                nats += loss
+                scored_bytes += token_bytes[target].item()
+    by_position = {name: sum(of_bucket) / len(of_bucket) for name, of_bucket in losses.items()}
+    return nats / math.log(2) / scored_bytes, by_position
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 40])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_it_is_the_count_by_hand_for_any_batch_size_and_number_of_processes(problem, batch_size, world_size):
+    model, documents, tokens, token_bytes = problem
+    machines, found = Together(world_size), []
+
+    def process(rank):
+        batches = ValidationBatches(tokens, T, batch_size, rank, world_size)
+        found.append(bits_per_byte(model, batches, token_bytes, torch.float32, machines))
+
+    threads = [threading.Thread(target=process, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    bpb, by_position = by_hand(model, documents, token_bytes)
+    assert len(found) == world_size
+    for evaluation in found:
+        assert evaluation.bpb == pytest.approx(bpb, rel=1e-6)
+        assert evaluation.loss_by_position == pytest.approx(by_position, rel=1e-6)
+        assert list(evaluation.loss_by_position) == list(by_position)
+
+
+def test_unscored_targets_count_neither_as_bits_nor_as_bytes(problem):
+    model, _, _, token_bytes = problem
+    inputs, targets = torch.randint(V, (2, 4, T), generator=torch.Generator().manual_seed(0))
+    targets[0, 5:], targets[2], targets[3, ::2] = -1, -1, -1
+    with torch.no_grad():
+        losses = model(inputs).double().log_softmax(-1).gather(2, targets.clamp_min(0)[..., None])[..., 0]
+    scored = targets >= 0
+    expected = -losses[scored].sum() / math.log(2) / token_bytes[targets[scored]].sum()
+    found = bits_per_byte(model, [(inputs, targets)], token_bytes, torch.float32, ALONE)
+    assert found.bpb == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_a_uniform_model_spends_the_logarithm_of_the_vocabulary_on_each_token(problem):
+    _, documents, tokens, token_bytes = problem
+    fresh = GPT(GPTConfig(1, 32, 2, V, T))
+    fresh.init_weights()
+    fresh.head.weight.data.zero_()
+    scored = [token for document in documents for token in document]
+    found = bits_per_byte(fresh, ValidationBatches(tokens, T, 4), token_bytes, torch.float32, ALONE)
+    expected = math.log2(V) * len(scored) / token_bytes[scored].sum().item()
+    assert found.bpb == pytest.approx(expected, rel=1e-6)
+    assert list(found.loss_by_position.values()) == pytest.approx([math.log(V)] * 3, rel=1e-6)
+
+
+def test_bfloat16_is_evaluated_under_autocast_and_comes_close(problem):
+    model, _, tokens, token_bytes = problem
+    batches = ValidationBatches(tokens, T, 4)
+    exact = bits_per_byte(model, batches, token_bytes, torch.float32, ALONE).bpb
+    rough = bits_per_byte(model, batches, token_bytes, torch.bfloat16, ALONE).bpb
+    assert rough != exact and rough == pytest.approx(exact, rel=0.02)
+
+
+def test_where_nothing_is_scored_there_is_no_number(problem):
+    model, _, _, token_bytes = problem
+    nothing = torch.full((2, T), -1)
+    for batches in ([(torch.zeros_like(nothing), nothing)], []):
+        found = bits_per_byte(model, batches, token_bytes, torch.float32, ALONE)
+        assert math.isnan(found.bpb) and found.loss_by_position == {}
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_model_that_is_broken_is_refused(problem, broken):
+    _, _, tokens, token_bytes = problem
+    model = GPT(GPTConfig(1, 32, 2, V, T))
+    model.init_weights()
+    model.head.weight.data[3] = broken
+    with pytest.raises(UserError, match="not a number"):
+        bits_per_byte(model, ValidationBatches(tokens, T, 4), token_bytes, torch.float32, ALONE)
+
+
+def test_evaluation_leaves_no_gradient_behind(problem):
+    model, _, tokens, token_bytes = problem
+    model.zero_grad()
+    bits_per_byte(model, ValidationBatches(tokens, T, 4), token_bytes, torch.float32, ALONE)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_cpu_evaluates_without_compiling_and_a_gpu_as_it_trains():
+    assert not evaluate.pays_to_compile(True, torch.device("cpu"))
+    assert evaluate.pays_to_compile(True, torch.device("cuda"))
+    assert not evaluate.pays_to_compile(False, torch.device("cuda"))
+
+
+@pytest.mark.slow
+def test_compiled_it_is_the_same_number_from_one_graph_for_all_shapes(problem, monkeypatch):
+    from torch._dynamo.utils import counters
+
+    model, _, tokens, token_bytes = problem
+    batches = ValidationBatches(tokens, T, 2)
+    assert len({inputs.shape for inputs, _ in batches}) >= 3
+    eager = bits_per_byte(model, batches, token_bytes, torch.float32, ALONE)
+    monkeypatch.setattr(evaluate, "pays_to_compile", lambda *_: True)
+    counters.clear()
+    compiled = bits_per_byte(model, batches, token_bytes, torch.float32, ALONE)
+    assert compiled.bpb == pytest.approx(eager.bpb, rel=1e-6)
+    assert compiled.loss_by_position == pytest.approx(eager.loss_by_position, rel=1e-6)
+    assert counters["stats"]["unique_graphs"] <= 2  # torch makes another one for batches of a single row

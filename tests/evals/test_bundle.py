@@ -1,0 +1,278 @@
+"""Evaluation bundles: what is in them is read as it was written, and what is damaged is named."""
+
+import os
+import random
+import runpy
+import shutil
+import stat
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from bundles import write_bundle, write_tasks
+from data.test_download import Server, server  # noqa: F401
+
+from nanochat import UserError
+from nanochat.evals import bundle, bundle_download
+from nanochat.evals.bundle import TASK_TYPES, open_bundle
+from nanochat.evals.bundle_download import download_bundle, install
+
+EXAMPLES = [{"query": f"question {i}", "choices": ["a", "b"], "gold": i % 2} for i in range(30)]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A bundle of two tasks; eval_data/some/two.jsonl has two lines."""
+    two = [{"context": "a", "continuation": "b"}, {"context": "c", "continuation": "d"}]
+    tasks = [("one", "multiple_choice", [3], None, 33.3, EXAMPLES)]
+    return write_tasks(tmp_path / "bundle", [*tasks, ("two", "language_modeling", [0], "\n", 0, two)])
+
+
+def zipped(folder: Path, path: Path, root: str = "eval_bundle/") -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in sorted(folder.rglob("*")):
+            archive.write(file, root + str(file.relative_to(folder)))
+    return path
+
+
+def test_tasks_are_read_as_they_were_written(folder):
+    found, reason = open_bundle(folder, folder)
+    one, two = found.tasks
+    assert reason == "" and found.path == folder
+    assert (one.label, one.task_type, one.num_fewshot, one.delimiter) == ("one", "multiple_choice", 3, " ")
+    assert (two.label, two.task_type, two.num_fewshot, two.delimiter) == ("two", "language_modeling", 0, "\n")
+    assert (one.baseline, two.baseline) == (33.3, 0)
+    assert sorted(example["query"] for example in one.examples) == sorted(e["query"] for e in EXAMPLES)
+
+
+@pytest.mark.parametrize("max_per_task", [-1, 1, 7, 30, 1000])
+def test_the_first_examples_are_those_of_the_published_shuffle(folder, max_per_task):
+    expected = list(EXAMPLES)
+    random.Random(1337).shuffle(expected)
+    tasks = open_bundle(folder, folder, max_per_task)[0].tasks
+    assert tasks[0].examples == (expected if max_per_task == -1 else expected[:max_per_task])
+
+
+def test_fields_beyond_those_of_the_type_are_left_out_and_numbers_are_written_out(tmp_path):
+    found, _ = open_bundle(write_bundle(tmp_path / "bundle"), tmp_path)
+    for task in found.tasks:
+        assert all(set(example) == set(TASK_TYPES[task.task_type]) for example in task.examples)
+    choices = [example.get("choices") for task in found.tasks for example in task.examples]
+    assert ["1", "2.5", "x"] in choices
+
+
+@pytest.mark.parametrize("root", ["", "eval_bundle/"])
+def test_a_zip_file_is_read_like_the_folder(folder, tmp_path, root):
+    path = zipped(folder, tmp_path / "it.zip", root)
+    (by_zip, _), (by_folder, _) = open_bundle(path, tmp_path), open_bundle(folder, tmp_path)
+    assert by_zip.tasks == by_folder.tasks and by_zip.fingerprint == by_folder.fingerprint
+
+
+def test_the_fingerprint_changes_with_any_example(folder, tmp_path):
+    before = open_bundle(folder, tmp_path)[0].fingerprint
+    file = folder / "eval_data/some/two.jsonl"
+    file.write_text(file.read_text().replace('"d"', '"e"'))
+    assert open_bundle(folder, tmp_path)[0].fingerprint != before
+
+
+def test_without_a_bundle_the_reason_is_one_line_with_the_command(tmp_path):
+    found, reason = open_bundle(None, tmp_path)
+    assert found is None and reason.startswith("CORE was left out: ") and "\n" not in reason
+    assert reason.endswith("get it with python -m scripts.download --name=core")
+    write_bundle(tmp_path / "eval_bundle")
+    assert open_bundle(None, tmp_path)[0].path == tmp_path / "eval_bundle"
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "message"),
+    [
+        ("core.yaml", "", None, "core.yaml: the file is missing"),
+        ("core.yaml", "icl_tasks:", "tasks:", "core.yaml: it has no list icl_tasks"),
+        ("core.yaml", "icl_tasks:", "icl_tasks: [", "core.yaml, line 2: it is no YAML"),
+        ("core.yaml", "icl_tasks:", "x: &a [1]\ny: *a\nicl_tasks:", "line 2: an alias (*name), which no"),
+        ("core.yaml", "icl_tasks:", "x: " + "[" * 60_000, "core.yaml, line 1: lists in lists"),
+        ("core.yaml", "icl_tasks:", "x: !!python/name:os.system a\nicl_tasks:", "line 1: it is no YAML"),
+        ("core.yaml", "icl_tasks:", "#" * (1 << 20), "core.yaml: it has more than 131,072 bytes"),
+        ("core.yaml", "label: two", "label: one", "core.yaml: the label one stands twice"),
+        ("core.yaml", "label: two", "label: [2]", "core.yaml, task 2: its label is no text"),
+        ("core.yaml", "label: two", "label: 2.0", "core.yaml, task 2: its label is no text"),
+        ("core.yaml", "label: two", "label: three", "(three): eval_meta_data.csv has no random"),
+        ("core.yaml", "[0]", "[many]", "task 2 (two): its num_fewshot is no list of a number"),
+        ("core.yaml", "[0]", "[]", "task 2 (two): its num_fewshot is no list of a number"),
+        ("core.yaml", "[0]", "[-1]", "task 2 (two): its num_fewshot is no list of a number"),
+        ("core.yaml", "[0]", "[true]", "task 2 (two): its num_fewshot is no list of a number"),
+        ("core.yaml", "[0]", "[1000000000]", "task 2 (two): its num_fewshot is no list of a number"),
+        ("core.yaml", "language_modeling", "chat", "task 2 (two): its icl_task_type is none of"),
+        ("core.yaml", '"\\n"', "7", "task 2 (two): its continuation_delimiter is no text"),
+        ("core.yaml", "some/two.jsonl", "../../x.jsonl", "eval_data/../../x.jsonl: the path leads out of"),
+        ("core.yaml", "some/two.jsonl", "some/three.jsonl", "some/three.jsonl: the file is missing"),
+        ("core.yaml", "some/two.jsonl", "some", "eval_data/some: it is a folder and no file"),
+        ("eval_meta_data.csv", "33.3", "much", "eval_meta_data.csv, line 4: could not convert"),
+        ("eval_meta_data.csv", "33.3", "100", "eval_meta_data.csv, line 4: the random baseline is 100.0"),
+        ("eval_meta_data.csv", "33.3", "nan", "eval_meta_data.csv, line 4: the random baseline is nan"),
+        ("eval_meta_data.csv", "Random baseline", "Baseline", "line 3: a row lacks the column Eval Task or"),
+        ("eval_meta_data.csv", "", None, "eval_meta_data.csv: the file is missing"),
+        ("eval_data/some/two.jsonl", "", None, "two.jsonl: the file is missing"),
+        ("eval_data/some/two.jsonl", '"d"}', "", "two.jsonl, line 2: it is no JSON ("),
+        ("eval_data/some/two.jsonl", '"d"', "[" * 100_000, "two.jsonl, line 2: it is no JSON"),
+        ("eval_data/some/two.jsonl", '"d"', "null", "two.jsonl, line 2: continuation is missing"),
+        ("eval_data/some/two.jsonl", '"d"', "NaN", "two.jsonl, line 2: continuation is no text"),
+        ("eval_data/some/two.jsonl", '"d"', "{}", "two.jsonl, line 2: continuation is no text"),
+        ("eval_data/some/two.jsonl", '{"context": "c", "continuation": "d"}', "1", "it is no JSON object"),
+        ("eval_data/some/one.jsonl", '"gold": 1', '"gold": 2', "line 2: gold is no index from 0 to 1"),
+        ("eval_data/some/one.jsonl", '"gold": 1', '"gold": true', "line 2: gold is no index from 0 to 1"),
+        ("eval_data/some/one.jsonl", '["a", "b"]', "[]", "one.jsonl, line 1: choices is no list of texts"),
+        ("eval_data/some/one.jsonl", '["a", "b"]', '["a", null]', "one.jsonl, line 1: choices is missing"),
+    ],
+)  # fmt: skip
+def test_damage_is_named_with_file_and_line(folder, tmp_path, file, old, new, message):
+    path = folder / file
+    if new is None:
+        path.unlink()
+    else:
+        text = path.read_text("utf-8")
+        assert old in text
+        path.write_text(text.replace(old, new, 1), "utf-8")
+    for place in (folder, zipped(folder, tmp_path / "it.zip")):
+        with pytest.raises(UserError) as error:
+            open_bundle(place, tmp_path)
+        if place == folder or "it is a folder" not in message:
+            assert message in str(error.value)
+        assert "get it again (python -m scripts.download --name=core)" in str(error.value)
+        assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+def test_a_file_without_examples_and_one_that_is_no_text_are_named(folder, tmp_path):
+    file = folder / "eval_data/some/two.jsonl"
+    file.write_bytes(b"\n\n")
+    with pytest.raises(UserError, match=r"two\.jsonl: it has no examples"):
+        open_bundle(folder, tmp_path)
+    file.write_bytes(b'{"context": "a", "continuation": "b"}\n\xff\n')
+    with pytest.raises(UserError, match=r"two\.jsonl, line 2: it is no UTF-8 text"):
+        open_bundle(folder, tmp_path)
+
+
+def test_an_endless_file_and_a_pipe_are_refused(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(bundle, "LARGEST_FILE", 1000)
+    (folder / "eval_data/some/two.jsonl").write_bytes(b" " * 1001)
+    with pytest.raises(UserError, match=r"one\.jsonl: it has more than 1,000 bytes"):
+        open_bundle(folder, tmp_path)
+    (folder / "core.yaml").unlink()
+    os.mkfifo(folder / "core.yaml")
+    with pytest.raises(UserError, match=r"core\.yaml: it is a pipe"):
+        open_bundle(folder, tmp_path)
+
+
+def test_a_path_that_is_no_bundle_is_refused_with_the_command(tmp_path):
+    (tmp_path / "text").write_text("no zip file")
+    for path, message in (("nowhere", "No such file"), ("text", "is no zip file"), ("", "an empty path")):
+        with pytest.raises(UserError, match=message):
+            open_bundle(tmp_path / path if path else "", tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="is a pipe"):
+        open_bundle(tmp_path / "pipe", tmp_path)
+
+
+def test_a_damaged_zip_file_is_a_sentence_wherever_it_is_damaged(folder, tmp_path):
+    content = zipped(folder, tmp_path / "good.zip").read_bytes()
+    draw, damaged = random.Random(0), tmp_path / "damaged.zip"
+    for _ in range(150):
+        broken = bytearray(content)
+        for _ in range(draw.randint(1, 4)):
+            broken[draw.randrange(len(broken))] = draw.randrange(256)
+        damaged.write_bytes(broken[: draw.choice([len(broken), draw.randrange(len(broken))])])
+        try:
+            open_bundle(damaged, tmp_path)
+            install(damaged, tmp_path / "there")
+        except UserError as error:
+            assert "damaged.zip" in str(error) or "eval_bundle" in str(error)
+
+
+# ------------------------------------------------------------------------------------------------------
+# Download
+
+
+@pytest.fixture
+def public(server: Server, folder, tmp_path) -> Server:  # noqa: F811
+    """A server of the bundle."""
+    server.files["eval_bundle.zip"] = zipped(folder, tmp_path / "public.zip").read_bytes()
+    return server
+
+
+def names_in(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir())
+
+
+def test_the_download_arrives_whatever_the_server_does_and_leaves_nothing_else(public, folder, tmp_path):
+    public.faults["eval_bundle.zip"] = ["drops", "500", "wrong file", "drops at once"]
+    base = tmp_path / "base"
+    assert download_bundle(base, public.url, timeout=1) == ""
+    assert names_in(base) == ["eval_bundle"]
+    assert open_bundle(None, base)[0].tasks == open_bundle(folder, base)[0].tasks
+    assert stat.S_IMODE((base / "eval_bundle").stat().st_mode) & 0o500 == 0o500
+    requests = len(public.requests)
+    assert download_bundle(base, public.url) == "" and len(public.requests) == requests
+    (base / "eval_bundle" / "core.yaml").write_text("damaged")
+    assert download_bundle(base, public.url) == "" and open_bundle(None, base)[0]
+    assert names_in(base) == ["eval_bundle"]
+
+
+def test_a_download_that_fails_says_why_and_keeps_the_bundle_that_is_there(public, folder, tmp_path, capsys):
+    base = tmp_path / "base"
+    shutil.copytree(folder, base / "eval_bundle")
+    (base / "eval_bundle" / "core.yaml").write_text("damaged")
+    public.faults["eval_bundle.zip"] = ["404"]
+    assert "HTTP 404" in download_bundle(base, public.url, retries=1)
+    assert (base / "eval_bundle" / "core.yaml").read_text() == "damaged"
+    assert "missing: eval_bundle.zip: HTTP 404" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "message"),
+    [
+        ("../outside", 0o644, "a path that leads out of it"),
+        ("eval_bundle/eval_data/../../../outside", 0o644, "a path that leads out of it"),
+        ("/outside", 0o644, "a path that leads out of it"),
+        ("eval_bundle/eval_data/c:outside", 0o644, "a path that leads out of it"),
+        ("eval_bundle/eval_data/..\\outside", 0o644, "a path that leads out of it"),
+        ("eval_bundle/eval_data/link", 0o120777, "has a link"),
+        ("eval_bundle/core.yaml/x", 0o644, "is damaged"),
+        ("eval_bundle/eval_data/zeros", 0o644, "unpacks to more than 1,000,000 bytes"),
+    ],
+)
+def test_a_hostile_zip_file_is_refused_and_leaves_nothing(folder, tmp_path, monkeypatch, name, mode, message):
+    monkeypatch.setattr(bundle_download, "LARGEST_BUNDLE", 1_000_000)
+    path, base = zipped(folder, tmp_path / "it.zip"), tmp_path / "base"
+    base.mkdir()
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
+        member = zipfile.ZipInfo(name)
+        member.external_attr = (mode if mode > 0o7777 else mode | stat.S_IFREG) << 16
+        archive.writestr(member, b"0" * 2_000_000, zipfile.ZIP_DEFLATED)
+    before = names_in(tmp_path)
+    with pytest.raises(UserError, match=message):
+        install(path, base / "eval_bundle")
+    assert names_in(base) == [] and names_in(tmp_path) == before and not Path("/outside").exists()
+
+
+def test_what_a_bundle_does_not_need_is_not_unpacked(folder, tmp_path):
+    path = zipped(folder, tmp_path / "it.zip")
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("__MACOSX/._core.yaml", b"0")
+        archive.writestr("eval_bundle/setup.py", b"0")
+    assert install(path, tmp_path / "eval_bundle") == 2
+    assert names_in(tmp_path / "eval_bundle") == ["core.yaml", "eval_data", "eval_meta_data.csv"]
+
+
+@pytest.mark.parametrize(("faults", "status"), [([], 0), (["404"], 1)])
+def test_the_command_puts_the_bundle_into_base_dir(public, tmp_path, monkeypatch, capsys, faults, status):
+    public.faults["eval_bundle.zip"] = faults
+    arguments = ["--name=core", f"--base_dir={tmp_path / 'base'}", f"--mirror={public.url}"]
+    monkeypatch.setattr(sys, "argv", ["download", *arguments])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("scripts.download", run_name="__main__")
+    assert end.value.code == status
+    assert (tmp_path / "base" / "eval_bundle").exists() == (status == 0)
+    printed = capsys.readouterr()
+    assert ("eval_bundle: 2 tasks" in printed.out) == (status == 0)
+    assert "Traceback" not in printed.err

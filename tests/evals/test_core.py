@@ -1,0 +1,399 @@
+"""CORE against a slow implementation: one choice at a time, nothing batched, all logits.
+
+`slow_decision` also says what karpathy/nanochat decides. On 2026-11-22 the `evaluate_example` of its commit
+92d63d4 was run by hand beside this project's, with the logits of the same model, on bundles of bundles.py
+(seeds 0 to 2, a model with max_seq_len 96, 160 or 512, with and without windows, helped or not): of 1258
+examples 1244 got equal decisions. It ends with an AssertionError in the other 14: in 12 the text without the
+answer is no token prefix of the text with it, in 2 the scored tokens do not fit into max_seq_len.
+"""
+
+import itertools
+import random
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from bundles import write_bundle
+
+from nanochat import UserError
+from nanochat.data.tokenizer import train
+from nanochat.evals import core
+from nanochat.evals.bundle import Task, open_bundle
+from nanochat.evals.core import Accuracy
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.machine.runtime import Machine
+
+ALONE = Machine(torch.device("cpu"))
+MAX_SEQ_LEN = 96  # the longest prompts of words_cut have some 500 tokens
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory) -> list[Task]:
+    folder = write_bundle(tmp_path_factory.mktemp("core") / "bundle", n=12, high=30)
+    return open_bundle(folder, folder)[0].tasks
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tasks):
+    return train([str(example) for task in tasks for example in task.examples], 400)
+
+
+def make_model(tokenizer, window_pattern="L") -> GPT:
+    """Large random weights, so that no decision is a matter of rounding."""
+    config = GPTConfig(2, 32, 2, tokenizer.vocab_size, MAX_SEQ_LEN, window_pattern)
+    model, generator = GPT(config), torch.Generator().manual_seed(1)
+    model.init_weights(generator)
+    for p in model.parameters():
+        if p.ndim > 0:
+            p.data.normal_(std=0.3, generator=generator)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer) -> GPT:
+    return make_model(tokenizer)
+
+
+class Helped:
+    """A model with a higher logit for three of four true next tokens, so that it completes some texts."""
+
+    def __init__(self, model: GPT):
+        self.model, self.config, self.head = model, model.config, model.head
+
+    def __call__(self, idx, positions=None, cache=None):
+        following = torch.roll(idx, -1, 1)
+        helped = (idx * 7 + following * 3) % 4 != 0
+        logits = self.model(idx, cache=cache) + 30 * helped[..., None] * F.one_hot(
+            following, self.config.vocab_size
+        )
+        return logits if positions is None else logits.flatten(0, 1)[positions]
+
+
+def slow_prompts(task: Task, index: int) -> list[str]:
+    """Written with the words of the format, one type after the other."""
+    examples, text, delimiter = task.examples, "", task.delimiter
+    others = [i for i in range(len(examples)) if i != index]
+    number = min(task.num_fewshot, len(others))
+    for i in random.Random(1234 + index).sample(others, number) if number else []:
+        shot = examples[i]
+        if task.task_type == "multiple_choice":
+            text += shot["query"] + delimiter + shot["choices"][shot["gold"]] + "\n\n"
+        elif task.task_type == "schema":
+            text += shot["context_options"][shot["gold"]] + delimiter + shot["continuation"] + "\n\n"
+        else:
+            text += shot["context"].strip() + delimiter + shot["continuation"] + "\n\n"
+    own = examples[index]
+    if task.task_type == "multiple_choice":
+        return [text + own["query"] + delimiter + choice for choice in own["choices"]]
+    if task.task_type == "schema":
+        return [text + context + delimiter + own["continuation"] for context in own["context_options"]]
+    without = text + own["context"].strip() + delimiter
+    return [without.rstrip(), without + own["continuation"]]
+
+
+def equal_from(rows, indices) -> int:
+    """How many tokens are equal in all rows, at 0, 1, 2, ... or at -1, -2, -3, ..."""
+    return sum(1 for _ in itertools.takewhile(lambda i: len({row[i] for row in rows}) == 1, indices))
+
+
+@torch.no_grad()
+def slow_decision(model, tokenizer, task: Task, index: int) -> bool:
+    """Whether the example is answered right: one choice at a time, each by itself, with all its logits."""
+    rows = [[tokenizer.bos_id, *tokenizer.encode(text).tolist()] for text in slow_prompts(task, index)]
+    shortest = min(map(len, rows))
+    if task.task_type == "schema":
+        suffix = equal_from(rows, range(-1, -shortest - 1, -1))
+        starts = [len(row) - suffix for row in rows]
+    else:
+        starts = [equal_from(rows, range(shortest))] * len(rows)
+    losses = []
+    for row, start in zip(rows, starts, strict=True):
+        start = min(start, len(row) - 1)  # a choice that is the beginning of another keeps its last token
+        cut = max(0, len(row) - model.config.max_seq_len)
+        row, start = torch.tensor(row[cut:]), max(1, start - cut)
+        logits = model(row[None])[0]
+        losses.append(F.cross_entropy(logits[start - 1 : -1], row[start:]).item())
+        exact = torch.equal(logits[start - 1 : -1].argmax(-1), row[start:])
+    return (
+        exact
+        if task.task_type == "language_modeling"
+        else losses.index(min(losses)) == task.examples[index]["gold"]
+    )
+
+
+def slow_accuracy(model, tokenizer, task: Task) -> Accuracy:
+    right = sum(slow_decision(model, tokenizer, task, i) for i in range(len(task.examples)))
+    accuracy = right / len(task.examples)
+    centred = (accuracy - 0.01 * task.baseline) / (1 - 0.01 * task.baseline)
+    return Accuracy(accuracy, pytest.approx(centred), len(task.examples))
+
+
+def evaluate(model, tokenizer, tasks, **options) -> dict[str, Accuracy]:
+    return core.evaluate(model, tokenizer, tasks, torch.float32, ALONE, **options)
+
+
+def decisions(monkeypatch, model, tokenizer, tasks, **options) -> dict[tuple[int, int], bool]:
+    """{(index of the task, index of the example): right} of a fast evaluation."""
+    made, decide = [], core.decide
+    monkeypatch.setattr(core, "decide", lambda *given: made.append(decide(*given)) or made[-1])
+    evaluate(model, tokenizer, tasks, **options)
+    return dict(zip(itertools.chain(*core.deal(tasks)), made, strict=True))
+
+
+@pytest.fixture(scope="module", params=["L", "SL", "helped"])
+def judged(request, tokenizer, tasks):
+    """(a model, its slow decisions)"""
+    model = make_model(tokenizer, "SL" if request.param == "SL" else "L")
+    model = Helped(model) if request.param == "helped" else model
+    slow = {
+        (number, i): slow_decision(model, tokenizer, task, i)
+        for number, task in enumerate(tasks)
+        for i in range(len(task.examples))
+    }
+    return model, slow
+
+
+@pytest.mark.parametrize("tokens_per_batch", [1, 300, None])
+def test_every_decision_is_that_of_one_choice_at_a_time(
+    judged, tokenizer, tasks, monkeypatch, tokens_per_batch
+):
+    model, slow = judged
+    found = decisions(monkeypatch, model, tokenizer, tasks, tokens_per_batch=tokens_per_batch)
+    assert found == slow
+    for task_type in {"language_modeling"} if isinstance(model, Helped) else {"multiple_choice", "schema"}:
+        assert {right for (t, _), right in found.items() if tasks[t].task_type == task_type} == {True, False}
+
+
+def test_accuracies_are_centred_by_guessing(model, tokenizer, tasks):
+    results = evaluate(model, tokenizer, tasks)
+    assert results == {task.label: slow_accuracy(model, tokenizer, task) for task in tasks}
+    assert core.score(results) == pytest.approx(np.mean([result.centred for result in results.values()]))
+    assert core.score({"a": Accuracy(0.5, 0.25, 8), "b": Accuracy(0.5, -0.5, 2)}) == -0.125
+
+
+class Processes:
+    """Stand-ins for `world_size` processes, as threads that meet in all_sum."""
+
+    def __init__(self, world_size: int):
+        self.world_size, self.barrier = world_size, threading.Barrier(world_size, timeout=60)
+        self.values = [[]] * world_size
+
+    def machine(self, rank: int):
+        def all_sum(values):
+            self.values[rank] = values
+            self.barrier.wait()
+            return [sum(column) for column in zip(*self.values, strict=True)]
+
+        return SimpleNamespace(
+            device=torch.device("cpu"), rank=rank, world_size=self.world_size, all_sum=all_sum
+        )
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_any_number_of_processes_gets_the_same_results(model, tokenizer, tasks, monkeypatch, world_size):
+    monkeypatch.setattr(core, "GROUP", 10)
+    processes, found, asked = Processes(world_size), [None] * world_size, [0] * world_size
+
+    def one(rank: int):
+        def progress(n):
+            asked[rank] += n
+
+        found[rank] = core.evaluate(
+            model, tokenizer, tasks, torch.float32, processes.machine(rank), progress=progress
+        )
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [evaluate(model, tokenizer, tasks)] * world_size
+    assert sum(asked) == sum(len(task.examples) for task in tasks) and min(asked) >= 10
+
+
+def test_a_process_without_questions_gets_the_results_too(model, tokenizer, tasks):
+    few = [Task("few", "multiple_choice", 2, " ", 25, tasks[0].examples[:3])]
+    machine = SimpleNamespace(device=torch.device("cpu"), rank=7, world_size=8, all_sum=lambda _: [2, 0])
+    result = core.evaluate(model, tokenizer, few, torch.float32, machine)["few"]
+    assert (result.accuracy, result.n) == (pytest.approx(2 / 3), 3)
+
+
+# ------------------------------------------------------------------------------------------------------
+# Models whose answers are known
+
+
+class Known:
+    """A model that gives the next token the highest logit, except after positions where `wrong(idx)`."""
+
+    def __init__(self, vocab_size: int, wrong=torch.zeros_like):
+        self.config = SimpleNamespace(max_seq_len=MAX_SEQ_LEN, vocab_size=vocab_size, depth=1)
+        self.head = torch.nn.Linear(1, 1)  # tells the device
+        self.wrong = wrong
+
+    def __call__(self, idx, positions=None, cache=None):
+        following = torch.roll(idx, -1, 1) + self.wrong(idx)
+        logits = F.one_hot(following % self.config.vocab_size, self.config.vocab_size).float()
+        return logits if positions is None else logits.flatten(0, 1)[positions]
+
+
+def test_a_model_that_knows_every_next_token_completes_all_texts(tokenizer, tasks):
+    results = evaluate(Known(tokenizer.vocab_size), tokenizer, tasks)
+    assert [r.accuracy for label, r in results.items() if label.startswith("words")] == [1, 1, 1]
+
+
+def test_one_wrong_token_of_a_continuation_is_a_wrong_answer(tokenizer):
+    examples = [{"context": "the word is", "continuation": "delta gamma"}]
+    task, last = Task("t", "language_modeling", 0, " ", 0, examples), tokenizer.encode(" gamma")[-1]
+
+    def wrong_at_the_last_token(idx):
+        return (torch.roll(idx, -1, 1) == int(last)).long()
+
+    assert evaluate(Known(tokenizer.vocab_size), tokenizer, [task])["t"].accuracy == 1
+    model = Known(tokenizer.vocab_size, wrong_at_the_last_token)
+    assert evaluate(model, tokenizer, [task])["t"] == Accuracy(0, 0, 1)
+
+
+def test_the_first_of_equally_likely_choices_counts(tokenizer, tasks):
+    model = make_model(tokenizer)
+    model.head.weight.data.zero_()  # every token is equally likely
+    results = evaluate(model, tokenizer, tasks)
+    for task in tasks:
+        first = np.mean([example.get("gold") == 0 for example in task.examples])
+        assert results[task.label].accuracy == pytest.approx(first)
+
+
+def test_a_model_that_is_no_number_is_an_error(model, tokenizer, tasks):
+    broken = make_model(tokenizer)
+    broken.head.weight.data[5] = float("nan")
+    with pytest.raises(UserError, match="is not a number"):
+        evaluate(broken, tokenizer, tasks)
+
+
+def test_bfloat16_is_computed_under_autocast_and_comes_close(model, tokenizer, tasks):
+    rough = core.evaluate(model, tokenizer, tasks, torch.bfloat16, ALONE)
+    assert core.score(rough) == pytest.approx(core.score(evaluate(model, tokenizer, tasks)), abs=0.1)
+
+
+# ------------------------------------------------------------------------------------------------------
+# Prompts
+
+
+def examples_of(task_type: str) -> list[dict]:
+    return {
+        "multiple_choice": [
+            {"query": "Q", "choices": ["x", "y"], "gold": 1},
+            {"query": "W", "choices": ["u", "v"], "gold": 0},
+        ],
+        "schema": [
+            {"context_options": ["A", "B"], "continuation": "is.", "gold": 0},
+            {"context_options": ["C", "D"], "continuation": "was.", "gold": 1},
+        ],
+        "language_modeling": [
+            {"context": " c  ", "continuation": "d"},
+            {"context": "e\n", "continuation": "f "},
+        ],
+    }[task_type]
+
+
+@pytest.mark.parametrize(
+    ("task_type", "expected"),
+    [
+        ("multiple_choice", ["W: u\n\nQ: x", "W: u\n\nQ: y"]),
+        ("schema", ["D: was.\n\nA: is.", "D: was.\n\nB: is."]),
+        ("language_modeling", ["e: f \n\nc:", "e: f \n\nc: d"]),
+    ],
+)
+def test_a_prompt_is_worked_examples_and_the_question(task_type, expected):
+    task = Task("t", task_type, 1, ": ", 0, examples_of(task_type))
+    assert core.prompts(task, 0) == expected
+    alone = [text.partition("\n\n")[2] for text in expected]
+    assert core.prompts(Task("t", task_type, 0, ": ", 0, task.examples), 0) == alone
+
+
+def test_worked_examples_are_those_of_the_published_seed_and_never_the_question(tasks):
+    examples = [{"number": i} for i in range(40)]
+    task = Task("t", "multiple_choice", 10, " ", 0, examples)
+    for index in (0, 1, 17, 39):
+        others = [example for example in examples if example["number"] != index]
+        assert core.fewshot(task, index) == random.Random(1234 + index).sample(others, 10)
+
+
+def test_a_task_with_few_examples_gives_fewer_worked_ones():
+    task = Task("t", "multiple_choice", 10, " ", 0, [{"number": i} for i in range(3)])
+    assert sorted(shot["number"] for shot in core.fewshot(task, 1)) == [0, 2]
+    assert core.fewshot(Task("t", "multiple_choice", 10, " ", 0, [{}]), 0) == []
+
+
+def test_a_prompt_that_is_too_long_keeps_its_end(tokenizer, tasks):
+    task = next(task for task in tasks if task.label == "words_cut")
+    question = core.tokenize(task, 8, 0, tokenizer, MAX_SEQ_LEN)
+    (row,), (start,) = question.rows, question.starts
+    whole = tokenizer.encode(core.prompts(task, 0)[1])
+    assert len(whole) > 2 * MAX_SEQ_LEN == 2 * len(row)
+    assert row.tolist() == whole[-MAX_SEQ_LEN:].tolist()
+    assert tokenizer.decode(row[start:]).strip() == task.examples[0]["continuation"]
+    short = core.tokenize(task, 8, 0, tokenizer, 3)  # not even the continuation fits
+    assert short.starts == [1] and len(short.rows[0]) == 3
+
+
+# ------------------------------------------------------------------------------------------------------
+# Batches
+
+
+def test_batches_hold_every_question_once_and_no_more_tokens_than_asked():
+    draw, questions = random.Random(0), []
+    for _ in range(300):
+        lengths = [draw.randint(2, 300) for _ in range(draw.choice([1, 2, 4]))]
+        rows = [np.arange(n, dtype=np.uint32) for n in lengths]
+        questions.append(core.Question(0, 0, rows, [n - 1 for n in lengths], []))
+    made = core.batches(questions, 4096, 2048)
+    assert sorted(itertools.chain(*made)) == list(range(300))
+    for batch in made:
+        rows = sum(len(questions[i].rows) for i in batch)
+        assert rows * max(questions[i].longest for i in batch) <= 4096
+        cached = min(questions[i].prefix for i in batch)
+        longest = core.padded(max(questions[i].longest for i in batch) - cached, 2048)
+        chosen = [questions[i] for i in batch]
+        needed = sum(q.prefix + sum(len(row) - q.prefix for row in q.rows) for q in chosen)
+        assert len(batch) == 1 or len(batch) * cached + rows * longest <= 1.25 * needed + 256
+    assert len(made) < 200
+    assert [len(batch) for batch in core.batches(questions[:5], 1, 2048)] == [1] * 5
+
+
+def test_what_the_rows_of_a_question_share_is_computed_once(model, tokenizer):
+    choices = ["alpha", "beta", "gamma", "delta"]
+    task = Task("t", "multiple_choice", 0, " ", 25, [{"query": "w" * 60, "choices": choices, "gold": 0}])
+    questions = [core.tokenize(task, 0, 0, tokenizer, MAX_SEQ_LEN)] * 3
+    seen = []
+
+    def counting(idx, **options):
+        seen.append(tuple(idx.shape))
+        return model(idx, **options)
+
+    counting.config, counting.head = model.config, model.head
+    with torch.no_grad():
+        logits, targets = core.forward(counting, questions, tokenizer.bos_id)
+        cached = questions[0].prefix
+        assert seen[0] == (3, cached) and cached > 40 and seen[1][0] == 12 and seen[1][1] < 30
+        rows = [(row, start) for q in questions for row, start in zip(q.rows, q.starts, strict=True)]
+        whole = [model(torch.tensor(row.astype(int))[None])[0, start - 1 : -1] for row, start in rows]
+    torch.testing.assert_close(logits, torch.cat(whole), rtol=1e-4, atol=1e-4)
+    assert targets.tolist() == [token for row, start in rows for token in row[start:].tolist()]
+
+
+def test_padding_is_small_and_never_leads_past_the_model():
+    for length in range(1, 2049):
+        padded = core.padded(length, 2048)
+        assert length <= padded <= max(length + 3, 1.25 * length) and padded % 4 == 0
+        assert core.padded(length, length) == length
+
+
+def test_logits_at_positions_are_those_of_the_full_forward(model):
+    idx = torch.randint(model.config.vocab_size, (3, 20), generator=torch.Generator().manual_seed(0))
+    positions = torch.tensor([0, 19, 20, 45, 59])
+    with torch.no_grad():
+        full = model(idx).flatten(0, 1)[positions]
+        torch.testing.assert_close(model(idx, positions=positions), full)

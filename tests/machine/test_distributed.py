@@ -1,0 +1,283 @@
+"""A run of several processes in which one differs, fails, dies or hangs: all end, and the log says why."""
+
+import math
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, command, losses, records, wait_for_step
+
+from nanochat import UserError, checkpoint
+from nanochat.machine import distributed, runtime
+
+# Runs the real script. When process 1 asks for the first batch of the step, the fault happens there.
+FAULT = """
+import os, runpy, signal, sys, time
+from nanochat.data import loader as loader_module
+import torch
+
+fault, step = sys.argv.pop(1), int(sys.argv.pop(1))
+if fault == "diverge":  # in every process
+    backward = torch.Tensor.backward
+    torch.Tensor.backward = lambda loss, *rest, **more: backward(loss * torch.inf, *rest, **more)
+if os.environ["RANK"] == "1":
+    calls, original = 0, loader_module.TrainLoader.__next__
+
+    def faulty(loader):
+        global calls
+        batch = original(loader)
+        calls += 1
+        if calls == 4 * step + 1:  # a process has four micro-steps a step; this is the first one of `step`
+            while fault in ("kill", "stop") and not os.path.exists(os.environ["RUN_FOLDER"] + "/step_000003"):
+                time.sleep(0.02)  # the save of step 3 needs both processes; let it end first
+            if fault == "refuse":
+                from nanochat import UserError
+
+                raise UserError("the tokens of process 1 are gone; give others")
+            if fault == "raise":
+                raise LookupError("the tokens of process 1 are gone")
+            if fault == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if fault == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if fault == "term":
+                os.kill(os.getpid(), signal.SIGTERM)
+            if fault == "nan":
+                from nanochat.gpt import GPT
+                forward = GPT.forward
+
+                def broken(*arguments, **options):
+                    GPT.forward = forward
+                    return forward(*arguments, **options) * torch.nan
+
+                GPT.forward = broken
+        return batch
+
+    loader_module.TrainLoader.__next__ = faulty
+    if fault.startswith("--"):
+        sys.argv.append(fault)
+runpy.run_module("scripts.base_train", run_name="__main__", alter_sys=True)
+"""
+
+
+def run_two(tmp_path: Path, corpus: Path, fault: str, step: int, *more: str):
+    """Two processes, the second with a fault at that step; (exit status, what they printed, seconds)."""
+    code = tmp_path / "fault.py"
+    code.write_text(FAULT)
+    arguments = command(corpus, tmp_path / "run", "--total_batch_size=512", "--eval_every=-1", *more)[1:]
+    how = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment["RUN_FOLDER"] = str(tmp_path / "run")
+    began = time.monotonic()
+    done = subprocess.run(
+        [*how, str(code), fault, str(step), *arguments],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr, time.monotonic() - began
+
+
+def run_plain(arguments: list[str], ranks=(0, 1), **variables) -> tuple[list[int], list[str]]:
+    """Processes without torchrun, as srun starts them; (exit statuses, what each of them wrote to stderr)."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} | variables
+    children = [
+        subprocess.Popen(
+            [sys.executable, *map(str, arguments)],
+            cwd=ROOT, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in ranks
+    ]  # fmt: skip
+    try:
+        printed = [child.communicate(timeout=120)[1] for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    return [child.returncode for child in children], printed
+
+
+def test_an_error_of_plain_processes_is_printed_once(tmp_path, corpus):
+    arguments = ["-m", *command(corpus, tmp_path / "run", "--depth=0")]
+    statuses, printed = run_plain(arguments)
+    assert statuses == [2, 2], printed
+    assert "".join(printed).count("error:") == 1 and "depth" in printed[0], printed
+    assert "Traceback" not in "".join(printed)
+
+
+@pytest.mark.slow
+def test_plain_processes_that_diverge_say_so_once_and_one_that_fails_says_so_itself(tmp_path, corpus):
+    (tmp_path / "fault.py").write_text(FAULT)
+    arguments = command(corpus, tmp_path / "run", "--total_batch_size=512", "--eval_every=-1")[1:]
+    folder = {"RUN_FOLDER": str(tmp_path / "run")}
+    statuses, printed = run_plain([tmp_path / "fault.py", "diverge", 0, *arguments], **folder)
+    assert statuses == [2, 2] and "".join(printed).count("error:") == 1, printed
+    assert "three steps in a row were not finite" in printed[0]
+    statuses, printed = run_plain([tmp_path / "fault.py", "refuse", 2, *arguments], **folder)
+    assert statuses == [1, 2] and "Traceback" not in "".join(printed), printed
+    assert printed[1].count("error: process 1: the tokens of process 1 are gone; give others") == 1
+    assert "process 0: no answer from process 1: it has ended" in printed[0]
+
+
+JOIN = """
+from nanochat.machine import runtime
+runtime.start("cpu", seed=0, timeout_s=2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [
+        (0, "error: process 1 of 2 did not come within 2 s"),
+        (1, "cannot join the other processes at 127.0.0.1:"),
+    ],
+)
+def test_a_process_that_waits_for_one_that_is_missing_ends_in_time_and_names_it(rank, said):
+    began = time.monotonic()
+    statuses, printed = run_plain(["-c", JOIN], ranks=[rank])
+    assert statuses == [2] and said in printed[0], printed
+    assert "process 0 has to run there" in printed[0] or rank == 0
+    assert "Traceback" not in printed[0] and time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
+        ({"WORLD_SIZE": "-2"}, "WORLD_SIZE is '-2'"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is 0"),
+        ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '999"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK is 2, but WORLD_SIZE is 2"),
+        ({"RANK": "1"}, "RANK is 1, but WORLD_SIZE is 1"),
+        ({"WORLD_SIZE": "2", "RANK": "²"}, "RANK is '²'"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "1"}, "LOCAL_RANK is 1, but RANK is 0"),
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "0x0"}, "LOCAL_RANK is '0x0'"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR and MASTER_PORT"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "70000"}, "MASTER_PORT"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
+    ],
+)
+def test_nonsense_in_the_variables_of_torchrun_is_a_sentence(variables, said, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=re.escape(said)):
+        runtime.start("cpu", seed=0, timeout_s=1)
+
+
+def root_cause(printed: str) -> str:
+    """torchrun's own report of the first failure."""
+    return printed.split("Root Cause (first observed failure):")[1]
+
+
+def test_an_exception_in_one_process_ends_all_and_torchrun_names_it_as_the_cause(tmp_path, corpus):
+    status, printed, _ = run_two(tmp_path, corpus, "raise", 5)
+    assert status == 1
+    cause = root_cause(printed)
+    assert "LookupError: the tokens of process 1 are gone" in cause and "rank      : 1" in cause
+    assert sorted(losses(tmp_path / "run")) == list(range(5))
+    assert checkpoint.find(tmp_path / "run", "auto").step == 3
+
+
+@pytest.mark.slow
+def test_an_error_of_one_process_is_printed_and_an_error_of_all_is_printed_once(tmp_path, corpus):
+    status, printed, _ = run_two(tmp_path, corpus, "refuse", 5)
+    assert status == 1 and printed.count("error: process 1: the tokens of process 1 are gone") == 1
+    status, printed, _ = run_two(tmp_path, corpus, "nothing", 0, "--num_iterations=9", "--seed=7")
+    assert status == 1 and printed.count("is from another run: seed was 42, is 7") == 1 + 1  # torchrun's too
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_all_and_the_other_says_which_one_is_gone(tmp_path, corpus):
+    status, printed, _ = run_two(tmp_path, corpus, "kill", 5)
+    assert status == 1
+    cause = root_cause(printed)
+    assert "rank      : 1" in cause and "SIGKILL" in cause
+    assert "process 0: no answer from process 1: it has ended" in printed
+    assert checkpoint.find(tmp_path / "run", "auto").step == 3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP here")
+def test_a_process_that_hangs_ends_all_after_process_timeout_and_is_named(tmp_path, corpus):
+    status, printed, seconds = run_two(tmp_path, corpus, "stop", 5, "--process_timeout=5")
+    assert status == 1
+    assert "process 0: no answer from process 1 for 5 s: it hangs" in printed
+    assert seconds < 120  # the start, our 5 s and torchrun's 30 s
+    assert checkpoint.find(tmp_path / "run", "auto").step == 3
+
+
+@pytest.mark.slow
+def test_a_step_that_is_not_finite_in_one_process_is_skipped_by_all(tmp_path, corpus):
+    status, printed, _ = run_two(tmp_path, corpus, "nan", 2)
+    assert status == 0, printed
+    steps = [record for record in records(tmp_path / "run") if "loss" in record]
+    assert [record["skipped"] for record in steps] == [0, 0, *[1] * 6]
+    assert all(math.isfinite(record["loss"]) for record in steps[3:])
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_all_at_the_same_step_and_the_run_goes_on(tmp_path, corpus):
+    status, printed, _ = run_two(tmp_path, corpus, "term", 3)
+    assert status == 0 and "stopped by" in printed
+    assert sorted(losses(tmp_path / "run")) == list(range(4))
+    assert checkpoint.find(tmp_path / "run", "auto").step == 4
+    status, printed, _ = run_two(tmp_path, corpus, "nothing", 0)
+    assert status == 0 and sorted(losses(tmp_path / "run")) == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "first"), [("sample_every", 3, -1), pytest.param("seed", 7, 42, marks=pytest.mark.slow)]
+)
+def test_processes_with_different_settings_are_refused_by_name(tmp_path, corpus, name, own, first):
+    status, printed, _ = run_two(tmp_path, corpus, f"--{name}={own}", 0)
+    assert status == 1
+    assert (
+        f"process 1 has {name} {own}, process 0 has {first}; give every process the same command" in printed
+    )
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_processes_whose_torchrun_was_killed_save_and_end(tmp_path, corpus):
+    out = tmp_path / "run"
+    how = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]
+    arguments = command(corpus, out, "--num_iterations=100000", "--eval_every=-1", "--save_every=-1")
+    torchrun = subprocess.Popen([*how, *arguments], cwd=ROOT, stderr=subprocess.DEVNULL)
+    wait_for_step(torchrun, out, 2)
+    torchrun.kill()
+    torchrun.wait()
+    deadline = time.monotonic() + 60
+    while not list(out.glob("step_*")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert 2 < checkpoint.find(out, "auto").step < 100000
+    while time.monotonic() < deadline:  # until the folder is free, because the processes have ended
+        try:
+            checkpoint.lock_folder(out).close()
+            return
+        except UserError:
+            time.sleep(0.1)
+    raise AssertionError("the processes still hold the folder")
+
+
+class Empty:
+    """A store without any key."""
+
+    def check(self, keys):
+        return False
+
+
+def test_a_signal_while_another_process_prepares_the_data_ends_with_0(capsys):
+    with pytest.raises(SystemExit) as end:
+        distributed.wait_for(Empty(), "data/0", given_up=lambda: "SIGTERM")
+    assert end.value.code == 0 and "stopped by SIGTERM while another" in capsys.readouterr().err

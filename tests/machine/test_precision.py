@@ -1,0 +1,174 @@
+"""Which dtype is chosen on which device, and that parameters, gradients and optimizer state stay float32."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanochat import UserError
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.machine import precision
+from nanochat.optim import MuonAdamW, parameter_groups
+
+CPU, CUDA, MPS = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps")
+RATES = {"embedding_lr": 0.1, "unembedding_lr": 0.01, "matrix_lr": 0.02, "scalar_lr": 0.3}
+
+
+@pytest.mark.parametrize(
+    "capability, expected",
+    [
+        ((6, 1), torch.float16),
+        ((7, 0), torch.float16),
+        ((7, 5), torch.float16),
+        ((8, 0), torch.bfloat16),
+        ((8, 9), torch.bfloat16),
+        ((9, 0), torch.bfloat16),
+        ((10, 0), torch.bfloat16),
+    ],
+)
+def test_auto_on_cuda_is_bfloat16_from_compute_capability_8_and_float16_before(
+    capability, expected, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    dtype, reason = precision.resolve_dtype("auto", CUDA)
+    assert dtype == expected
+    assert "{}.{}".format(*capability) in reason
+
+
+@pytest.mark.parametrize(
+    ("instructions", "native"),
+    [
+        (["avx512_f", "avx512_bf16"], ["bfloat16"]),
+        (["amx_tile", "amx_bf16", "avx512_fp16"], ["bfloat16", "float16"]),
+        (["neon", "fp16_arith", "bf16", "i8mm"], ["bfloat16", "float16"]),
+        (["avx2", "avx512_f", "avx512_vnni", "f16c"], []),  # f16c converts and does not multiply
+        (None, []),  # a torch that does not say
+    ],
+)
+def test_a_cpu_computes_in_bfloat16_where_its_instructions_do_and_says_what_would_be_slow(
+    monkeypatch, instructions, native
+):
+    known = dict.fromkeys(torch.cpu.get_capabilities(), False) | dict.fromkeys(instructions or [], True)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known)
+    if instructions is None:
+        monkeypatch.delattr(torch.cpu, "get_capabilities")
+    dtype, reason = precision.resolve_dtype("auto", CPU)
+    assert dtype == (torch.bfloat16 if "bfloat16" in native else torch.float32)
+    assert ("without" in reason) == ("bfloat16" not in native)
+    for name in ("bfloat16", "float16", "float32"):
+        dtype, reason = precision.resolve_dtype(name, CPU)
+        assert dtype == getattr(torch, name) and reason.startswith("as asked for")
+        assert ("slow" in reason) == (name not in [*native, "float32"]), reason
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="nothing to compare with")
+def test_torch_names_the_instructions_that_the_kernel_names():
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    has = torch.cpu.get_capabilities()
+    for word in ("avx512_bf16", "amx_bf16", "avx512_fp16"):  # x86's, which have the same names there
+        assert bool(has.get(word)) == (word in flags)
+
+
+def test_mps_computes_in_float32_unless_asked(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: True)
+    assert precision.resolve_dtype("auto", MPS)[0] == torch.float32
+    for name in ("bfloat16", "float16", "float32"):
+        assert precision.resolve_dtype(name, MPS) == (getattr(torch, name), "as asked for")
+
+
+def test_a_dtype_the_device_cannot_compute_in_is_refused_with_those_it_can(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: major < 14)
+    for device, what in ((CUDA, "CUDA compute capability 7.5, bfloat16 needs 8.0"), (MPS, "needs macOS 14")):
+        with pytest.raises(UserError, match=f"{what}.*; use --dtype=float16 or --dtype=float32$"):
+            precision.resolve_dtype("bfloat16", device)
+        for name in ("float16", "float32"):
+            assert precision.resolve_dtype(name, device)[0] == getattr(torch, name)
+
+
+def test_float32_is_float32_and_where_torch_was_told_to_round_its_products_the_reason_says_so():
+    assert "precision" not in precision.resolve_dtype("float32", CPU)[1]
+    fine = torch.eye(64) * (1 + 2**-20)  # TF32 and bfloat16 would make it 1
+    with precision.autocast(CPU, precision.resolve_dtype("float32", CPU)[0]):
+        assert torch.equal((fine @ torch.eye(64)), fine)
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert "float32_matmul_precision is high" in precision.resolve_dtype("float32", CPU)[1]
+        assert "float32_matmul_precision" not in precision.resolve_dtype("float16", CPU)[1]
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_nothing_of_ours_asks_torch_to_round_float32_products():
+    root = Path(__file__).parent.parent
+    files = [*(root / "nanochat").glob("*.py"), *(root / "scripts").glob("*.py")]
+    assert len(files) > 20
+    for path in files:
+        asked = re.search(r"allow_tf32|set_float32_matmul|fp32_precision *=", path.read_text("utf-8"))
+        assert not asked, path
+
+
+def test_autocast_computes_in_the_dtype_and_float32_is_left_alone():
+    x = torch.randn(4, 4)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        with precision.autocast(CPU, dtype):
+            assert (x @ x).dtype == dtype
+            assert torch.is_autocast_enabled("cpu") == (dtype != torch.float32)
+
+
+def make_model():
+    model = GPT(GPTConfig(depth=2, width=32, num_heads=2, vocab_size=61, max_seq_len=16))
+    model.init_weights(torch.Generator().manual_seed(0))
+    return model, MuonAdamW(parameter_groups(model, RATES, weight_decay=0.1), torch.bfloat16)
+
+
+def train_one_step(model, optimizer, scaler, dtype, factor=1.0):
+    idx = torch.randint(61, (4, 16), generator=torch.Generator().manual_seed(0))
+    with precision.autocast(CPU, dtype):
+        logits, loss = model(idx), model(idx, idx.roll(-1, 1))
+    scaler.scale(loss * factor).backward()
+    scaler.unscale_(optimizer)
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return logits, loss, gradients
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_training_step_keeps_everything_that_lasts_in_float32(dtype):
+    model, optimizer = make_model()
+    scaler = precision.make_scaler(CPU, dtype)
+    for _ in range(2):  # the second step has gradients everywhere
+        logits, loss, gradients = train_one_step(model, optimizer, scaler, dtype)
+        assert logits.dtype == loss.dtype == torch.float32
+        assert {g.dtype for g in gradients.values()} == {torch.float32}
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert {s.dtype for s in optimizer.named_state().values()} == {torch.float32}
+
+
+def test_the_scaler_works_in_float16_alone_and_passes_everything_through_otherwise():
+    gradients = {}
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        model, optimizer = make_model()
+        scaler = precision.make_scaler(CPU, dtype)
+        assert scaler.is_enabled() == (dtype == torch.float16)
+        *_, gradients[dtype] = train_one_step(model, optimizer, scaler, dtype)
+    for dtype in (torch.float16, torch.bfloat16):  # unscaled, they are the gradients of float32, roughly
+        for name, exact in gradients[torch.float32].items():
+            if exact.ndim == 2:  # the scalars' are sums that nearly cancel
+                assert (gradients[dtype][name] - exact).norm() <= 0.05 * exact.norm(), name
+
+
+@pytest.mark.parametrize("factor", [1.0, torch.inf])
+def test_the_scaler_skips_a_step_that_overflowed_and_lowers_its_scale(factor):
+    model, optimizer = make_model()
+    scaler = precision.make_scaler(CPU, torch.float16)
+    before, scale = model.head.weight.detach().clone(), scaler.get_scale()
+    train_one_step(model, optimizer, scaler, torch.float16, factor)
+    overflowed = factor == torch.inf
+    assert torch.equal(model.head.weight, before) == overflowed
+    assert (scaler.get_scale() < scale) == overflowed
+    moved = any(tensor.any() for tensor in optimizer.named_state().values())
+    assert moved != overflowed, "a skipped step leaves no trace in the optimizer's state either"

@@ -1,0 +1,514 @@
+"""The machine: device, memory and peak FLOP/s, signals, and the exchanges between two processes."""
+
+import json
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT, make_plan
+
+from nanochat import UserError
+from nanochat.machine import memory, runtime
+
+CPU = torch.device("cpu")
+
+
+def python(code, *arguments, **variables):
+    """A child that runs `code` with this project on its path; its output is read through pipes."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------
+# Device and seed
+
+
+def test_a_device_that_this_machine_lacks_is_refused_with_those_that_it_has(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("cuda", "mps", "tpu"):
+        with pytest.raises(UserError, match=f"device_type {name} is not available here; .*cpu"):
+            runtime.start(name, seed=0)
+
+
+def test_auto_takes_cuda_before_mps_before_cpu(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert runtime.start("auto", seed=0).device == CPU
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert runtime.start("auto", seed=0).device.type == "mps"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    assert runtime._choose_device("auto", local_rank=1) == torch.device("cuda", 1)
+    with pytest.raises(UserError, match="3 processes on this machine but it has 2 GPUs; lower"):
+        runtime._choose_device("auto", local_rank=2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(UserError, match="4 processes on this machine but it has 2 GPUs; lower"):
+        runtime.start("auto", seed=0)
+
+
+def test_the_seed_decides_the_random_numbers():
+    drawn = []
+    for seed in (1, 2, 1):
+        runtime.start("cpu", seed)
+        drawn.append(torch.rand(3).tolist())
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
+def test_a_process_alone_is_the_main_one_and_its_sums_are_its_own(capsys):
+    machine = runtime.start("cpu", seed=0)
+    assert machine.is_main and machine.world_size == 1
+    assert machine.all_sum([1.5, 2]) == [1.5, 2]
+    assert machine.all_gather({"a": 1}) == [{"a": 1}]
+    with machine.main_first("here"):
+        machine.print("hello")
+    machine.synchronize()
+    machine.close()
+    assert capsys.readouterr().out == "hello\n"
+
+
+def test_memory_is_counted_in_bytes_and_shared_among_processes():
+    alone, four = runtime.Machine(CPU), runtime.Machine(CPU, world_size=4)
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 2**24 < alone.free_memory() <= physical
+    assert four.free_memory() == pytest.approx(alone.free_memory() / 4, rel=0.2)
+    block = torch.ones(2**26)  # 256 MiB, touched
+    assert block.nbytes < alone.peak_memory() < physical
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads a process's memory as Linux tells it")
+def test_free_memory_is_what_ulimit_leaves_to_the_process(monkeypatch):
+    import resource
+
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (taken + 2**26, resource.RLIM_INFINITY))
+    assert 2**25 < runtime.Machine(CPU).free_memory() < 2**27
+    assert runtime.Machine(CPU, world_size=4).free_memory() > 2**25  # each process has a limit of its own
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (taken // 2, resource.RLIM_INFINITY))
+    assert runtime.Machine(CPU).free_memory() == 0
+
+
+def test_free_memory_is_within_a_containers_limit_and_counts_its_file_cache_as_free(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "Path", lambda path: Path(f"{tmp_path}/{path}"))
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 64 kB\nMemAvailable:  8000 kB\n")
+    assert runtime.Machine(CPU).free_memory() == 8000 * 1024
+    cgroup = tmp_path / "sys" / "fs" / "cgroup"
+    cgroup.mkdir(parents=True)
+    (cgroup / "memory.max").write_text("4000000\n")
+    (cgroup / "memory.current").write_text("3000000\n")
+    (cgroup / "memory.stat").write_text("anon 1\nactive_file 5\ninactive_file 500000\nslab 3\n")
+    assert runtime.Machine(CPU).free_memory() == 1_500_000
+    (cgroup / "memory.max").write_text("max\n")
+    assert runtime.Machine(CPU).free_memory() == 8000 * 1024
+
+
+# ------------------------------------------------------------------------------------------------------
+# Two processes
+
+TWO = """
+import json, sys, time
+from pathlib import Path
+import nanochat
+import torch
+from nanochat.machine import runtime
+from nanochat.evals.bits_per_byte import bits_per_byte
+from nanochat.gpt import GPT, GPTConfig
+
+folder = Path(sys.argv[1])
+machine = runtime.start("cpu", seed=0)
+out = {"world_size": machine.world_size}
+machine.check_same({"seed": 42, "data": ["a", "b"]})
+try:
+    machine.check_same({"seed": 42, "sample_every": [-1, 3][machine.rank], "depth": [4, 5][machine.rank]})
+except nanochat.UserError as error:
+    out["refused"] = str(error)
+out["sum"] = machine.all_sum([machine.rank + 0.5, 2.0**40 + machine.rank])
+out["gather"] = machine.all_gather({"rank": machine.rank, "text": "x" * (10 + machine.rank)})
+machine.print("only once")
+for turn in range(2):
+    with machine.main_first(f"turn{turn}"):
+        if machine.is_main:
+            time.sleep(0.3)
+            (folder / f"built{turn}").touch()
+        out[f"found{turn}"] = (folder / f"built{turn}").exists()
+
+model = GPT(GPTConfig(1, 32, 2, 50, 8))
+model.init_weights(torch.Generator().manual_seed(0))
+model.head.weight.data.normal_(generator=torch.Generator().manual_seed(1))
+rows = torch.randint(50, (6, 8), generator=torch.Generator().manual_seed(2))
+targets = torch.randint(50, (6, 8), generator=torch.Generator().manual_seed(3))
+targets[0, 3:] = -1
+token_bytes, alone = torch.arange(50), runtime.Machine(machine.device)
+shares = rows[: 2] if machine.is_main else rows[2:], targets[: 2] if machine.is_main else targets[2:]
+out["shared"] = bits_per_byte(model, [shares], token_bytes, torch.float32, machine).bpb
+out["alone"] = bits_per_byte(model, [(rows, targets)], token_bytes, torch.float32, alone).bpb
+(folder / f"rank{machine.rank}.json").write_text(json.dumps(out))
+machine.close()
+"""
+
+
+def test_two_processes_sum_gather_compare_and_wait_for_the_first(tmp_path):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    children = [
+        python(
+            TWO,
+            tmp_path,
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [child.communicate(timeout=90) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    assert [child.returncode for child in children] == [0, 0], outputs
+    assert [out for out, _ in outputs] == ["only once\n", ""]
+    for rank in range(2):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert found["world_size"] == 2
+        assert found["refused"].startswith("process 1 has sample_every 3, process 0 has -1; give")
+        assert found["sum"] == [2.0, 2.0**41 + 1]
+        assert found["gather"] == [{"rank": 0, "text": "x" * 10}, {"rank": 1, "text": "x" * 11}]
+        assert found["found0"] and found["found1"], "the second process did not wait"
+        assert found["shared"] == pytest.approx(found["alone"], rel=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------
+# Signals
+
+WAITER = """
+import os, time
+from nanochat.machine.signals import StopSignal
+stop = StopSignal()
+stop.at_step_end()  # the set-up is over
+print("ready", flush=True)
+seen = ""
+while True:
+    if stop.name != seen:
+        seen = stop.name
+        print(seen, flush=True)
+    time.sleep(0.01)
+"""
+
+
+def test_signals_are_remembered_and_a_second_sigint_stops_at_once():
+    child = python(WAITER)
+    watchdog = threading.Timer(60, child.kill)  # if a signal gets lost, the test fails and does not hang
+    watchdog.start()
+    try:
+        assert child.stdout.readline() == "ready\n"
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGINT):
+            child.send_signal(number)
+            assert child.stdout.readline().strip() == number.name
+        child.send_signal(signal.SIGTERM)  # a scheduler's second signal is not a second Ctrl-C
+        assert child.stdout.readline() == "SIGTERM\n"
+        child.send_signal(signal.SIGINT)
+        assert child.stdout.readline() == "SIGINT\n"
+        child.send_signal(signal.SIGINT)
+        assert child.wait() == 130
+    finally:
+        watchdog.cancel()
+        child.kill()
+        child.communicate()
+
+
+IN_SET_UP = """
+import hashlib, sys, time
+from nanochat.machine.signals import StopSignal
+stop = StopSignal()
+print("ready", flush=True)
+if sys.argv[1] == "C":  # one call of C code that lasts for minutes
+    hashlib.pbkdf2_hmac("sha512", b"a", b"b", 500_000_000)
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"])
+@pytest.mark.parametrize("where", ["Python", "C"])
+def test_a_signal_before_the_first_step_ends_the_process_within_seconds(name, where):
+    child = python(IN_SET_UP, where)
+    try:
+        assert child.stdout.readline() == "ready\n"
+        time.sleep(0.3)
+        child.send_signal(getattr(signal, name))
+        assert child.wait(timeout=5) == 0
+        assert f"stopped by {name} before the first step" in child.stderr.read()
+    finally:
+        child.kill()
+        child.communicate()
+
+
+UNDER_NOHUP = """
+import os, signal
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+from nanochat.machine.signals import StopSignal
+stop = StopSignal()
+stop.at_step_end()
+os.kill(os.getpid(), signal.SIGHUP)
+print(repr(stop.name))
+"""
+
+
+def test_a_run_under_nohup_goes_on_when_the_terminal_closes():
+    assert python(UNDER_NOHUP).communicate(timeout=60)[0] == "''\n"
+
+
+IN_A_TERMINAL = """
+import fcntl, sys, termios, time
+from pathlib import Path
+fcntl.ioctl(1, termios.TIOCSCTTY, 0)  # the terminal's SIGHUP comes to this process
+from nanochat.machine.signals import StopSignal
+stop = StopSignal()
+stop.at_step_end()
+while not stop.name:
+    print("step", flush=True)
+    time.sleep(0.01)
+print("saving", flush=True)
+print("saving", file=sys.stderr, flush=True)
+Path(sys.argv[1]).write_text(stop.name)
+"""
+
+
+def test_a_terminal_that_closes_does_not_keep_a_run_from_saving(tmp_path):
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    child = subprocess.Popen(
+        [sys.executable, "-c", IN_A_TERMINAL, tmp_path / "saved"],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True,
+        stdin=theirs, stdout=theirs, stderr=theirs,
+    )  # fmt: skip
+    os.close(theirs)
+    assert b"step" in os.read(ours, 1000)
+    os.close(ours)  # the window is closed
+    try:
+        assert child.wait(timeout=30) == 0
+        assert (tmp_path / "saved").read_text() == "SIGHUP"
+    finally:
+        child.kill()
+
+
+WITHOUT_READER = """
+import os, signal, sys
+from nanochat.machine.runtime import start
+from nanochat.machine.signals import StopSignal
+machine, stop = start("cpu", seed=0), StopSignal()
+stop.at_step_end()
+sys.stdin.readline()  # wait until the readers of the output have gone
+os.kill(os.getpid(), signal.SIGINT)
+machine.print("x" * 10_000)
+sys.exit(0 if stop.name == "SIGINT" else 1)
+"""
+
+
+def test_a_stopped_run_outlives_the_readers_of_its_output():
+    child = python(WITHOUT_READER)
+    child.stdout.close()
+    child.stderr.close()
+    child.stdin.write("\n")
+    child.stdin.close()
+    assert child.wait(timeout=60) == 0
+
+
+# ------------------------------------------------------------------------------------------------------
+# Speed
+
+
+def test_a_measured_peak_is_near_what_another_product_reaches():
+    peak, source = runtime.peak_flops(CPU, torch.float32)
+    assert "measured" in source and "float32" in source
+    a, best = torch.randn(1024, 1024), float("inf")
+    for _ in range(5):
+        started = time.perf_counter()
+        a @ a
+        best = min(best, time.perf_counter() - started)
+    assert 0.2 < peak / (2 * 1024**3 / best) < 5
+
+
+@pytest.mark.parametrize(
+    "name, tflops",
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA A10", 125),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 3090", 71),
+        ("Tesla V100-SXM2-16GB", 125),
+        ("Tesla T4", 65),
+        ("AMD Instinct MI300X", 1307),
+    ],
+)
+def test_a_known_gpu_has_the_peak_of_its_data_sheet(name, tflops, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    peak, source = runtime.peak_flops(torch.device("cuda", 0), torch.bfloat16)
+    assert peak == tflops * 1e12 and "data sheet" in source
+
+
+class Measured(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("NVIDIA RTX A4000", torch.bfloat16),  # its name only resembles a known one
+        ("NVIDIA A10G", torch.bfloat16),
+        ("NVIDIA L40", torch.bfloat16),
+        ("NVIDIA T400 4GB", torch.bfloat16),
+        ("RTX A1000", torch.bfloat16),
+        ("NVIDIA H200", torch.float32),  # the table is for 16 bit
+    ],
+)
+def test_a_gpu_or_dtype_that_is_not_in_the_table_is_measured(name, dtype, monkeypatch):
+    def measure(*args, **kwargs):
+        raise Measured
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch, "randn", measure)
+    with pytest.raises(Measured):
+        runtime.peak_flops(torch.device("cuda", 0), dtype)
+
+
+def test_a_compiled_run_begins_eager_where_it_can_wait_and_memory_suffices():
+    plan, _ = make_plan(10**6)
+    machine = runtime.Machine(CPU)
+    fits = replace(plan, compiled=True)
+    assert fits.fits_eager and runtime.eager_steps("auto", machine, fits, {}) == runtime.EAGER_STEPS
+    assert runtime.eager_steps("on", machine, fits, {}) == 0
+    assert runtime.eager_steps("auto", machine, replace(fits, compiled=False), {}) == 0
+    assert runtime.eager_steps("auto", runtime.Machine(CPU, world_size=2), fits, {}) == 0
+    assert runtime.eager_steps("auto", runtime.Machine(torch.device("cuda")), fits, {}) == 0
+    tight = replace(fits, hardware=replace(fits.hardware, memory=round(1.1 * fits.expected_bytes)))
+    assert not tight.fits_eager and runtime.eager_steps("auto", machine, tight, {}) == 0
+    assert runtime.eager_steps("auto", machine, tight, {"eager_steps": 10}) == 10  # as it began
+    assert runtime.eager_steps("auto", machine, fits, {"eager_steps": 0}) == 0
+    assert runtime.eager_steps("auto", machine, fits, {"compiled": True}) == 0  # of an earlier version
+    assert runtime.eager_steps("auto", runtime.Machine(CPU, world_size=2), fits, {"eager_steps": 10}) == 0
+
+
+def test_the_setting_decides_about_compiling_then_the_tools_then_the_time_it_saves(monkeypatch):
+    assert runtime.decide_compile("on", CPU, 0) == (True, "as asked for")
+    assert runtime.decide_compile("off", CPU, 1e9) == (False, "as asked for")
+    monkeypatch.setattr(runtime.shutil, "which", lambda name: "/usr/bin/c++" if name == "c++" else None)
+    monkeypatch.delenv("CXX", raising=False)
+    assert runtime.decide_compile("auto", CPU, 1e6)[0] is True
+    assert runtime.decide_compile("auto", CPU, 1)[0] is False
+    assert runtime.decide_compile("auto", CPU, 1, before=True) == (True, "as at the run's first start")
+    assert runtime.decide_compile("auto", CPU, 1e6, before=False)[0] is False
+    monkeypatch.setattr(runtime.shutil, "which", lambda name: None)
+    assert runtime.decide_compile("auto", CPU, 1e6) == (False, "no C++ compiler here")
+    assert runtime.decide_compile("auto", CPU, 1e6, before=True) == (False, "no C++ compiler here")
+    assert runtime.decide_compile("auto", torch.device("mps"), 1e6)[0] is False
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 0))  # a P100
+    assert runtime.decide_compile("auto", torch.device("cuda", 0), 1e6) == (
+        False,
+        "Triton needs CUDA compute capability 7.0",
+    )
+
+
+@pytest.mark.parametrize(
+    ("capability", "own", "expected"), [("AVX512", None, "1"), ("AVX512", "0", "0"), ("AVX2", None, None)]
+)
+def test_the_compiler_is_told_what_vectors_there_are_unless_the_user_says_it(
+    capability, own, expected, monkeypatch
+):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    name = "TORCHINDUCTOR_VEC_ISA_OK"
+    monkeypatch.setenv(name, own or "")  # so that it is as before when the test has ended
+    if own is None:
+        monkeypatch.delenv(name)
+    runtime.start("cpu", seed=0).close()
+    assert os.environ.get(name) == expected
+
+
+# ------------------------------------------------------------------------------------------------------
+# Names
+
+
+def git(folder, *words):
+    identity = ["-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
+    return subprocess.run(
+        ["git", *identity, *words], cwd=folder, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def test_the_commit_has_a_plus_if_files_differ_from_it_and_is_none_outside_of_git(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert runtime.git_commit() is None
+    git(tmp_path, "init")
+    (tmp_path / "a.txt").write_text("1")
+    git(tmp_path, "add", "a.txt")
+    git(tmp_path, "commit", "-m", "a")
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    assert runtime.git_commit() == commit
+    (tmp_path / "a.txt").write_text("2")
+    assert runtime.git_commit() == commit + "+"
+
+
+def test_the_processor_has_a_name():
+    name = runtime.device_name(CPU)
+    assert name.endswith(f", {os.cpu_count()} cores") and len(name) > len(f", {os.cpu_count()} cores")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives memory back when asked")
+def test_memory_that_was_freed_goes_back_to_the_system():
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    blocks = [b"x" * 100_000 for _ in range(800)]
+    full = resident()
+    del blocks[:-1]  # the last one keeps the heap from ending below the others
+    memory.give_back()
+    assert full - resident() > 60_000_000
+
+
+FAULTS = """
+import resource, sys, torch
+from nanochat.machine import memory
+if sys.argv[1] == "True":
+    memory.keep_what_is_freed()
+counts = []
+for _ in range(20):  # at first a piece is not found again: an aligned one needs a larger gap
+    torch.zeros(2**24)  # 64 MiB, freed at once
+    counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+print(counts[-1] - counts[-5])
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to keep memory")
+def test_memory_that_is_kept_is_not_asked_of_the_system_again():
+    """Counted in pages, in processes of their own: it holds to the end of a process."""
+    given_back, kept = (int(python(FAULTS, keep).communicate()[0]) for keep in (False, True))
+    assert kept < given_back / 10

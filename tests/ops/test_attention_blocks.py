@@ -1,0 +1,173 @@
+"""Attention of a CPU in blocks of queries, against one masked softmax in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.ops import attention as choices
+from nanochat.ops import attention_blocks as blocks
+from nanochat.ops.attention import Attention
+
+CPU = torch.device("cpu")
+
+
+class Machine:
+    device = CPU
+
+    def all_gather(self, value):
+        return [value]
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of 3 to 5 queries, of some rows at a time; short rows have several."""
+    monkeypatch.setattr(blocks, "BLOCK", (3, 5))
+    monkeypatch.setattr(blocks, "SCORES", 150)
+    blocks.tiles.cache_clear()
+    yield monkeypatch
+    blocks.tiles.cache_clear()
+
+
+def inputs(B, T, H=2, D=4):
+    """q, k, v and a gradient of y: float64, (B, H, T, D), strided as a model's are; documents (B, T)."""
+    generator = torch.Generator().manual_seed(100 * B + T)
+    numbers = torch.randn(4, B, T, H, D, generator=generator, dtype=torch.float64)
+    begins = torch.rand(B, T, generator=generator) < 0.2
+    return *numbers.transpose(2, 3), begins.cumsum(1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 30), st.integers(1, 33), st.booleans(), st.booleans())
+def check_any_shape(B, T, window, with_documents, long):
+    q, k, v, dy, documents = inputs(B, T)
+    documents = documents if with_documents else None
+    blocks.LONG = 0 if long else 1024
+    visible = choices.visible_from(documents)
+    found = choices._forward_and_backward(blocks.in_blocks, q, k, v, window, visible, dy)
+    expected = choices._forward_and_backward(choices._in_float64, q, k, v, window, documents, dy)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    with torch.no_grad():
+        assert torch.equal(blocks.in_blocks(q, k, v, window, visible), found[0])
+
+
+def test_blocks_are_one_masked_softmax_forward_and_backward_for_any_shape_window_and_documents(small_blocks):
+    small_blocks.setattr(blocks, "LONG", 1024)  # set back at the end
+    check_any_shape()
+
+
+@pytest.mark.parametrize("window", [1, 100, 300, 512])
+def test_blocks_of_their_real_size_are_equal_to_float64_in_every_dtype(window):
+    for dtype, close in ((torch.bfloat16, 1e-2), (torch.float32, 1e-5)):
+        kind = "full" if window == 512 else "window"
+        assert max(choices.errors("blocks", kind, (2, 2, 512, 16), window, CPU, dtype)) < close
+
+
+def test_sharp_scores_in_bfloat16_stay_within_the_tolerance():
+    """QK norm bounds a score by 1.2^2 * sqrt(D) = 11.5; here they are larger, and rounded to 2^-9."""
+    q, k, v, dy, _ = (x.bfloat16() for x in inputs(2, 300, D=64))
+    q, k = 2 * q, 2 * k
+    assert (q @ k.mT / 8).abs().max() > 15
+    found = choices._forward_and_backward(blocks.in_blocks, q, k, v, 300, None, dy)
+    exact = (x.double() for x in (q, k, v))
+    expected = choices._forward_and_backward(choices._in_float64, *exact, 300, None, dy.double())
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).norm() / b.norm() < choices.TOLERANCE[torch.bfloat16]
+
+
+def test_each_query_is_in_one_tile_with_no_more_keys_than_its_block_sees():
+    for B, T, window in ((3, 512, 512), (5, 700, 100), (1, 2048, 512), (2, 1, 1)):
+        tiles = blocks.tiles(B, 4, T, window)
+        seen = torch.zeros(B, T)
+        for tile in tiles:
+            seen[tile.rows, tile.queries] += 1
+            assert tile.keys.start == max(0, tile.queries.start - window + 1)
+            assert tile.keys.stop == tile.queries.stop
+        assert (seen == 1).all()
+        assert [tile.place.start for tile in tiles] == [0, *(tile.place.stop for tile in tiles[:-1])]
+    pairs = sum(tile.place.stop - tile.place.start for tile in blocks.tiles(4, 3, 512, 512))
+    assert pairs == 4 * 3 * 512 * 512 * 5 // 8  # four blocks compute 1 + 2 + 3 + 4 of 16 squares
+
+
+def test_a_long_row_keeps_nothing_of_its_square():
+    q, k, v, *_ = (x.float() for x in inputs(1, 1500, H=1))
+    kept = []
+
+    def keep(x):
+        kept.append(x.numel())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        blocks.in_blocks(q.requires_grad_(), k, v, 1500)
+    assert max(kept) <= q.numel()
+
+
+def test_a_query_that_sees_nothing_makes_no_nan():
+    q, k, v, dy, _ = inputs(1, 5)
+    visible = torch.zeros(1, 1, 1, 5, dtype=torch.bool)
+    found = choices._forward_and_backward(blocks.in_blocks, q, k, v, 5, visible, dy)
+    assert all(x.isfinite().all() for x in found)
+
+
+def test_a_model_has_the_same_gradients_in_blocks_as_by_sdpa(small_blocks):
+    model = GPT(GPTConfig(2, 32, 2, 20, 16, "SL"))
+    generator = torch.Generator().manual_seed(0)
+    model.init_weights(generator)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn(p.shape, generator=generator))
+    tokens = torch.randint(20, (3, 16), generator=generator)
+    for documents in (None, Attention().boundaries(tokens, 0)):
+        found = []
+        for chosen in (Attention(), Attention("blocks", "blocks", "blocks")):
+            choices.use(model, chosen)
+            loss = model(tokens, tokens, documents=documents)
+            found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_tokens_behind_a_cache_and_masks_without_gradients_do_not_go_by_blocks(monkeypatch):
+    def fail(*args):
+        raise AssertionError("by blocks")
+
+    chosen = Attention("blocks", "blocks", "blocks")
+    monkeypatch.setitem(choices.BACKENDS, "blocks", (fail, choices.KINDS))
+    q, k, v, _, documents = inputs(2, 6)
+    visible = choices.visible_from(documents)
+    with torch.no_grad():
+        chosen(q, k, v, 6, visible)
+        chosen(q[:, :, 5:], k, v, 6)
+    with pytest.raises(AssertionError, match="by blocks"):
+        chosen(q, k, v, 6, visible)
+
+
+def choose(dtype, T=512, resolved=None):
+    config = GPTConfig(2, 64, 2, 20, T, "SL")
+    return choices.choose(config, Machine(), dtype, True, True, resolved or {})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "T", "expected"),
+    [
+        (torch.bfloat16, 64, ("blocks", "blocks", "blocks")),
+        (torch.bfloat16, 2048, ("blocks", "blocks", "blocks")),
+        (torch.float32, 512, ("blocks", "blocks", "blocks")),
+        (torch.float32, 1024, ("sdpa", "blocks", "blocks")),
+        (torch.float16, 512, ("sdpa", "banded", "mask")),
+    ],
+)
+def test_a_cpu_takes_blocks_where_they_are_faster(dtype, T, expected):
+    chosen = choose(dtype, T)
+    assert (chosen.full, chosen.window, chosen.documents) == expected
+    assert f"{expected[0]} for full layers" in chosen.reason and "not:" not in chosen.reason
+
+
+def test_a_resumed_run_keeps_the_attention_of_its_first_start():
+    before = {"full": "sdpa", "window": "banded", "documents": "mask", "flash": ""}
+    for resolved in ({"attention": before}, {"compiled": True}):  # of a run before attention was recorded
+        assert choose(torch.bfloat16, resolved=resolved).resolved == before
+    chosen = choose(torch.bfloat16)
+    assert choose(torch.bfloat16, resolved={"attention": chosen.resolved}).resolved == chosen.resolved

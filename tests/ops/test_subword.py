@@ -1,0 +1,153 @@
+"""Rows that tokens share with what is spelled alike: the pieces, the tables, and models that have them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_gpt import make_model, random_tokens
+
+from nanochat import UserError
+from nanochat.engine import with_rows_of_pieces
+from nanochat.gpt import GPT
+from nanochat.ops.elementwise import norm
+from nanochat.ops.subword import PIECES, Pieces, pieces_of, pieces_table
+from nanochat.plan import scaling
+
+
+def test_a_token_has_two_to_four_letters_in_a_row_its_word_and_its_shape():
+    letters = {b"<s", b"se", b"el", b"lf", b"f>", b"<se", b"sel", b"elf", b"lf>", b"<sel", b"self", b"elf>"}
+    assert pieces_of(b" Self") == letters | {b"<self>", b"shape  Aa"}
+    assert pieces_of(b"self") == letters | {b"<self>", b"shape a"}
+    assert pieces_of(b"a") == {b"<a", b"a>", b"<a>", b"shape a"}
+    assert pieces_of(b"\n        ") == {b"shape \n        "}
+    shapes = [(b"IDs(", b"aA"), (b" 12", b" 0"), (b"):", b"-"), (b"AB_", b"A"), (b" aB", b" aA")]
+    assert all(b"shape " + shape in pieces_of(token) for token, shape in shapes)
+    assert b"shape aA" in pieces_of("é".encode())  # bytes of no ASCII letter are pieces like any other
+
+
+def test_only_what_several_tokens_share_gets_a_number_and_the_most_frequent_the_first():
+    tokens = [b"self", b" self", b"Self", b"x"]
+    table = pieces_table(tokens, 6)  # the last two rows are of special tokens
+    assert table.shape == (6, PIECES) and table.dtype == torch.int32
+    # 13 pieces stand in three tokens each, `shape a` in two; rows of 6 tokens give numbers to five of them
+    assert [sorted(set(row.tolist()) - {0}) for row in table] == [[1, 2, 3, 4, 5]] * 3 + [[]] * 3
+    assert (table[0, :5] == torch.tensor([5, 4, 3, 2, 1])).all()  # the rarest first
+    assert sorted(set(pieces_table(tokens, 99)[3].tolist())) == [0, 14]  # `x` has the shape of `self`
+
+
+def test_of_a_token_with_many_pieces_the_rarest_count():
+    long = b"abcdefghijklmnopqrstuvwxyz"
+    table = pieces_table([long, b" " + long, b"abc", b"abd", b"abe"], 300)
+    assert (table[0] > 0).all() and table[0].unique().numel() == PIECES
+    assert table[0].min() > table[2][table[2] > 0].min()  # `<ab`, which five tokens have, is not one of them
+
+
+def spelled_model(**sizes):
+    """With pieces of its own for every token, but the last."""
+    model = make_model(spelled=True, **sizes)
+    V = model.config.vocab_size
+    generator = torch.Generator().manual_seed(5)
+    table = torch.randint(V, (V, PIECES), generator=generator)
+    table[:, 9:], table[-1] = 0, 0
+    model.pieces.spell(table)
+    return model
+
+
+def test_a_row_is_the_tokens_own_and_those_of_its_pieces_forward_and_backward():
+    model = spelled_model()
+    M = torch.zeros(67, 67, dtype=torch.float64)  # by hand: M[token, piece] is what a row is times
+    for token, pieces in enumerate(model.pieces.spelling.tolist()):
+        found = [piece for piece in pieces if piece]
+        for piece in found:
+            M[token, piece] += 0.3 / len(found) ** 0.5
+    for rows, own, shared in zip(
+        model.tables(), (model.embedding, model.head), ("embedding", "head"), strict=True
+    ):
+        pieces = getattr(model.pieces, shared).weight
+        torch.testing.assert_close(rows.double(), own.weight + M @ pieces.double(), rtol=0, atol=1e-6)
+        dy = torch.randn(rows.shape, generator=torch.Generator().manual_seed(2))
+        gradients = torch.autograd.grad(rows, (own.weight, pieces), dy)
+        torch.testing.assert_close(gradients[0], dy)
+        torch.testing.assert_close(gradients[1].double(), M.T @ dy.double(), rtol=0, atol=1e-5)
+        assert gradients[1][0].eq(0).all()  # 0 is no piece
+
+
+def test_a_model_without_pieces_gives_the_same_logits_as_the_one_that_it_is_made_from():
+    model = spelled_model()
+    config, tensors = with_rows_of_pieces(model.config, model.state_dict())
+    plain = GPT(config)
+    plain.init_rotary()
+    plain.load_state_dict(tensors)
+    idx = random_tokens(model)
+    assert torch.equal(plain(idx), model(idx))
+    assert model.parameter_counts()["total"] - plain.parameter_counts()["total"] == 4 * 67 * 48 // 2
+    assert model.flops_per_token() == plain.flops_per_token()
+
+
+def test_fresh_pieces_leave_the_head_as_it_is_and_tell_tokens_apart():
+    pieces = Pieces(50, 16)
+    pieces.init_weights(torch.Generator().manual_seed(0))
+    table = torch.zeros(50, PIECES)
+    table[1:3, 0] = 7
+    pieces.spell(table)
+    embedding, head = pieces(torch.zeros(50, 16), torch.ones(50, 16))
+    assert head.eq(1).all() and embedding[0].eq(0).all()
+    assert torch.equal(embedding[1], embedding[2]) and embedding[1].std() > 0.3
+
+
+@pytest.mark.parametrize("number", [-1, 50])
+def test_a_table_with_numbers_that_no_piece_has_is_refused(number):
+    pieces = Pieces(50, 16)
+    pieces.init_weights()
+    damaged = pieces.state_dict() | {"spelling": torch.full((50, PIECES), number)}
+    with pytest.raises(UserError, match=f"has numbers from {number} to {number}, and there are 50 rows"):
+        pieces.load_state_dict(damaged)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "tokens", "before", "spelled"),
+    [
+        ("auto", 299 * 2_500, None, True),
+        ("auto", 300 * 2_500, None, False),
+        ("auto", 300 * 2_500, {"spelled": True}, True),  # a resumed run that is made longer
+        ("on", 10**9, None, True),
+        ("off", 10, None, False),
+        ("off", 10, {"spelled": True}, False),  # another model, which checkpoints refuse
+    ],
+)
+def test_short_runs_are_spelled_and_a_resumed_run_stays_what_it_was(spelling, tokens, before, spelled):
+    horizon = scaling.Horizon(tokens // 100, 100, 1e9, "", "")
+    assert scaling.is_spelled({"spelling": spelling}, 300, horizon, before) == spelled
+
+
+def test_without_tables_all_value_embeddings_are_the_rows_of_the_head():
+    with_tables = make_model(depth=6)
+    config = replace(with_tables.config, value_tables=False)
+    model = GPT(config)
+    model.init_rotary()
+    weights = {n: t for n, t in with_tables.state_dict().items() if not n.startswith("value_embeddings.")}
+    model.load_state_dict(weights)  # strict: nothing else is missing
+    idx = random_tokens(model)
+    logits = model(idx)
+    assert not torch.allclose(logits, with_tables(idx))
+    for table in with_tables.value_embeddings.values():
+        table.weight.data = norm(model.head.weight.data)
+    torch.testing.assert_close(logits, with_tables(idx))
+
+
+@pytest.mark.slow
+def test_compiled_code_has_the_gradients_of_pieces_of_eager_code_each_time():
+    model = spelled_model()
+    idx = random_tokens(model)
+
+    def gradients(forward):
+        model.zero_grad()
+        forward(idx, idx).backward()
+        return [p.grad.clone() for p in model.pieces.parameters()]
+
+    expected, compiled = gradients(model), torch.compile(model, dynamic=False)
+    first = gradients(compiled)
+    for a, b in zip(first, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    for _ in range(5):
+        assert all(map(torch.equal, gradients(compiled), first))

@@ -1,0 +1,306 @@
+"""The console's lines in a log file and on a terminal, and the time that is left."""
+
+import io
+import math
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from nanochat.run.console import Console, TimeLeft, fitting
+from nanochat.run.metrics import Progress
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The console's clock; a test moves it on."""
+    clock = types.SimpleNamespace(now=1000.0)
+    clock.monotonic = lambda: clock.now
+    for module in ("console", "bars"):
+        monkeypatch.setattr(f"nanochat.{module}.time", clock)
+    return clock
+
+
+class Screen(io.StringIO):
+    """A terminal; `lines` is what a person sees on it at last."""
+
+    def isatty(self):
+        return True
+
+    def fileno(self):
+        return 2
+
+    @property
+    def lines(self):
+        lines, column = [""], 0
+        for character in self.getvalue():
+            if character == "\n":
+                lines.append("")
+            column = 0 if character in "\r\n" else column
+            if character not in "\r\n":
+                assert character.isprintable(), f"a terminal would obey {character!a}"
+                lines[-1] = lines[-1][:column] + character + lines[-1][column + 1 :]
+                column += 1
+        return [line.rstrip() for line in lines if line.strip()]
+
+
+def open_screen(monkeypatch, columns=120) -> Screen:
+    """From now on the test prints to this terminal. A fixture could not do it: pytest sets the streams again
+    before a test."""
+    screen = Screen()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(os, "get_terminal_size", lambda *_: os.terminal_size((columns, 30)))
+    monkeypatch.setenv("TERM", "xterm")
+    return screen
+
+
+def make(console: Console, clock, step: int, loss=3.0, seconds=0.25, pause=0.0):
+    """Let a step pass, after a pause, and tell the console of it."""
+    clock.now += pause + seconds
+    console.step(
+        {
+            "step": step,
+            "loss": loss,
+            "lr_multiplier": 1.0,
+            "step_time_s": seconds,
+            "tok_per_sec": 1000 / seconds,
+            "mfu": 0.1 / seconds,
+            **console.progress.add_step(loss, 1000, seconds, math.isfinite(loss)),
+        }
+    )
+
+
+def steps_of(lines: list[str]) -> list[int]:
+    return [int(line.split("/")[0].removeprefix("step ")) for line in lines]
+
+
+# ------------------------------------------------------------------------------------------------------
+# A log file
+
+
+def test_a_log_has_the_first_twelve_steps_then_a_line_every_five_seconds_and_the_last(capsys, clock):
+    console = Console(5, 105, True, Progress())
+    for step in range(5, 105):
+        make(console, clock, step)
+    console.close()
+    # at four steps a second every twentieth step
+    assert steps_of(capsys.readouterr().out.splitlines()) == [*range(6, 18), 37, 57, 77, 97, 105]
+
+
+def test_a_line_has_the_numbers_of_the_steps_since_the_line_before(capsys, clock):
+    console = Console(0, 1000, True, Progress(val_bpb=1.25))
+    for step in range(12):
+        make(console, clock, step)
+    for step, seconds in enumerate([0.5, 1.5, 1.0, 2.0], start=12):
+        make(console, clock, step, loss=2.0, seconds=seconds)
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("step 16/1000 | ") and " | bpb 1.2500 | " in line and " left | " in line
+    # 4 steps of 1,000 tokens in 5 seconds; the FLOPs of a step are 10 % of a second's peak
+    assert "800 tok/s | mfu 8.0 % | lr x1.00 | 1250 ms" in line
+    weights = [0.9 ** (15 - n) for n in range(16)]
+    mean = sum(w * (3.0 if n < 12 else 2.0) for n, w in enumerate(weights)) / sum(weights)
+    assert f"loss {mean:.4f}" in line
+
+
+def test_a_stopped_run_tells_of_its_last_steps(capsys, clock):
+    console = Console(0, 1000, True, Progress())
+    for step in range(15):
+        make(console, clock, step)
+    console.close()
+    assert steps_of(capsys.readouterr().out.splitlines()) == [*range(1, 13), 15]
+
+
+def test_evaluations_and_steps_that_are_not_finite_always_have_a_line(capsys, clock):
+    console = Console(0, 1000, True, Progress())
+    for step in range(20):
+        make(console, clock, step, loss=math.nan if step == 15 else 4.0)
+        if step == 13:
+            console.print("evaluated", "a sample\nof two lines")
+    lines = capsys.readouterr().out.splitlines()[12:]
+    assert lines[:3] == ["evaluated", "a sample", "of two lines"] and len(lines) == 4
+    assert lines[3].startswith("step 16/1000 | loss nan") and lines[3].endswith("1 skipped")
+
+
+def test_the_running_mean_is_not_spoiled_by_a_bad_step(capsys, clock):
+    console = Console(0, 20, True, Progress())
+    for step, loss in enumerate([4.0, 4.0, math.nan, 4.0, math.inf, 4.0]):
+        make(console, clock, step, loss)
+    shown = [line.split(" | ")[1] for line in capsys.readouterr().out.splitlines()]
+    assert shown == ["loss 4.0000", "loss 4.0000", "loss nan", "loss 4.0000", "loss inf", "loss 4.0000"]
+
+
+def test_processes_other_than_the_first_print_nothing(capsys, clock):
+    console = Console(0, 3, False, Progress())
+    make(console, clock, 0)
+    console.print("hello")
+    with console.bar(10, "evaluating") as bar:
+        clock.now += 100
+        bar.update(10)
+    console.close()
+    captured = capsys.readouterr()
+    assert captured.out == captured.err == ""
+
+
+# ------------------------------------------------------------------------------------------------------
+# A terminal
+
+
+def test_on_a_terminal_one_line_is_redrawn_and_printed_lines_stand_above_it(clock, monkeypatch):
+    screen = open_screen(monkeypatch)
+    console = Console(0, 50, True, Progress(val_bpb=1.5))
+    for step in range(49):
+        make(console, clock, step)
+        if step == 20:
+            console.print("step 20: evaluated")
+    *printed, live = screen.lines
+    assert printed == ["step 20: evaluated"]
+    assert (
+        live
+        == "step 49/50 | loss 3.0000 | 0 s left | bpb 1.5000 | 4,000 tok/s | mfu 40.0 % | lr x1.00 | 250 ms"
+    )
+    make(console, clock, 49)
+    console.close()
+    assert [line.split(" | ")[0] for line in screen.lines] == ["step 20: evaluated", "step 50/50"]
+
+
+def test_a_stopped_run_leaves_its_last_step_on_the_terminal(clock, monkeypatch):
+    screen = open_screen(monkeypatch)
+    console = Console(0, 50, True, Progress())
+    for step in range(7):
+        make(console, clock, step)
+    console.close()
+    assert steps_of(screen.lines) == [7]
+
+
+def test_fast_steps_are_drawn_ten_times_a_second(clock, monkeypatch):
+    screen = open_screen(monkeypatch)
+    console = Console(0, 10_000, True, Progress())
+    for step in range(1000):
+        make(console, clock, step, seconds=0.001)
+    assert 8 <= screen.getvalue().count("| loss") <= 11
+
+
+def test_a_bar_takes_the_place_of_the_live_line_and_goes_away(clock, monkeypatch):
+    screen = open_screen(monkeypatch)
+    console = Console(0, 50, True, Progress())
+    make(console, clock, 0)
+    with console.bar(4, "evaluating") as bar:
+        bar.update(1)
+        console.print("warning: a disk is slow")  # as the thread that saves may say meanwhile
+        bar.update(1)
+        bar.refresh()
+        assert screen.lines[0] == "warning: a disk is slow" and len(screen.lines) == 2
+        assert screen.lines[1].startswith("evaluating:  50%")
+    assert screen.lines == ["warning: a disk is slow"]
+    make(console, clock, 1)
+    assert [line.split(" | ")[0] for line in screen.lines] == ["warning: a disk is slow", "step 2/50"]
+
+
+def test_a_narrow_terminal_shows_the_most_important_numbers(clock, monkeypatch):
+    screen = open_screen(monkeypatch, columns=40)
+    console = Console(0, 5000, True, Progress(val_bpb=1.5))
+    for step in range(200):
+        make(console, clock, step)
+    assert screen.lines == ["step 200/5000 | loss 3.0000"]  # "20 min left" would need two more columns
+    with console.bar(100, "evaluating") as bar:
+        bar.refresh()
+        assert "evaluating" in screen.lines[-1] and all(len(line) <= 40 for line in screen.lines)
+
+
+def test_a_line_is_never_wider_than_the_terminal_and_has_whole_pieces():
+    pieces = ["step 1/9", "loss 2.5", "9 s left", "bpb 1.0"]
+    for columns in range(60):
+        line = fitting(pieces, columns)
+        assert len(line) <= columns and " | ".join(pieces).startswith(line)
+        assert columns < 8 or line.split(" | ") == pieces[: line.count("|") + 1]
+
+
+def test_samples_cannot_give_orders_to_the_terminal(clock, monkeypatch):
+    screen = open_screen(monkeypatch)
+    console = Console(0, 5, True, Progress())
+    console.print("a\x1b[2Jb\rc\x9bd\te")
+    assert screen.getvalue() == "a\\x1b[2Jb\\x0dc\\x9bd\te\n"
+
+
+@pytest.mark.parametrize("where", ["stdout", "stderr", "TERM"])
+def test_without_a_terminal_on_both_streams_nothing_is_redrawn(clock, monkeypatch, where):
+    screen = open_screen(monkeypatch)
+    file = io.StringIO()  # as in `... | tee log`, where the pipe's lines would meet the live line
+    if where == "TERM":
+        monkeypatch.setenv("TERM", "dumb")
+    else:
+        monkeypatch.setattr(sys, where, file)
+    console = Console(0, 50, True, Progress())
+    make(console, clock, 0)
+    console.bar(5, "evaluating").update(5)
+    assert "\r" not in screen.getvalue() + file.getvalue()
+
+
+# ------------------------------------------------------------------------------------------------------
+# The time that is left
+
+
+def simulate(steps: int, every: int, seconds: float, pause: float, total: int) -> float:
+    """What is shown after so many steps of a run that pauses before steps every, 2 * every, ..."""
+    left, now = TimeLeft(), 0.0
+    for step in range(steps):
+        now += (pause if step and step % every == 0 else 0.0) + seconds
+        left.add(seconds, now)
+    return left.after(total - steps)
+
+
+def test_the_time_left_counts_the_evaluations_to_come():
+    for steps in (101, 150, 199, 201, 400):
+        pauses = 1000 // 100 - (steps - 1) // 100
+        true = (1000 - steps) * 0.2 + pauses * 30
+        assert simulate(steps, 100, 0.2, 30, 1000) == pytest.approx(true, abs=31), steps
+    assert simulate(50, 100, 0.2, 30, 1000) == pytest.approx(950 * 0.2)  # before the first none is known
+
+
+def test_the_time_left_follows_a_machine_that_becomes_slower_and_knows_nothing_after_one_step():
+    left, now = TimeLeft(), 0.0
+    left.add(60.0, now)  # compiles
+    assert left.after(9) is None
+    left.add(0.1, now := 100.0)  # after a pause for what is done once
+    assert left.after(9) == pytest.approx(0.9)
+    for seconds in [0.1] * 500 + [0.3] * 400:
+        now += seconds
+        left.add(seconds, now)
+    assert left.after(100) == pytest.approx(30, rel=0.05)
+
+
+# ------------------------------------------------------------------------------------------------------
+# A reader that is gone
+
+WITHOUT_READER = """
+import sys
+from nanochat.run.console import Console
+from nanochat.run.metrics import Progress
+sys.stdin.readline()  # until the reader of our output has gone
+console = Console(0, 5, True, Progress())
+for step in range(5):
+    speed = dict(step_time_s=1, tok_per_sec=1, mfu=1)
+    console.step(dict(step=step, loss=1.0, smoothed_loss=1.0, lr_multiplier=1, **speed))
+    console.print("x" * 10_000)
+console.close()
+"""
+
+
+def test_a_run_outlives_the_reader_of_its_output():
+    child = subprocess.Popen(
+        [sys.executable, "-c", WITHOUT_READER],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    child.stdout.close()
+    _, errors = child.communicate(b"\n", timeout=60)
+    assert (child.returncode, errors) == (0, b"")

@@ -1,0 +1,218 @@
+"""metrics.jsonl through crashes and resumes, and what the loop remembers."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanochat.run.metrics import Metrics, Progress, diverged, is_spike, read_metrics, rewind_metrics
+
+ROOT = Path(__file__).parent.parent
+
+
+def write_all(folder, records):
+    log = Metrics(folder)
+    for record in records:
+        log.write(record)
+    log.close()
+
+
+# ------------------------------------------------------------------------------------------------------
+# The file
+
+
+def test_records_come_back_as_written_one_json_object_a_line(tmp_path):
+    records = [{"step": i, "loss": math.pi * 10.0**-i, "name": "a\nb"} for i in range(5)]
+    write_all(tmp_path, records[:2])
+    write_all(tmp_path, records[2:])  # a second process appends
+    assert read_metrics(tmp_path / "metrics.jsonl") == records  # numbers to the last digit
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == records
+
+
+def test_a_record_is_on_its_way_to_disk_as_soon_as_it_is_written(tmp_path):
+    log = Metrics(tmp_path)
+    log.write({"step": 0, "loss": 1.0})
+    assert read_metrics(log.path) == [{"step": 0, "loss": 1.0}]
+    log.sync()
+    log.close()
+
+
+def test_numbers_that_json_does_not_have_become_null(tmp_path):
+    numbers = {"loss": math.nan, "grad_norm": math.inf, "by": {"a": -math.inf}, "x": 1.5}
+    write_all(tmp_path, [{"step": 0, **numbers}])
+    text = (tmp_path / "metrics.jsonl").read_text()
+    strict = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert strict == {"step": 0, "loss": None, "grad_norm": None, "by": {"a": None}, "x": 1.5}
+
+
+def test_processes_other_than_the_first_write_nothing(tmp_path):
+    log = Metrics(tmp_path, enabled=False)
+    log.write({"step": 0})
+    log.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_follows_the_last_newline_is_not_a_record(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert read_metrics(path) == []
+    whole = '{"step": 0, "loss": 1.0}\n{"step": 1, "loss": 2.0}\n'
+    for partial in ("", "{", '{"step": 2, "loss"', '{"step": 2}'):
+        path.write_text(whole + partial)
+        assert [r["step"] for r in read_metrics(path)] == [0, 1]
+
+
+WRITER = """
+import sys
+from nanochat.run.metrics import Metrics
+log, step = Metrics(sys.argv[1]), 0
+while True:
+    log.write({"step": step, "loss": 1 / (step + 1), "padding": "x" * (step % 5000)})
+    step += 1
+"""
+
+
+def test_a_writer_killed_at_any_moment_leaves_whole_records_in_order(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    child = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], env=environment)
+    try:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and (not path.exists() or path.stat().st_size < 200_000):
+            time.sleep(0.001)
+    finally:
+        child.kill()
+    assert child.wait() == -signal.SIGKILL
+    records = read_metrics(path)
+    assert len(records) > 50
+    steps = range(len(records) + 1)
+    expected = [{"step": i, "loss": 1 / (i + 1), "padding": "x" * (i % 5000)} for i in steps]
+    assert records == expected[:-1]
+    rest = path.read_bytes().rpartition(b"\n")[2]  # Linux may stop a write where a page of the file ends
+    assert json.dumps(expected[-1]).encode().startswith(rest)
+
+
+# ------------------------------------------------------------------------------------------------------
+# Going back to a checkpoint
+
+
+def run_of(first, last, every, evaluated=-1):
+    """The records of steps first..last - 1 as the script writes them: an evaluation stands before the
+    training step of its number, and one that was made before is not made again."""
+    records = []
+    for step in range(first, last + 1):
+        if step % every == 0 and step != evaluated:
+            records.append({"step": step, "samples": ["def f"]})
+            records.append({"step": step, "val_bpb": 1 / (step + 1), "tokens": step})
+            records.append({"step": step, "own_score": 0.5, "own_tasks": {"a": step / 9}})
+        if step < last:
+            records.append({"step": step, "loss": step / 7})
+    return records
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_a_run_that_was_rewound_and_went_on_has_the_records_of_one_never_stopped(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("run")
+    length, every = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 6))
+    crash = data.draw(st.integers(0, length))
+    checkpoint = data.draw(st.integers(0, crash))
+    write_all(folder, run_of(0, crash, every))
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(data.draw(st.sampled_from(["", '{"step": 3, "lo'])))
+    rewind_metrics(folder / "metrics.jsonl", checkpoint)
+    evaluated = checkpoint if checkpoint % every == 0 else -1
+    write_all(folder, run_of(checkpoint, length, every, evaluated))
+    assert read_metrics(folder / "metrics.jsonl") == run_of(0, length, every)
+
+
+def test_lines_that_no_run_has_written_are_skipped_and_named(tmp_path):
+    path, said = tmp_path / "metrics.jsonl", []
+    good = [{"step": 0, "loss": None}, {"step": 1, "samples": []}, {"step": 2, "core": 0, "own_score": 1}]
+    bad = [
+        {"step": 1}, {"loss": 1.0}, {"step": True, "loss": 1.0}, {"step": "1", "loss": 1.0}, "loss", 5, None,
+        {"step": 1, "loss": "low"}, {"step": 1, "samples": "text"}, {"step": 1, "val_bpb": [1.0]}, ["loss"],
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(record) + "\n" for record in good + bad))
+    assert read_metrics(path, said.append) == good
+    assert len(said) == len(bad) and "line 4, is damaged and skipped" in said[0]
+
+
+def test_a_training_record_without_a_number_is_still_a_training_record(tmp_path):
+    write_all(
+        tmp_path, [{"step": 0, "loss": 1.0}, {"step": 1, "loss": math.nan}, {"step": 1, "val_bpb": 2.0}]
+    )
+    rewind_metrics(tmp_path / "metrics.jsonl", 1)
+    kept = [{"step": 0, "loss": 1.0}, {"step": 1, "val_bpb": 2.0}]
+    assert read_metrics(tmp_path / "metrics.jsonl") == kept
+
+
+def test_rewinding_where_nothing_was_recorded_does_nothing(tmp_path):
+    rewind_metrics(tmp_path / "metrics.jsonl", 5)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("fails_at", ["fsync", "replace"])
+def test_a_rewind_that_fails_leaves_the_records_as_they_were(tmp_path, monkeypatch, fails_at):
+    write_all(tmp_path, run_of(0, 9, 3))
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+
+    def fail(*args):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, fails_at, fail)
+    with pytest.raises(OSError):
+        rewind_metrics(tmp_path / "metrics.jsonl", 4)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+# ------------------------------------------------------------------------------------------------------
+# What the loop remembers
+
+
+def test_a_spike_is_a_loss_six_sigma_over_the_recent_ones():
+    recent = [2.0 + 0.1 * (-1) ** i for i in range(40)]  # mean 2, deviation 0.1
+    assert not is_spike(2.59, recent) and is_spike(2.61, recent)
+    assert not is_spike(100.0, recent[:31]), "too few to know what is usual"
+    assert not is_spike(float("nan"), recent), "that is a bad step, counted elsewhere"
+
+
+def test_the_first_bad_place_of_a_step_is_a_micro_step_or_else_the_gradient():
+    said = str(diverged(7, [1.0, float("inf"), float("nan")], 56, "runs/d4"))
+    assert "step 7 in micro-step 1 of its 3 (rows from 56 on)" in said and "runs/d4" in said
+    assert "step 7 in its gradient" in str(diverged(7, [1.0, 2.0], 56, "runs/d4"))
+
+
+def test_progress_counts_good_and_bad_steps_and_remembers_good_losses_only():
+    progress = Progress()
+    spikes = [progress.add_step(4.0 + 0.01 * (i % 2), 100, 0.5, finite=True)["spike"] for i in range(70)]
+    assert not any(spikes)
+    assert progress.tokens == 7000 and progress.train_seconds == 35 and len(progress.recent) == 64
+    # a spike, which counts as recent from now on
+    totals = progress.add_step(9.0, 100, 0.5, finite=True)
+    assert totals["spike"] and totals["tokens"] == 7100 and totals["train_time_s"] == 35.5
+    assert progress.recent[-1] == 9.0 and progress.skipped == 0
+    totals = progress.add_step(float("nan"), 100, 0.5, finite=False)
+    assert not totals["spike"] and totals["skipped"] == progress.skipped == 1
+    assert progress.recent[-1] == 9.0 and progress.tokens == 7200
+    assert Progress(**asdict(progress)) == progress
+
+
+def test_the_smoothed_loss_is_a_weighted_mean_and_goes_on_after_a_resume():
+    progress, losses = Progress(), [5.0, 4.0, math.nan, 3.0, math.inf, 2.0]
+    assert math.isnan(progress.smoothed_loss)
+    for loss in losses:
+        totals = progress.add_step(loss, 1, 1.0, math.isfinite(loss))
+        progress = Progress(**json.loads(json.dumps(asdict(progress))))
+    weights, good = [0.9**3, 0.9**2, 0.9, 1.0], [5.0, 4.0, 3.0, 2.0]
+    mean = sum(w * loss for w, loss in zip(weights, good, strict=True)) / sum(weights)
+    assert totals["smoothed_loss"] == progress.smoothed_loss == pytest.approx(mean)
