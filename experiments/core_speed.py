@@ -12,9 +12,9 @@ from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import open_tokenizer
 from nanochat.evals import core
 from nanochat.evals.bundle import open_bundle
+from nanochat.files import user_path
 from nanochat.gpt import GPT
 from nanochat.machine import precision, runtime
-from nanochat.paths import user_path
 from nanochat.plan import scaling
 from tests.bundles import write_bundle, write_like_core
 

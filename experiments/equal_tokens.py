@@ -30,8 +30,8 @@ from typing import Literal
 import configurator
 from experiments import peer_run, race_speed
 from nanochat import UserError
+from nanochat.files import user_path
 from nanochat.machine.runtime import sources_fingerprint
-from nanochat.paths import user_path
 from nanochat.run.metrics import read_metrics
 
 peer: str | None = None  # a folder of karpathy/nanochat

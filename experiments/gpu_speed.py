@@ -207,7 +207,7 @@ def bench(settings: dict) -> dict[str, dict]:
     import torch
 
     from nanochat import UserError
-    from nanochat.paths import user_path
+    from nanochat.files import user_path
 
     names = [name.strip() for name in settings["parts"].split(",") if name.strip()]
     if unknown := sorted(set(names) - {part.name for part in PARTS}):

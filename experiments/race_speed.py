@@ -27,8 +27,8 @@ from experiments import peer_run
 from nanochat import UserError
 from nanochat.data.parquet import iterate_documents
 from nanochat.data.tokenizer import Tokenizer
+from nanochat.files import user_path
 from nanochat.machine import runtime
-from nanochat.paths import user_path
 from nanochat.run.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -19,8 +19,8 @@ from pathlib import Path
 import configurator
 from experiments import peer_run
 from nanochat import UserError
+from nanochat.files import user_path
 from nanochat.machine import runtime
-from nanochat.paths import user_path
 
 TRAIN = [sys.executable, "-m", "scripts.base_train"]
 

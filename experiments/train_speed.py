@@ -18,8 +18,8 @@ from pathlib import Path
 import configurator
 from experiments import peer_run, step_floors, step_split
 from nanochat import UserError
+from nanochat.files import user_path
 from nanochat.machine import precision, runtime
-from nanochat.paths import user_path
 from nanochat.plan import scaling
 from nanochat.run.metrics import read_metrics
 

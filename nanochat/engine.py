@@ -13,10 +13,10 @@ import torch
 from nanochat import UserError
 from nanochat.checkpoint import Checkpoint, checkpoints_in, find, is_checkpoint, open_checkpoint
 from nanochat.decode import KVCache, decode_step
+from nanochat.files import user_path
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine.precision import autocast
 from nanochat.ops.subword import Pieces
-from nanochat.paths import user_path
 
 NOT_NUMBERS = (
     "the model's logits are not numbers: its training went wrong, or they overflow in this dtype; use "

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import configurator
 from nanochat import UserError
+from nanochat.files import user_path
 from nanochat.machine import runtime
-from nanochat.paths import user_path
 
 ROOT = Path(__file__).resolve().parent.parent
 LISTS = ROOT / "experiments" / "variants"

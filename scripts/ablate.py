@@ -34,8 +34,8 @@ from nanochat import UserError, checkpoint
 from nanochat.checkpoint.folder import LOCK, Lock
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import open_tokenizer
+from nanochat.files import special_kind, user_path
 from nanochat.machine import runtime
-from nanochat.paths import special_kind, user_path
 from nanochat.run.metrics import read_metrics
 from nanochat.variants import BASE_TRAIN, LISTS, ROOT, patched_copy, read_list, settings_in
 

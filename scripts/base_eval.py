@@ -27,8 +27,8 @@ from nanochat.evals.own_tasks import open_own_tasks
 from nanochat.evals.page import page, results_folder, settings_of_run, write_results
 from nanochat.evals.sample_prompts import sample_prompts as prompts_for
 from nanochat.evals.task_scores import score_tasks
+from nanochat.files import user_path
 from nanochat.machine import precision, runtime
-from nanochat.paths import user_path
 from nanochat.terminal import bar
 
 # Model

@@ -28,6 +28,7 @@ from nanochat.engine import continuations
 from nanochat.evals.bits_per_byte import bits_per_byte
 from nanochat.evals.sample_prompts import sample_prompts as sample_prompts_for
 from nanochat.evals.task_scores import in_words, open_tasks, score_tasks
+from nanochat.files import user_path
 from nanochat.gpt import GPT
 from nanochat.gradients import clip_grad_norm_, exchange_gradients
 from nanochat.machine import precision, runtime, signals
@@ -36,7 +37,6 @@ from nanochat.machine.profiler import StepProfiler
 from nanochat.ops import attention
 from nanochat.ops.fp8 import check_fp8, convert_to_fp8
 from nanochat.ops.subword import spell
-from nanochat.paths import user_path
 from nanochat.plan import planning, simulation
 from nanochat.plan.memory_trial import check_plan, fit_micro_batch
 from nanochat.plan.scaling import horizon_tokens

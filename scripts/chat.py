@@ -19,8 +19,8 @@ import configurator
 from nanochat.data import chat_format
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.engine import Stream, find_source, generate, load_for_inference, text_pieces
+from nanochat.files import user_path
 from nanochat.machine import precision, runtime
-from nanochat.paths import user_path
 
 # Model
 source: str | None = None  # a run's tag, its folder or a checkpoint's (none = the newest, mid before base)

@@ -22,7 +22,7 @@ from nanochat.data.public import HOST, PUBLIC
 from nanochat.data.sources import open_dataset
 from nanochat.evals.bundle_download import HOST as CORE_HOST
 from nanochat.evals.bundle_download import download_bundle
-from nanochat.paths import user_path
+from nanochat.files import user_path
 
 # Public shards
 name: str | None = None  # public data set: climbmix or fineweb-edu; or core, the tasks of CORE

@@ -30,13 +30,13 @@ from nanochat.engine import find_source, model_config
 from nanochat.evals import chat_eval
 from nanochat.evals.bits_per_byte import bits_per_byte
 from nanochat.evals.exact_match import exact_match_questions, nearest_answer_share
+from nanochat.files import user_path
 from nanochat.gpt import GPT
 from nanochat.gradients import clip_grad_norm_, exchange_gradients
 from nanochat.machine import precision, runtime, signals
 from nanochat.machine.hardware import survey
 from nanochat.machine.profiler import StepProfiler
 from nanochat.ops import attention
-from nanochat.paths import user_path
 from nanochat.plan import planning
 from nanochat.plan.memory_trial import check_plan, fit_micro_batch
 from nanochat.run import metrics

@@ -24,10 +24,10 @@ from nanochat.diagnostics import precision_cost
 from nanochat.diagnostics.precision_page import page
 from nanochat.diagnostics.recorder import record_step
 from nanochat.diagnostics.step import scaled_rates
+from nanochat.files import user_path
 from nanochat.gpt import GPT
 from nanochat.machine import precision, runtime
 from nanochat.machine.precision import name_of
-from nanochat.paths import user_path
 from nanochat.plan import memory_estimate, scaling
 
 # Model

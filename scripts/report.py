@@ -12,7 +12,7 @@ from pathlib import Path
 
 import configurator
 from nanochat import UserError
-from nanochat.paths import user_path
+from nanochat.files import user_path
 from nanochat.run.report import (
     MOST_RUNS,
     comparison_page,

@@ -17,7 +17,7 @@ from nanochat import UserError
 from nanochat.data.parquet import iterate_documents
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import TIKTOKEN_FILES, from_tiktoken, is_cached, tokenizer_path, train
-from nanochat.paths import user_path
+from nanochat.files import user_path
 
 # Text
 data = "embedded"  # embedded (Python's standard library), a file or folder of text, climbmix or fineweb-edu

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nanochat import UserError
-from nanochat.plain_file import open_plain
+from nanochat.files import open_plain
 
 CHUNK = 1 << 20  # bytes hashed and then written at a time: so few that the CPU's cache still holds them
 DTYPES = {  # their names in the safetensors format

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nanochat import UserError
 from nanochat.checkpoint.files import attempt, reason, remove_folder, to_json
-from nanochat.plain_file import open_plain
+from nanochat.files import open_plain
 
 LOCK = ".lock"
 STEP = re.compile(r"(?:\.old-)?step_(\d{6,})")  # .old-: good until its successor is there

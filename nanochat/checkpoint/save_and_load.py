@@ -30,7 +30,7 @@ from nanochat.checkpoint.files import (
     write_tensors,
 )
 from nanochat.checkpoint.folder import STEP, checkpoints_in, difference, remove_temporary, set_aside
-from nanochat.paths import user_path
+from nanochat.files import user_path
 
 # Of a checkpoint; one of another version is refused, with its number. 2: a position has the key of the token
 # before it, so weights of version 1 would compute something else. 3: blocks have an x_before_scale. 4: the

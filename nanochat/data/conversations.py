@@ -24,7 +24,7 @@ import pyarrow.parquet
 from nanochat import UserError
 from nanochat.data import textfiles
 from nanochat.data.parquet import PYARROW_ERRORS, first_line
-from nanochat.paths import user_path
+from nanochat.files import user_path
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 LONGEST_MESSAGE = 1 << 22  # characters; a longer one is no message of a conversation

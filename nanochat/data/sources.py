@@ -28,7 +28,7 @@ from nanochat.data.parquet import footer_digest
 from nanochat.data.public import PUBLIC, PublicDataset, command
 from nanochat.data.streaming_shards import PATIENCE_S, Arrival, ArrivingShards
 from nanochat.data.textfiles import find_files, read_documents
-from nanochat.paths import user_path
+from nanochat.files import user_path
 from nanochat.terminal import bar
 
 FORMAT = 1  # of the folders that we build; with a higher number all of them are built again

@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 from nanochat import UserError
 from nanochat.data.parquet import PYARROW_ERRORS, first_line, open_shard
-from nanochat.paths import special_kind, user_path
+from nanochat.files import special_kind, user_path
 
 LONG_TEXT = 1 << 16  # characters
 SECTION = 1 << 13  # characters

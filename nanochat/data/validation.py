@@ -21,9 +21,8 @@ import torch
 from nanochat import UserError
 from nanochat.data.parquet import RowGroups, footer_digest
 from nanochat.data.tokenizer import Tokenizer
+from nanochat.files import replacing, special_kind
 from nanochat.machine.transfers import to_device
-from nanochat.paths import special_kind
-from nanochat.plain_file import replacing
 
 FORMAT = 1  # of the file; part of its name, so that a file of another format is not looked at
 DIGEST_BYTES = 32  # a SHA-256 ends the file

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from nanochat import UserError
-from nanochat.paths import special_kind, user_path
+from nanochat.files import special_kind, user_path
 
 NAME = "eval_bundle"  # the folder in base_dir
 GET = "python -m scripts.download --name=core"

@@ -21,7 +21,7 @@ from nanochat.data.dataset import Dataset, writing
 from nanochat.data.parquet import iterate_documents
 from nanochat.evals.bundle import Task, open_bundle
 from nanochat.evals.cloze_questions import TaskKind, make_items
-from nanochat.paths import special_kind
+from nanochat.files import special_kind
 
 VERSION = 1  # of the questions; with a higher number every set is made again
 FINGERPRINT = "fingerprint.txt"  # that of the bundle when it was made; empty if there are no tasks

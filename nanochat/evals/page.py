@@ -8,7 +8,7 @@ from nanochat.checkpoint.files import read_json, to_json
 from nanochat.checkpoint.folder import STEP
 from nanochat.checkpoint.schema import check, either, fields, nothing, text, truth, whole
 from nanochat.evals.bundle import Task
-from nanochat.paths import user_path
+from nanochat.files import user_path
 
 # Settings of a run that an evaluation takes over: what they are without a config.json, and their form in it
 SETTINGS = {

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nanochat import UserError
-from nanochat.plain_file import open_plain
+from nanochat.files import open_plain
 from nanochat.run.wandb_log import start_wandb
 
 RECENT_STEPS = 64  # losses that a spike is measured against

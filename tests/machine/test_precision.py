@@ -101,8 +101,8 @@ def test_float32_is_float32_and_where_torch_was_told_to_round_its_products_the_r
 
 
 def test_nothing_of_ours_asks_torch_to_round_float32_products():
-    root = Path(__file__).parent.parent
-    files = [*(root / "nanochat").glob("*.py"), *(root / "scripts").glob("*.py")]
+    root = Path(__file__).parents[2]
+    files = [*(root / "nanochat").rglob("*.py"), *(root / "scripts").rglob("*.py")]
     assert len(files) > 20
     for path in files:
         asked = re.search(r"allow_tf32|set_float32_matmul|fp32_precision *=", path.read_text("utf-8"))

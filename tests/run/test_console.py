@@ -13,7 +13,7 @@ import pytest
 from nanochat.run.console import Console, TimeLeft, fitting
 from nanochat.run.metrics import Progress
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def clock(monkeypatch):
     """The console's clock; a test moves it on."""
     clock = types.SimpleNamespace(now=1000.0)
     clock.monotonic = lambda: clock.now
-    for module in ("console", "bars"):
+    for module in ("run.console", "terminal"):
         monkeypatch.setattr(f"nanochat.{module}.time", clock)
     return clock
 

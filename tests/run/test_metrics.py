@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from nanochat.run.metrics import Metrics, Progress, diverged, is_spike, read_metrics, rewind_metrics
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def write_all(folder, records):

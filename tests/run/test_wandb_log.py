@@ -11,7 +11,7 @@ import pytest
 from nanochat.run.metrics import Metrics, read_metrics
 from nanochat.run.wandb_log import WandbLog, start_wandb
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 LOGGING = """
 import sys

@@ -14,7 +14,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from nanochat.plain_file import open_plain
+from nanochat.files import open_plain
 from nanochat.run.report import svg
 from nanochat.run.report.curves import AXES, Chart
 from nanochat.run.report.run_data import text

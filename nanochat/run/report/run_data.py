@@ -18,8 +18,7 @@ import pyarrow as pa
 import pyarrow.json
 
 from nanochat import UserError
-from nanochat.paths import user_path
-from nanochat.plain_file import open_plain
+from nanochat.files import open_plain, user_path
 from nanochat.run.metrics import EVALUATIONS
 
 MAX_METRICS_BYTES, MAX_CONFIG_BYTES, MAX_LINE_BYTES = 2**29, 2**22, 2**20

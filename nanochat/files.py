@@ -1,0 +1,79 @@
+"""Paths that a person gave, and files that a run writes.
+
+A path that is empty, that names an unknown ~user or a special file is refused. So is a link or a pipe with
+the name of a run's file: the folder may come from a stranger, and a run that goes on in it must not write
+outside of it.
+"""
+
+import contextlib
+import errno
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from nanochat import UserError
+
+
+def user_path(setting: str, value: str | Path) -> Path:
+    """The path in the value of a setting, with `~` expanded. Raises UserError if it cannot be a path.
+
+    An empty text would mean the current folder; it often comes from a shell variable that is not set.
+    """
+    text = str(value)
+    if not text.strip() or "\0" in text:
+        what = "an empty path" if not text.strip() else f"an impossible path, {text!r}"
+        raise UserError(f"--{setting} has {what}; name a file or folder")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise UserError(
+            f"--{setting}={text} begins with a user who is unknown here; give the path without ~"
+        ) from error
+
+
+def special_kind(path: Path) -> str:
+    """What a path is if it is no regular file, else "". Raises OSError if there is nothing or a broken link.
+
+    Such a file is no input: a pipe may wait for ever, and a device may never end.
+    """
+    mode = path.stat().st_mode
+    if stat.S_ISREG(mode):
+        return ""
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def open_plain(path, flags: int, mode: int = 0o666) -> int:
+    """os.open for a regular file; OSError for a symbolic link, a pipe or a device."""
+    for more in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):  # without O_NONBLOCK, opening a pipe would wait
+        flags |= getattr(os, more, 0)
+    try:
+        fd = os.open(path, flags, mode)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO):
+            raise _refusal(path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise _refusal(path)
+    return fd
+
+
+@contextlib.contextmanager
+def replacing(path: Path):
+    """A file, open for bytes, that takes the place of `path` when the block ends, and never if it fails.
+    Raises OSError if the folder cannot be written."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+        os.chmod(temporary, 0o644)  # mkstemp's 0600 would hide it from other users
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _refusal(path) -> OSError:
+    return OSError(errno.EINVAL, "it is a link, a pipe or a device and no file; remove it", str(path))
