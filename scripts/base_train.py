@@ -19,7 +19,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import configurator
-from nanochat import checkpoint, optim
+from nanochat import checkpoint, explain_errors, optim
 from nanochat.data.loader import TrainLoader, merge_states
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import open_tokenizer
@@ -27,22 +27,19 @@ from nanochat.data.validation import ValidationBatches, tokenize_validation
 from nanochat.engine import continuations
 from nanochat.evals.bits_per_byte import bits_per_byte
 from nanochat.evals.sample_prompts import sample_prompts as sample_prompts_for
-from nanochat.evals.task_scores import in_words, open_tasks, score_tasks
+from nanochat.evals.task_scores import open_tasks, score_tasks
 from nanochat.files import user_path
 from nanochat.gpt import GPT
 from nanochat.gradients import clip_grad_norm_, exchange_gradients
-from nanochat.machine import precision, runtime, signals
+from nanochat.machine import compiling, precision, runtime, signals
 from nanochat.machine.hardware import survey
 from nanochat.machine.profiler import StepProfiler
 from nanochat.ops import attention
 from nanochat.ops.fp8 import check_fp8, convert_to_fp8
 from nanochat.ops.subword import spell
-from nanochat.plan import planning, simulation
-from nanochat.plan.memory_trial import check_plan, fit_micro_batch
+from nanochat.plan import planning, simulation, trial, wording
 from nanochat.plan.scaling import horizon_tokens
-from nanochat.plan.time_budget import FirstSteps, fit_minutes
-from nanochat.run import metrics
-from nanochat.run.output import RunOutput
+from nanochat.run.output import RunOutput, begin
 
 # Model
 depth = 20  # Transformer layers; every other size follows from it [1..512]
@@ -59,7 +56,7 @@ val_data: str | None = None  # a file or folder that is the validation split (no
 document_mask = False  # a token attends to its own document only, not to all that its row holds
 text_field = "text"  # the field of JSON objects or column of parquet files that holds the text
 download: Literal["off", "on"] = "off"  # on = get the shards of public data while training goes on
-tokenizer = "auto"  # auto (trained on the data at the first use), a JSON file, or gpt2, cl100k_base
+tokenizer_name = "auto"  # auto (trained on the data at the first use), a JSON file, or gpt2, cl100k_base
 
 # Horizon: exactly one decides, in this order
 num_iterations = -1  # optimizer steps (-1 = off) [-1, 1..1e9]
@@ -113,23 +110,24 @@ price_per_hour = -1.0  # of all machines of the run together, to show its cost (
 process_timeout = 600.0  # seconds to wait for a process that does not answer; then all end [1..1e6]
 profile = -1  # write a trace of this step by torch.profiler into the run's folder (-1 = off) [-1, 0..1e9]
 run = "dummy"  # the run's name at wandb (dummy = no wandb)
-plan = False  # print the plan and exit
-device: str | None = None  # with --plan: a GPU to imagine, such as H100 (none = this machine)
-world_size = -1  # with --plan and --device: processes to imagine, one a GPU (-1 = one) [-1, 1..1e6]
+plan_only = False  # print the plan and exit
+plan_device: str | None = None  # with --plan: of that GPU, such as H100 (none = of this machine)
+plan_world_size = -1  # with --plan and --device: of so many processes, one a GPU (-1 = one) [-1, 1..1e6]
 
-settings = configurator.configure(globals())
-if device or world_size != -1:  # a machine to imagine; below, both names are those of this one
+# What people type: --plan, --device, --world_size, --tokenizer
+names = {"plan": "plan_only", "device": "plan_device", "world_size": "plan_world_size"}
+settings = configurator.configure(globals(), aliases=names | {"tokenizer": "tokenizer_name"})
+if plan_device or plan_world_size != -1:  # the plan for GPUs that are not here
     print(simulation.page(settings.values))
     raise SystemExit(0)
 
 # ------------------------------------------------------------------------------------------------------
 # Set up: machine, text, tokenizer
 
-plan_only = plan  # from here on `plan` is the plan itself, and `tokenizer` below the tokenizer
 machine = runtime.start(device_type, seed, process_timeout)
 say, device, world_size = machine.print, machine.device, machine.world_size
 compute_dtype, dtype_reason = precision.resolve_dtype(dtype, device)
-stop = signals.StopSignal()  # ends the set-up; after the first step, it is a note for the end of a step
+stop = signals.StopSignal()  # ends the set-up; later the loop saves and stops after its step
 machine.check_same_settings(settings.values)
 hardware = survey(machine, compute_dtype, dtype_reason)
 
@@ -140,45 +138,31 @@ with machine.main_first("data", stop):  # the first process builds what is missi
     dataset = open_dataset(data, val_data, base_dir=base_path, text_field=text_field, **public)
     wanted = vocab_size if vocab_size != -1 else dataset.suggested_vocab_size
     folder = dataset.tokenizer_folder(base_path)
-    tokenizer = open_tokenizer(tokenizer, wanted, folder, dataset.train_texts, exact=vocab_size != -1)
+    tokenizer = open_tokenizer(tokenizer_name, wanted, folder, dataset.train_texts, exact=vocab_size != -1)
 
 # Lock the folder and find the checkpoint to continue. What it resolved at its first start stays (compiled or
-# not, rows of a micro-batch), so that a resumed run computes the same numbers.
+# not, rows of a micro-batch), so that a resumed run computes the same numbers
 resumed, run_id = (None, "") if plan_only else checkpoint.enter(run_path, resume, machine)
 resolved = resumed.resolved if resumed else {}
-check_fp8(fp8, device, compute_dtype, max_seq_len, resolved)
 dataset = dataset.for_run(tokenizer, resumed, machine)  # of public data, the shards that the horizon needs
 
 # ------------------------------------------------------------------------------------------------------
-# Plan: everything that follows from the settings, with its reason
+# Plan: everything that follows from the settings, the text and the machine, with its reason
 
-plan = planning.derive(settings.values, tokenizer, dataset, hardware, resolved)
-decision = runtime.decide_compile(compile, device, plan.expected_seconds, before=resolved.get("compiled"))
-compiled, compile_reason = min(machine.all_gather(decision))  # False sorts first: one "no" decides for all
-plan = plan.fitted(compiled)
-attend = attention.choose(plan.config, machine, compute_dtype, compiled, document_mask, resolved)
-sections = plan.sections(dataset, tokenizer, compiled, compile_reason, run_path)
-sections["machine"]["attention"] = attend.reason
-say(planning.text(sections, plan.warnings(accept)))
+check_fp8(fp8, device, compute_dtype, max_seq_len, resolved)
+plan = planning.on_machine(
+    planning.derive(settings.values, tokenizer, dataset, hardware, resolved),
+    settings.values, machine, resolved, document_mask,
+)  # fmt: skip
+sections = wording.sections(plan, dataset, tokenizer, run_path)
+say(wording.text(sections, plan.warnings(accept)))
 if plan_only:
     machine.exit()
-check_plan(plan, accept)  # a run that must not begin ends here
-
-# ------------------------------------------------------------------------------------------------------
-# Begin or continue
+plan.check(accept)  # a run that must not begin ends here
+explain_errors(trial.explanation(plan))  # if memory runs out, one sentence says what to lower
 
 identity = plan.identity(dataset, tokenizer, seed) | {"document_mask": document_mask}
-machine.check_same(identity | {"compute dtype": str(compute_dtype), "num_iterations": plan.num_iterations})
-step, last_eval_step = 0, -1
-changed = checkpoint.changes(resumed, identity, accept)
-if resumed:
-    step = resumed.step
-    evaluated = metrics.last_evaluation(resumed.path.parent / "metrics.jsonl", step)
-    last_eval_step = machine.all_gather(evaluated)[0]  # the first process wrote the file
-    finished = step > plan.num_iterations or step == plan.num_iterations == last_eval_step
-    say(checkpoint.how_it_goes_on(resumed, plan.num_iterations, changed, finished))
-    if finished:
-        machine.exit()
+step, last_eval_step, changed, loop, clock = begin(resumed, identity, plan, machine, accept)
 
 # ------------------------------------------------------------------------------------------------------
 # Build: model, optimizer, batches
@@ -186,17 +170,14 @@ if resumed:
 with torch.device("meta"):  # shapes first, then memory and initial weights
     model = GPT(plan.config)
 runtime.materialize(model, device, seed)
-spell(model, tokenizer)  # says which tokens share what, in a short run
+spell(model, tokenizer)  # registers each token's sub-word pieces, in a short run
 if fp8:
     convert_to_fp8(model)
-attention.use(model, attend)
+attention.use(model, plan.attention)
+compile_after = max(0, plan.eager_steps - step) if plan.compiled else None  # steps; None: never
 groups = optim.parameter_groups(model, plan.rates, plan.weight_decay, plan.table_decay)
-eager_steps = runtime.eager_steps(compile, machine, plan, resolved)  # of a compiled run: the loop compiles
-compile_now = compiled and step >= eager_steps
-optimizer = optim.MuonAdamW(groups, compute_dtype, compile_now, machine.rank, world_size)
+optimizer = optim.MuonAdamW(groups, compute_dtype, compile_after, machine.rank, world_size)
 scaler = precision.make_scaler(device, compute_dtype)
-boundaries = attend.boundaries if document_mask else None
-plan = fit_micro_batch(plan, machine, model, compute_dtype, resolved, boundaries)  # fewer rows if need be
 dataset.begin(machine, stop, process_timeout)  # --download=on: begin to get what is missing
 # For batches of your own replace the loader; it yields (inputs, targets), has documents (None: rows are not
 # divided), wait_s, epoch, state(), close()
@@ -204,7 +185,7 @@ rows, share = plan.total_batch_size // max_seq_len, (machine.rank, world_size)
 position = resumed.state["loader"] if resumed and not changed else None  # None: from the start of the text
 loader = TrainLoader(
     dataset.train_shards, tokenizer, rows, max_seq_len, plan.device_batch_size, *share, seed, device,
-    position, boundaries,
+    position, plan.attention.boundaries if document_mask else None,
 )  # fmt: skip
 with machine.main_first("validation", stop):  # the first process makes the files; the others find them
     val_tokens = tokenize_validation(dataset.val_shards, tokenizer, eval_tokens, folder)
@@ -214,9 +195,9 @@ with machine.main_first("validation", stop):  # the first process makes the file
 validation = ValidationBatches(val_tokens, max_seq_len, plan.device_batch_size, *share, device)
 token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(device)
 prompts = sample_prompts_for(sample_prompts, dataset)
+clock.expect_evaluation(len(validation) * plan.device_batch_size * world_size * max_seq_len, *tasks)
 
 # Restore
-progress = metrics.Progress(**(resumed.state["loop"] if resumed else {}))
 if resumed:
     checkpoint.load_weights(resumed, model)
     optim.load_state(optimizer, model, resumed)
@@ -226,53 +207,39 @@ if resumed:
 elif init_from:
     checkpoint.load_weights(checkpoint.find_weights(init_from, identity, say), model)
 
-train_model = torch.compile(model, dynamic=False) if compile_now else model
+train_model = model
+if plan.compiled:  # on a CPU the first steps run eager, so that their losses come soon
+    train_model = compiling.compile_after(model, compile_after * plan.grad_accum_steps)
 if world_size > 1:  # gradients go to the processes that need them, while the backward pass goes on
     train_model = DistributedDataParallel(train_model, **runtime.DDP_OPTIONS)
     exchange_gradients(train_model, optimizer, gradient_dtype)
 
 # ------------------------------------------------------------------------------------------------------
-# Log and save
+# Log, save, evaluate
 
 facts = {"settings": settings.record(), "identity": identity, **machine.environment()}
-facts |= {"plan": planning.lines(sections, plan), "derived": plan.numbers()}
+facts |= {"plan": wording.lines(sections), "derived": plan.numbers()}
 output = RunOutput(
-    run_path, run_id, machine, facts, tokenizer, resumed, progress,
-    plan.num_iterations, run, keep_checkpoints, permanent_every,
+    run_path, run_id, machine, plan, facts, tokenizer, resumed, loop, clock, run,
+    keep_checkpoints, permanent_every,
 )  # fmt: skip
-log, console = output.log, output.console
-most_steps = math.inf if plan.horizon.estimated else plan.num_iterations
-profiler = StepProfiler(profile, most_steps, run_path, machine, console.print)
+console = output.console
+profiler = StepProfiler(profile, math.inf if clock.minutes else plan.num_iterations, run_path, machine, console.print)
 
 
-@torch.profiler.record_function("log")  # its name in a trace
-def log_step(step, started, data_wait_s, epoch, micro_losses, numbers) -> tuple[bool, bool]:
+def log_step(step, progress, started, data_wait_s, epoch, micro_losses, numbers) -> tuple[bool, bool]:
     """Log a step when its numbers are there; whether a process was asked to stop, and one wants a save."""
-    loss_sum, stops, saves, grad_norm, loss_scale = numbers.result()
-    seconds = progress.step_seconds(started)
-    finite = math.isfinite(grad_norm)
-    overflow = not finite and loss_scale > 1  # of float16: the scale is halved, the step is not bad
-    progress.bad_steps = 0 if finite or overflow else progress.bad_steps + 1
-    totals = progress.add_step(loss_sum / world_size, plan.total_batch_size, seconds, finite)
+    loss_sum, stops, saves, *clock_reading, grad_norm, loss_scale = numbers.result()
     record = {
         "step": step,
         "loss": loss_sum / world_size,
-        "lr_multiplier": lr_multiplier(step),
+        "progress": progress,
+        "lr_multiplier": lr_multiplier(progress),
         "grad_norm": grad_norm,
-        "step_time_s": seconds,
         "data_wait_s": data_wait_s,
-        "tok_per_sec": plan.total_batch_size / seconds,
-        "mfu": plan.flops_per_token * plan.total_batch_size / seconds / hardware.peak_flops,
-        **totals,  # smoothed_loss, tokens, train_time_s, skipped, spike
-        "flops": progress.tokens * plan.flops_per_token,
         "epoch": epoch,
-    }
-    if scaler.is_enabled():
-        record["loss_scale"] = loss_scale
-    log.write(record)
-    console.step(record)
-    if progress.bad_steps == 3:
-        raise metrics.diverged(step, micro_losses.tolist(), step * rows, checkpoint.newest_in_words(run_path))
+    }  # a number of yours can stand here; output adds times, totals, tokens/s and MFU
+    output.log_step(record, started, loss_scale, clock_reading, micro_losses)
     return stops > 0, saves > 0
 
 
@@ -280,60 +247,53 @@ def save():
     """Start to write a checkpoint of this moment, after `step` updates."""
     state = {
         "identity": identity,
-        "resolved": plan.resolved
-        | {"compiled": compiled, "eager_steps": eager_steps, "attention": attend.resolved},
+        "resolved": plan.resolved,
         "num_iterations": plan.num_iterations,
         "loader": merge_states(machine.all_gather(loader.state())),
         "scaler": scaler.state_dict(),
-        "loop": asdict(progress),
+        "loop": asdict(loop),
     }
     output.save(step, model, optimizer, state)
 
 
 def evaluate():
     """Score and sample what is due after `step` updates, as one record of metrics.jsonl."""
-    record = {"step": step, "tokens": progress.tokens, "train_time_s": progress.train_seconds}
+    record, began = {"step": step}, time.monotonic()
     if is_due(eval_every):
         batches = console.over(validation, "validation")
-        found = bits_per_byte(model, batches, token_bytes, compute_dtype, machine, compiled)
-        progress.val_bpb = found.bpb
+        found = bits_per_byte(model, batches, token_bytes, compute_dtype, machine, plan.compiled)
         record |= {"val_bpb": found.bpb, "loss_by_position": found.loss_by_position}
-        console.print(f"step {step}: validation {found.bpb:.4f} bits per byte")
     if core_metric_every > 0 and is_due(core_metric_every):
-        scores = score_tasks(model, tokenizer, *tasks, compute_dtype, machine, console.bar)
-        record |= scores
-        console.print(*(f"step {step}: {line}" for line in in_words(scores)))
+        record |= score_tasks(model, tokenizer, *tasks, compute_dtype, machine, console.bar)
     if is_due(sample_every) and machine.is_main:
         record["samples"] = continuations(model, tokenizer, prompts, compute_dtype, seed)
-        console.print(*(f"--- {text}" for text in record["samples"]))
-    log.write(record | {"peak_memory": machine.peak_memory()})
-    output.report(final=last_step)
+    output.log_evaluation(record, began, final=last_step)
 
 
 # ------------------------------------------------------------------------------------------------------
-# Schedules: what changes from step to step
+# Schedules: functions of progress, the share of the run that is done, from 0 to 1
 
 
-def lr_multiplier(step: int) -> float:
+def lr_multiplier(progress: float) -> float:
     """Linear warm-up, then constant, then linear warm-down over the last `warmdown_ratio` of the run."""
-    up = min(1.0, (step + 1) / plan.warmup_steps) if plan.warmup_steps > 0 else 1.0
-    warmdown_steps = warmdown_ratio * plan.num_iterations
-    down = min(1.0, (plan.num_iterations - step) / warmdown_steps) if warmdown_steps > 0 else 1.0
+    warmup = plan.warmup_steps / plan.num_iterations
+    up = min(1.0, (progress + 1 / plan.num_iterations) / warmup) if warmup > 0 else 1.0
+    down = min(1.0, (1 - progress) / warmdown_ratio) if warmdown_ratio > 0 else 1.0
     return up * (final_lr_frac + (1 - final_lr_frac) * down)
 
 
-def muon_momentum(step: int) -> float:
+def muon_momentum(progress: float) -> float:
     """From 0.85 towards 0.95 over 300 steps, or a third of a shorter run; then down with the learning rate.
 
     Early gradients change direction fast; a low momentum at the end gives a better model (docs/ablations.md).
     """
-    rise = min(1.0, step / min(300, max(1, plan.num_iterations / 3)))
-    return 0.85 + 0.10 * min(rise, lr_multiplier(step))
+    rise = min(1.0, progress / min(300 / plan.num_iterations, 1 / 3))
+    return 0.85 + 0.10 * min(rise, lr_multiplier(progress))
 
 
-def weight_decay_multiplier(step: int) -> float:
+def weight_decay_multiplier(progress: float) -> float:
     """Linear to zero over the run."""
-    return 1 - step / plan.num_iterations
+    return 1 - progress
 
 
 def is_due(every: int) -> bool:
@@ -344,47 +304,37 @@ def is_due(every: int) -> bool:
 # The loop: what is due (log, save, evaluate), then one optimizer step over its micro-steps
 
 first_step, stopping, save_now = step, False, False
-unread = deque()  # steps whose numbers are on their way from the device
-first_steps = FirstSteps(plan, machine, progress, max(step, eager_steps))
+pending_logs = deque()  # steps whose numbers are on their way from the device
 while True:
-    last_step = step == plan.num_iterations and not plan.horizon.estimated
-    fit_due = plan.horizon.estimated and first_steps.are_timed(step - len(unread))
+    last_step = clock.progress(step) >= 1
     save_due = is_due(save_every) or is_due(permanent_every)
     evaluation_due = any(map(is_due, (eval_every, core_metric_every, sample_every)))
 
     # Log. A GPU gets step n + 1 before step n is logged, so that it need not wait for Python
     # (machine.steps_ahead). What is due below needs the log of all steps
-    due = save_due or evaluation_due or fit_due
-    while unread and (len(unread) > machine.steps_ahead or stopping or save_now or due):
-        stopping, save_now = log_step(*unread.popleft())
+    due = save_due or evaluation_due
+    while pending_logs and (len(pending_logs) > machine.steps_ahead or due or stopping or save_now):
+        stopping, save_now = log_step(*pending_logs.popleft())
     profiler.end()
 
     # Save first: after a stop signal there may be little time
     if step != first_step and (stopping or save_now or save_due):
         save()
         save_now = False
-    if evaluation_due and not stopping and last_eval_step != step:
+    if evaluation_due and not stopping and last_eval_step != step and (last_step or not clock.ends_soon):
         evaluate()
         last_eval_step = step
     if last_step or stopping:
         break
-    if fit_due:  # minutes become steps
-        evaluated = validation, token_bytes, tokenizer, tasks, prompts
-        plan = fit_minutes(plan, settings.values, machine, step, first_steps, model, optimizer, *evaluated)
-        output.new_plan(plan, sections, accept)
-    if step == eager_steps > first_step:  # the first losses are there; from here on the run is compiled
-        train_model = torch.compile(model, dynamic=False)
-        optim.compile_update(optimizer)
-        console.forget_speed()
 
     # One optimizer step: the gradient of the whole batch, gathered over micro-steps, then one update
     profiler.begin(step)
-    started, waited = time.perf_counter(), loader.wait_s
+    started, waited, progress = time.perf_counter(), loader.wait_s, clock.progress(step)
     for group in optimizer.param_groups:
-        group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_multiplier(step)
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_multiplier(progress)
         if group.get("method") == "muon":
-            group["betas"] = (muon_momentum(step), group["betas"][1])
-            group["weight_decay"] = group["initial_weight_decay"] * weight_decay_multiplier(step)
+            group["betas"] = (muon_momentum(progress), group["betas"][1])
+            group["weight_decay"] = group["initial_weight_decay"] * weight_decay_multiplier(progress)
     micro_losses = torch.zeros(plan.grad_accum_steps, device=device)
     for micro_step in range(plan.grad_accum_steps):
         inputs, targets = next(loader)
@@ -400,16 +350,17 @@ while True:
     optim.skip_if_not_finite(optimizer, grad_norm)  # the update of a bad step changes nothing
     scaler.step(optimizer)
     scaler.update()
-    optimizer.zero_grad(set_to_none=world_size == 1)  # of several: they stay in DDP's buckets
+    optimizer.zero_grad(set_to_none=world_size == 1)  # with DDP, keep the tensors: they are views of its buckets
 
     # What the log needs comes to Python in one transfer, added up over the processes
-    sums = micro_losses.sum(), stop.at_step_end(), output.save_is_overdue(save_minutes)
+    sums = micro_losses.sum(), stop.asked, output.save_is_overdue(save_minutes), *clock.now(step + 1)
     numbers = machine.read(sums, same=(grad_norm, precision.loss_scale(scaler, device)))
-    unread.append((step, started, loader.wait_s - waited, loader.epoch, micro_losses, numbers))
-    if step in (first_step, eager_steps):  # what the set-up and the compiler have left
-        runtime.freeze_garbage()
+    data_wait_s = loader.wait_s - waited
+    pending_logs.append((step, progress, started, data_wait_s, loader.epoch, micro_losses, numbers))
     if step == first_step:
+        stop.set_up_done()
         output.prepare_to_save(model, optimizer)
+        compiling.freeze_garbage()
     step += 1
 
 # ------------------------------------------------------------------------------------------------------

@@ -1,10 +1,63 @@
-"""What a plan needs to know about the machine: measured here, or imagined (simulation.py)."""
+"""What GPUs can do, and what a plan needs to know about the machine: measured here, or from the table."""
 
+import re
+import time
 from dataclasses import dataclass
 
 import torch
 
 from nanochat.machine import runtime
+
+
+@dataclass(frozen=True)
+class GPU:
+    """A GPU by its data sheet, and the usual machine that it is in (0: not known)."""
+
+    name: str  # a whole word of torch.cuda.get_device_name()
+    tflops: float  # of dense 16-bit products that are summed in float32
+    capability: tuple[int, int] = (0, 0)  # CUDA's
+    memory: float = 0  # GiB
+    per_node: int = 0  # GPUs of a machine
+    link: float = 0  # GB/s that a GPU sends to the others of its machine
+    network: float = 0  # GB/s that a GPU sends to other machines
+
+    @property
+    def peak_flops(self) -> float:
+        """FLOP/s of dense 16-bit products."""
+        return self.tflops * 1e12
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That `--dtype=auto` chooses there (precision.py)."""
+        return torch.bfloat16 if self.capability >= (8, 0) else torch.float16
+
+
+# The makers' data sheets. The first name that fits counts; a GPU without an entry is measured. Links: NVLink,
+# of which the sheets give both directions together, so half of it; without NVLink PCIe. Networks: an adapter
+# for each GPU in DGX B200, H200, H100 (400 Gb/s) and A100 (200 Gb/s), four of 100 Gb/s for eight in DGX-1 V100.
+# For the PCIe cards it is an assumption: 100 Gb/s for a machine of eight.
+# fmt: off
+GPUS = [
+    #   name       TFLOP/s  capability  GiB  GPUs  link  network
+    GPU("GB200",      2500),
+    GPU("B200",       2250, (10, 0),    180,  8,   900,  50),
+    GPU("GH200",       989),
+    GPU("H200",        989, (9, 0),     141,  8,   450,  50),
+    GPU("H100 PCIe",   756),
+    GPU("H100 NVL",    835),
+    GPU("H100",        989, (9, 0),      80,  8,   450,  50),
+    GPU("A100",        312, (8, 0),      80,  8,   300,  25),
+    GPU("L40S",        362, (8, 9),      48,  8,    32,  12.5 / 8),
+    GPU("L4",          121, (8, 9),      24,  8,    32,  12.5 / 8),
+    GPU("A40",       149.7),
+    GPU("A10",         125),
+    GPU("RTX 4090",  165.2, (8, 9),      24,  8,    32,  12.5 / 8),
+    GPU("RTX 3090",     71),
+    GPU("V100",        125, (7, 0),      32,  8,   150,  6.25),
+    GPU("T4",           65, (7, 5),      16,  8,    16,  12.5 / 8),
+    GPU("MI300X",     1307),
+]
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -20,22 +73,46 @@ class Hardware:
     peak_source: str
     held: int = 0  # bytes of a CPU's memory that a process has already: Python, torch, other libraries
 
-    @property
-    def sharing(self) -> dict:
-        """Keywords for `memory_estimate.training_bytes`: with whom the memory is shared, and for what."""
-        return {"world_size": self.world_size, "on_cpu": self.device_type == "cpu"}
-
 
 def survey(machine, dtype: torch.dtype, dtype_reason: str = "") -> Hardware:
     """Measure the machine, on all its processes: free memory and the peak of matrix products."""
-    peak_flops, peak_source = runtime.peak_flops(machine.device, dtype)
+    flops, source = peak_flops(machine.device, dtype)
     return Hardware(
         machine.device.type,
         machine.world_size,
         dtype,
         dtype_reason,
         memory=min(machine.all_gather(machine.free_memory())),
-        peak_flops=sum(machine.all_gather(peak_flops)),
-        peak_source=peak_source,
+        peak_flops=sum(machine.all_gather(flops)),
+        peak_source=source,
         held=max(machine.all_gather(machine.held_memory())),
     )
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """FLOP/s of dense matrix products in `dtype`, and where the figure comes from: (value, reason).
+
+    For known GPUs in 16 bit it is the data sheet's. Else it is measured in about a tenth of a second: the
+    fastest of several products of two square matrices. On a CPU larger ones are no faster.
+    """
+    if device.type == "cuda" and dtype != torch.float32:
+        name = torch.cuda.get_device_name(device)
+        for gpu in GPUS:
+            if re.search(rf"\b{gpu.name}\b", name):  # a whole word: an "RTX A4000" is no "A40"
+                return gpu.peak_flops, f"data sheet of {gpu.name}"
+    return measured_flops(device, dtype)
+
+
+def measured_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """What `peak_flops` measures, also where there is a data sheet."""
+    slow = device.type == "cpu" and dtype == torch.float16
+    side = 8192 if device.type == "cuda" else 512 if slow else 1024
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    machine, best, began, runs = runtime.Machine(device), float("inf"), time.perf_counter(), 0
+    while runs < 3 or time.perf_counter() - began < 0.1:
+        machine.synchronize()
+        t = time.perf_counter()
+        torch.mm(a, b)
+        machine.synchronize()
+        best, runs = min(best, time.perf_counter() - t), runs + 1
+    return 2 * side**3 / best, f"measured: {side} x {side} {str(dtype).removeprefix('torch.')} product"

@@ -1,13 +1,10 @@
-"""The machine a script runs on: device, processes, memory, peak FLOP/s."""
+"""The machine a script runs on: its device, and its place among the processes of a run."""
 
 import contextlib
-import gc
 import hashlib
 import inspect
 import os
 import platform
-import re
-import shutil
 import subprocess
 import sys
 import time
@@ -19,20 +16,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from nanochat import UserError
-from nanochat import terminal as bars
 from nanochat.machine import distributed, memory, watchdog
 from nanochat.machine.signals import StopSignal
 from nanochat.machine.transfers import Reading
+from nanochat.terminal import give_up
 
-# TFLOP/s of dense 16-bit matrix products that are summed in float32, from the makers' data sheets. The first
-# name that is a whole word in torch.cuda.get_device_name() counts; a GPU without an entry is measured.
-DATA_SHEET_TFLOPS = [
-    ("GB200", 2500), ("B200", 2250), ("GH200", 989), ("H200", 989), ("H100 PCIe", 756), ("H100 NVL", 835),
-    ("H100", 989), ("A100", 312), ("L40S", 362), ("L4", 121), ("A40", 149.7), ("A10", 125),
-    ("RTX 4090", 165.2), ("RTX 3090", 71), ("V100", 125), ("T4", 65), ("MI300X", 1307),
-]  # fmt: skip
-
-EAGER_STEPS = 10  # of a run on a CPU, before it compiles
 # Settings that can be paths, which differ between machines
 PATHS = {"data", "val_data", "tokenizer", "init_from", "core_bundle", "base_dir", "out_dir"}
 
@@ -68,7 +56,7 @@ class Machine:
             try:
                 print(*words, **options, flush=True)
             except OSError:
-                bars.give_up(sys.stdout)
+                give_up(sys.stdout)
 
     def all_sum(self, values: list[float]) -> list[float]:
         """Element-wise sums over all processes."""
@@ -213,35 +201,6 @@ def _choose_device(device_type: str, local_rank: int) -> torch.device:
     return device
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """FLOP/s of dense matrix products in `dtype`, and where the figure comes from: (value, reason).
-
-    For known GPUs in 16 bit it is the data sheet's. Else it is measured in about a tenth of a second: the
-    fastest of several products of two square matrices. On a CPU larger ones are no faster.
-    """
-    if device.type == "cuda" and dtype != torch.float32:
-        name = torch.cuda.get_device_name(device)
-        for part, tflops in DATA_SHEET_TFLOPS:
-            if re.search(rf"\b{part}\b", name):  # a whole word: an "RTX A4000" is no "A40"
-                return tflops * 1e12, f"data sheet of {part}"
-    return measured_flops(device, dtype)
-
-
-def measured_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """What `peak_flops` measures, also where there is a data sheet."""
-    slow = device.type == "cpu" and dtype == torch.float16
-    side = 8192 if device.type == "cuda" else 512 if slow else 1024
-    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    machine, best, began, runs = Machine(device), float("inf"), time.perf_counter(), 0
-    while runs < 3 or time.perf_counter() - began < 0.1:
-        machine.synchronize()
-        t = time.perf_counter()
-        torch.mm(a, b)
-        machine.synchronize()
-        best, runs = min(best, time.perf_counter() - t), runs + 1
-    return 2 * side**3 / best, f"measured: {side} x {side} {str(dtype).removeprefix('torch.')} product"
-
-
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
     """The states of torch's random number generators for the CPU and this process's GPU: uint8 tensors."""
     states = {"random_state/cpu": torch.get_rng_state()}
@@ -288,52 +247,6 @@ def materialize(model: torch.nn.Module, device: torch.device, seed: int) -> torc
     return model
 
 
-def decide_compile(
-    setting: str, device: torch.device, expected_seconds: float, before: bool | None = None
-) -> tuple[bool, str]:
-    """Whether to compile the model, for the setting `compile` (auto, on, off), and why: (decision, reason).
-
-    On a CPU compiling takes 30 to 45 s and makes steps 1.2 times as fast (docs/benchmarks.md), so it pays
-    from about 200 s of steps on; for a GPU, where nobody has measured it, 90 s are assumed. expected_seconds:
-    the time of all steps without it. before: the decision of the run that is resumed (None: a new run); it
-    stands, if this machine can compile.
-    """
-    if setting != "auto":
-        return setting == "on", "as asked for"
-    if device.type == "cpu":
-        if not any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++", "cl")):
-            return False, "no C++ compiler here"
-    elif device.type == "cuda":
-        if not torch.version.hip and torch.cuda.get_device_capability(device)[0] < 7:
-            return False, "Triton needs CUDA compute capability 7.0"
-        try:
-            import triton  # noqa: F401
-        except ImportError:
-            return False, "no Triton here"
-    else:
-        return False, f"{device.type} runs eager"
-    if before is not None:
-        return before, "as at the run's first start"
-    worth = expected_seconds > (200 if device.type == "cpu" else 90)
-    verdict = "pays" if worth else "would take longer"
-    return worth, f"about {expected_seconds:,.0f} s of steps: compiling {verdict}"
-
-
-def eager_steps(setting: str, machine: Machine, plan, before: dict) -> int:
-    """How many first steps of a run that is compiled are not: its first losses are there at once, and what
-    fails in a step fails before the wait.
-
-    Only on a CPU, where memory suffices for eager steps too, and with one process: DDP wraps a model once.
-    setting: `compile`; "on" compiles from the first step on. plan: a planning.Plan. before: what a resumed
-    run has resolved; it goes on with its number, so that it computes the same bits.
-    """
-    if not plan.compiled or machine.device.type != "cpu" or machine.world_size > 1:
-        return 0
-    if before:
-        return before.get("eager_steps", 0)
-    return EAGER_STEPS if setting == "auto" and plan.fits_eager else 0
-
-
 def git_commit() -> str | None:
     """The commit of the current folder's working tree, with "+" if files differ from it; None outside git."""
     command = ["git", "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"]
@@ -359,12 +272,3 @@ def device_name(device: torch.device) -> str:
     except (OSError, StopIteration):
         name = platform.processor() or platform.machine()
     return f"{name}, {os.cpu_count()} cores"
-
-
-def freeze_garbage():
-    """Keep garbage collection fast: objects that exist now live to the end, so it need not look at them.
-
-    What compiling and the set-up have left goes back to the system."""
-    gc.collect()
-    gc.freeze()
-    memory.give_back()

@@ -1,5 +1,8 @@
-"""The plan of a run: every number that follows from the settings, the text and the machine, with its
-reason."""
+"""The plan of a run: every number that follows from the settings, the text and the machine.
+
+`derive` is a pure function. `on_machine` decides what depends on the machine: whether the model is compiled,
+how attention is computed, rows of a micro-batch.
+"""
 
 from dataclasses import asdict, dataclass, replace
 
@@ -7,10 +10,11 @@ from nanochat import UserError
 from nanochat.data.amount import LARGEST_VOCABULARY
 from nanochat.data.public import PUBLIC, command
 from nanochat.gpt import GPTConfig
+from nanochat.machine import compiling
 from nanochat.machine.hardware import Hardware
-from nanochat.machine.precision import name_of
-from nanochat.plan import memory_advice, memory_estimate, scaling, time_estimate
-from nanochat.terminal import counted, duration, gib
+from nanochat.ops import attention
+from nanochat.plan import memory, scaling, trial
+from nanochat.terminal import duration
 
 # Up to 4 times a text is about as good as new text; after some 16 it teaches little more (arXiv 2305.16264)
 FEW_EPOCHS, MANY_EPOCHS = 4, 20
@@ -19,7 +23,7 @@ HOPELESS_S = 30 * 86_400  # seconds of training from which on the plan warns
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run does. `derive` makes it, `sections` explains it."""
+    """What a run does. `derive` and `on_machine` make it, wording.py explains it."""
 
     config: GPTConfig
     hardware: Hardware
@@ -33,7 +37,10 @@ class Plan:
     data_tokens: int  # about how many tokens the training text has
     horizon_is_given: bool  # in steps: then any number of epochs is what the person asked for
     rows_are_given: bool = False  # of a micro-batch: by the user, or by the checkpoint of this run
-    compiled: bool = False  # what the model is, which decides how much memory it needs (see `fitted`)
+    compiled: bool = False  # the model is, which decides how much memory it needs
+    compile_reason: str = ""
+    eager_steps: int = 0  # of a compiled run: so many first steps are not, and the first losses come soon
+    attention: attention.Attention | None = None  # how it is computed (None: not yet decided)
     aspect_ratio: int = 0  # width for each layer (0: the model is given, and has its depth)
     width_reason: str = ""  # where the width is from, if not from 64 x depth or the user
     fp8: bool = False  # the large products of the blocks train in 8 bits
@@ -78,8 +85,14 @@ class Plan:
     def expected_memory(self) -> dict[str, int]:
         """Bytes that a process will take, by kind."""
         tokens, hardware = self.device_batch_size * self.config.max_seq_len, self.hardware
-        how = hardware.dtype, self.compiled
-        return memory_estimate.training_bytes(self.config, tokens, *how, **hardware.sharing)
+        return memory.training_bytes(
+            self.config,
+            tokens,
+            hardware.dtype,
+            self.compiled,
+            world_size=hardware.world_size,
+            on_cpu=hardware.device_type == "cpu",
+        )
 
     @property
     def expected_bytes(self) -> int:
@@ -87,27 +100,18 @@ class Plan:
         return sum(self.expected_memory.values())
 
     @property
-    def fits_eager(self) -> bool:
-        """Whether memory suffices for steps that are not compiled, with something to spare."""
-        return replace(self, compiled=False).expected_bytes <= 0.8 * self.hardware.memory
-
-    @property
     def expected_seconds(self) -> float:
-        """Time of all steps, without what is compiled, evaluated and saved."""
-        if self.horizon.estimated:  # most of the minutes go into steps, however many these will be
+        """About the time of all steps, at an assumed share of the peak."""
+        if self.horizon.minutes:
             return 60 * self.horizon.minutes
-        return self.num_iterations * self.expected_step_seconds
-
-    @property
-    def expected_step_seconds(self) -> float:
-        step = self.config, self.total_batch_size, self.compiled, self.hardware
-        return time_estimate.seconds_of_step(*step)
+        return self.tokens * self.flops_per_token / (scaling.ASSUMED_MFU * self.hardware.peak_flops)
 
     def numbers(self) -> dict[str, int]:
         """What the report needs to know of the plan, for config.json."""
         return {
             "num_iterations": self.num_iterations,
-            "device_batch_size": self.device_batch_size,  # what fits, which may be less than planned at first
+            "minutes": self.horizon.minutes,  # that it takes (0: num_iterations decides, else it is a guess)
+            "device_batch_size": self.device_batch_size,
             "parameters": self.parameters["total"],
             "flops_per_token": self.flops_per_token,
             "data_tokens": self.data_tokens,
@@ -119,44 +123,32 @@ class Plan:
     def resolved(self) -> dict:
         """What the checkpoints keep: a resumed run, or one that continues this one, goes on with it."""
         kept = {"device_batch_size": self.device_batch_size, "rates": self.rates, "fp8": self.fp8}
-        kept |= {"spelled": self.config.spelled, "table_share": self.table_share}
+        kept |= {"spelled": self.config.spelled, "table_share": self.table_share, "compiled": self.compiled}
+        kept |= {"eager_steps": self.eager_steps, "attention": self.attention.resolved}
         if self.aspect_ratio:
             kept["aspect_ratio"] = self.aspect_ratio
         if self.horizon.minutes:
-            kept |= {"target_minutes": self.horizon.minutes, "estimated": self.horizon.estimated}
+            kept["target_minutes"] = self.horizon.minutes
         return kept
-
-    def with_iterations(self, num_iterations: int, reason: str, settings: dict) -> "Plan":
-        """The plan for another number of steps, with the learning rates of that number."""
-        horizon = replace(self.horizon, num_iterations=num_iterations, reason=reason, estimated=False)
-        scaled = scaling.scaled_rates(settings, self.config.width, horizon)
-        warmup_steps = scaling.warmup_steps(settings, horizon)
-        plan = replace(self, horizon=horizon, scaled=scaled, warmup_steps=warmup_steps)
-        return replace(plan, table_share=scaling.table_share(settings, plan.epochs))
 
     def with_rows(self, rows: int) -> "Plan":
         """The same steps in micro-batches of `rows` rows, which divide those of a process."""
         micro_steps = self.device_batch_size * self.grad_accum_steps // rows
         return replace(self, device_batch_size=rows, grad_accum_steps=micro_steps)
 
-    def fitted(self, compiled: bool) -> "Plan":
-        """The plan for a model that is compiled or not, with as many rows a micro-batch as fit, where neither
-        the user nor the checkpoint gives their number."""
-        plan, hardware = replace(self, compiled=compiled), self.hardware
+    def with_largest_micro_batch(self) -> "Plan":
+        """The plan with as many rows a micro-batch as memory allows, by the estimate. A number that the user
+        or the checkpoint gives stays."""
         if self.rows_are_given:
-            return plan
-        on_cuda = hardware.device_type == "cuda"
-        rows = memory_estimate.pick_device_batch_size(
-            self.device_batch_size * self.grad_accum_steps,
-            self.config,
-            hardware.dtype,
-            compiled,
-            # On a GPU a trial before the first step corrects a choice that does not fit (memory_trial.py)
-            int((0.9 if on_cuda else 0.8) * hardware.memory),
-            2**16 if on_cuda else 2**12,  # larger micro-batches are not faster (docs/benchmarks.md)
-            **hardware.sharing,
-        )
-        return plan.with_rows(rows)
+            return self
+        on_cuda, rows = self.hardware.device_type == "cuda", self.device_batch_size * self.grad_accum_steps
+        # On a GPU a trial corrects a choice that is too large (trial.py)
+        allowed = (0.9 if on_cuda else 0.8) * self.hardware.memory
+        most_tokens = 2**16 if on_cuda else 2**12  # larger micro-batches are not faster (docs/benchmarks.md)
+        for n in range(min(rows, most_tokens // self.config.max_seq_len), 1, -1):
+            if rows % n == 0 and self.with_rows(n).expected_bytes <= allowed:
+                return self.with_rows(n)
+        return self.with_rows(1)
 
     def check(self, accept: str):
         """Raise UserError if this run must not begin. `accept` is the setting of that name."""
@@ -169,9 +161,9 @@ class Plan:
         # a CPU the system would end the process without a word
         accepted = {name.strip() for name in accept.split(",")}
         tried = (self.rows_are_given and self.hardware.device_type != "cpu") or "memory" in accepted
-        if not tried and (sentence := memory_advice.sentence(self)):
+        if not tried and (sentence := memory.refusal(self)):
             return f"{sentence}; or go on all the same with --accept=memory"
-        wanted = self.horizon_is_given or self.horizon.estimated  # a guess is no reason to refuse
+        wanted = self.horizon_is_given or self.horizon.minutes  # an estimate is no reason to refuse
         if self.epochs > MANY_EPOCHS and not wanted and "epochs" not in accepted:
             more = self.more_text or (
                 f"get more text with {command('climbmix', self.public_shards)} and give --data=climbmix"
@@ -193,11 +185,11 @@ class Plan:
     def warnings(self, accept: str) -> list[str]:
         """What a person should know before the run begins, a line each."""
         said = [f"this run is refused: {refusal}"] if (refusal := self.refusal(accept)) else []
-        if not said and (sentence := memory_advice.sentence(self)):
+        if not said and (sentence := memory.refusal(self)):
             said.append(sentence)
         if self.more_text:
             said.append(f"the text is read {self.epochs:.2f} times; {self.more_text}")
-        elif self.epochs > FEW_EPOCHS and not self.horizon.estimated:
+        elif self.epochs > FEW_EPOCHS:
             said.append(f"the text is read {self.epochs:.1f} times; above {FEW_EPOCHS} more text is better")
         if self.expected_seconds > HOPELESS_S:
             time = duration(self.expected_seconds)
@@ -215,75 +207,9 @@ class Plan:
             "total_batch_size": self.total_batch_size,
         }
 
-    @property
-    def training_section(self) -> dict[str, str]:
-        """How long it trains, in which batches and with which rates."""
-        multiplied, scaled = self.parameters["matrices"] + self.parameters["head"], self.scaled
-        micro_batch = f"{self.device_batch_size} rows x {self.config.max_seq_len} tokens"
-        processes = counted(self.hardware.world_size, "process", "processes")
-        micro_steps = counted(self.grad_accum_steps, "micro-step", "micro-steps")
-        about = "about " if self.horizon.estimated else ""
-        tables = f"table_decay {self.table_share:.3g}, constant" if self.table_share else "none"
-        return {
-            "horizon": f"{about}{counted(self.num_iterations, 'step', 'steps')}, {self.tokens:,} tokens "
-            f"({self.horizon.reason}); {self.tokens / multiplied:.2f} tokens a parameter",
-            "epochs": f"{self.epochs:.2f}; the text has about {self.data_tokens:,} tokens",
-            "batch": f"{self.total_batch_size:,} tokens ({self.horizon.batch_reason}) = {micro_batch} x "
-            f"{processes} x {micro_steps}",
-            "rates": ", ".join(f"{name} {rate:.3g}" for name, rate in self.rates.items()),
-            "rate factors": scaled.reason,
-            "weight decay": f"{self.weight_decay:.4g} ({scaled.decay_reason}); embeddings and head: {tables}",
-            "warm-up": counted(self.warmup_steps, "step", "steps"),
-        }
-
-    @property
-    def cost_section(self) -> dict[str, str]:
-        """The memory and the time that it takes."""
-        hardware = self.hardware
-        flops = self.flops_per_token * self.total_batch_size
-        mfu = flops / self.expected_step_seconds / hardware.peak_flops
-        held = f"{gib(hardware.held)} of it held already, " if hardware.held else ""
-        return {
-            "memory": f"{gib(hardware.held + self.expected_bytes)} a process, {held}"
-            f"{gib(hardware.memory)} are free; {memory_estimate.in_words(self.expected_memory)}",
-            "time": f"{duration(self.expected_seconds)} of steps, at {mfu:.0%} of the peak",
-        }
-
-    def sections(self, dataset, tokenizer, compiled: bool, compile_reason: str, run_path) -> dict:
-        """The plan in words, {section: {name: text}}. `text` shows it."""
-        config, counts, hardware = self.config, self.parameters, self.hardware
-        heads = counted(config.num_heads, "head", "heads")
-        products = ", the large products of the blocks in fp8" if self.fp8 else ""
-        return {
-            "machine": {
-                "device": f"{hardware.device_type} x {hardware.world_size}, "
-                f"{hardware.peak_flops / 1e12:.3g} TFLOP/s in all ({hardware.peak_source})",
-                "precision": f"compute in {name_of(hardware.dtype)} ({hardware.dtype_reason}){products}; "
-                "weights, gradients and optimizer state in float32",
-                "compiled": f"{'yes' if compiled else 'no'} ({compile_reason})",
-                "folder": str(run_path),
-            },
-            "text": {
-                "data": f"{dataset.name}, {dataset.note}, fingerprint {dataset.fingerprint[:12]}",
-                "tokenizer": f"{tokenizer.name}, {tokenizer.vocab_size:,} tokens, fingerprint "
-                f"{tokenizer.fingerprint[:12]}",
-            },
-            "model": {
-                "size": f"depth {config.depth}, width {config.width} ({heads} of {config.head_dim}"
-                f"{self.width_reason}), rows of {config.max_seq_len} tokens",
-                "parameters": f"{counts['total']:,}, of which {counts['matrices']:,} in matrices and "
-                f"{counts['head']:,} in the head; {self.flops_per_token:,} FLOPs a token",
-                "spelling": "tokens spelled alike share a part of their rows in embedding and head"
-                if config.spelled
-                else "each token has rows of its own alone",
-            },
-            "training": self.training_section,
-            "cost": self.cost_section,
-        }
-
 
 def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dict | None = None) -> Plan:
-    """The plan for the settings of base_train, {name: value}, on a data set and with its tokenizer.
+    """The plan for the settings of base_train, {name: value}, on a data set and with its tokenizer; pure.
 
     resolved: what a resumed run has decided at its first start. Its device_batch_size stays if it still
     divides the rows. Raises UserError for settings that contradict each other.
@@ -381,19 +307,40 @@ def _plan(
         fp8=settings.get("fp8", False),
         more_text=more_text,
     )
-    return plan.fitted(compiled=False)
+    return plan.with_largest_micro_batch()
 
 
-def text(sections: dict[str, dict[str, str]], warnings: list[str]) -> str:
-    """The sections as aligned lines for a terminal, and the warnings below them."""
-    width = max(len(name) for section in sections.values() for name in section)
-    blocks = []
-    for title, section in sections.items():
-        blocks.append("\n".join([title, *(f"  {name:{width}}  {said}" for name, said in section.items())]))
-    return "\n".join([*blocks, *(f"warning: {warning}" for warning in warnings)])
+def on_machine(
+    plan: Plan, settings: dict, machine, resolved: dict, divided_rows: bool, reduction: str = "mean"
+) -> Plan:
+    """The plan with what this machine decides, the same on all its processes.
+
+    A run that will begin tries its micro-batch on a GPU, and takes fewer rows if memory runs out. resolved:
+    what a resumed run has decided at its first start ({}: a new run); it goes on with it, so that it computes
+    the same bits. divided_rows: a token sees its own document only. reduction: of the loss.
+    """
+    device, before = machine.device, resolved.get("compiled")
+    decision = compiling.decide(settings["compile"], device, plan.expected_seconds, before)
+    compiled, reason = min(machine.all_gather(decision))  # False is less than True: one "no" decides for all
+    plan = replace(plan, compiled=compiled, compile_reason=reason).with_largest_micro_batch()
+    ways = attention.choose(plan.config, machine, plan.hardware.dtype, compiled, divided_rows, resolved)
+    plan = replace(plan, attention=ways, eager_steps=eager_steps(plan, settings["compile"], resolved))
+    tried = device.type != "cpu" and plan.device_batch_size != resolved.get("device_batch_size")
+    if tried and not settings["plan"] and not plan.refusal(settings["accept"]):
+        plan = trial.with_tried_micro_batch(plan, machine, divided_rows, reduction)
+    return plan
 
 
-def lines(sections: dict[str, dict[str, str]], plan: Plan) -> list[str]:
-    """The same for a file: `name: text`. What depends on steps and rows is as it is now, after the trials."""
-    sections = sections | {"training": plan.training_section, "cost": plan.cost_section}
-    return [f"{name}: {said}" for section in sections.values() for name, said in section.items()]
+def eager_steps(plan: Plan, setting: str, resolved: dict) -> int:
+    """How many first steps of a compiled run are not: its first losses are there at once, and what fails in a
+    step fails before the wait.
+
+    Only on a CPU with memory for eager steps too, and with one process: DDP wraps a model once. setting:
+    `compile`; "on" compiles from the first step on.
+    """
+    if not plan.compiled or plan.hardware.device_type != "cpu" or plan.hardware.world_size > 1:
+        return 0
+    if resolved:
+        return resolved.get("eager_steps", 0)
+    fits = replace(plan, compiled=False).expected_bytes <= 0.8 * plan.hardware.memory
+    return compiling.EAGER_STEPS if setting == "auto" and fits else 0

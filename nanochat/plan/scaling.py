@@ -22,7 +22,6 @@ REFERENCE_RATIO = 12.0  # tokens a parameter
 HORIZON_EXPONENT = 0.32  # rates ~ tokens**-0.32: arXiv 2409.19913
 MOST_DECAY = 8.0  # times the rate x decay of the settings, in short runs: our choice (docs/ablations.md)
 MOST_STEPS = 10**9  # of a run, as in base_train's num_iterations
-FEWEST_GUESSED = 100  # steps of a horizon in minutes, while it is a guess: more than are timed
 SPELLED_TOKENS = 2_500  # tokens of a run for each of the vocabulary, below which spelling is shared
 WIDEST = 64  # aspect ratio of a run that is long enough for so wide a model
 BEST_RATIO = 2.0  # tokens a parameter, if FLOPs are few: our fit at d4 and d6 (docs/ablations.md)
@@ -94,8 +93,7 @@ class Horizon:
     d12_tokens: float  # horizon of the reference model, from which rates are carried over
     reason: str
     batch_reason: str
-    minutes: float = 0.0  # that the run is to take (0: something else decides its length)
-    estimated: bool = False  # num_iterations is a guess; time_budget.py finds the number
+    minutes: float = 0.0  # that the run takes (0: its steps are given). Then num_iterations is an estimate
 
     @property
     def tokens(self) -> int:
@@ -161,9 +159,9 @@ def horizon_of(
 ) -> tuple[GPTConfig, Horizon]:
     """The model and the horizon for the settings of base_train, {name: value}, and a vocabulary.
 
-    Minutes become FLOPs with peak_flops, of all processes. That is a guess of the number of steps, and good
-    enough for the batch; a new run times its first steps (time_budget.py). before: what a resumed run has
-    resolved; its number of steps and its batch stay.
+    Minutes become FLOPs with peak_flops, of all processes, and so an estimate of the number of steps. It
+    decides the batch, the rates and the warm-up; the clock decides when the run ends (run/clock.py). before:
+    what a resumed run has resolved; its batch and its estimate stay.
     """
     ends = ("num_iterations", "target_flops", "target_param_data_ratio", "total_batch_size")
     steps, flops, ratio, batch = (settings[name] for name in ends)
@@ -179,28 +177,17 @@ def horizon_of(
             f"{horizon.reason} are {horizon.num_iterations:.3g} steps, and a run has at most "
             f"{MOST_STEPS:,}; give fewer, or a larger --total_batch_size"
         )
-    if minutes and batch == -1 and before:
-        same = {"total_batch_size": before["total_batch_size"], "batch_reason": "as at the run's first start"}
-        horizon = replace(horizon, **same)
-    return config, in_minutes(horizon, minutes, before) if minutes else horizon
-
-
-def in_minutes(horizon: Horizon, minutes: float, before: dict | None) -> Horizon:
-    """The horizon of a run that is to take so many minutes; that of a resumed run is the one it had. Other
-    minutes than before change the number of steps in proportion: it never depends on a second timing."""
-    if not before or before.get("estimated"):
-        guess = min(MOST_STEPS, max(FEWEST_GUESSED, horizon.num_iterations))
-        steps = before["num_iterations"] if before else guess
-        reason = f"{minutes:g} minutes, a guess; the first steps, which are timed, decide"
-        return replace(horizon, num_iterations=steps, reason=reason, minutes=minutes, estimated=True)
-    steps, was = before["num_iterations"], before.get("target_minutes", minutes)
-    reason = "as timed at the run's first start"
-    if "target_minutes" not in before:
-        reason = "as at the run's first start; for another number give --num_iterations"
-    if minutes != was:
-        reason = f"{steps:,} steps as timed for {was:g} minutes, times {minutes:g} / {was:g}"
-        steps = min(MOST_STEPS, max(1, round(steps * minutes / was)))
-    return replace(horizon, num_iterations=steps, reason=reason, minutes=minutes)
+    if minutes:
+        steps, batch_reason = min(MOST_STEPS, horizon.num_iterations), horizon.batch_reason
+        if before:
+            steps = before["num_iterations"] * minutes / before.get("target_minutes", minutes)
+            steps = min(MOST_STEPS, max(1, round(steps)))
+        if before and batch == -1:
+            batch, batch_reason = before["total_batch_size"], "as at the run's first start"
+            horizon = replace(horizon, total_batch_size=batch, batch_reason=batch_reason)
+        reason = f"{minutes:g} minutes from the command to its end; the number of steps is an estimate"
+        horizon = replace(horizon, num_iterations=steps, reason=reason, minutes=minutes)
+    return config, horizon
 
 
 def is_spelled(settings: dict, vocab_size: int, horizon: Horizon, before: dict | None = None) -> bool:

@@ -10,65 +10,23 @@ code. docs/scale.md has a table for many sizes, and says where this design stops
 import functools
 import itertools
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanochat import UserError, muon
 from nanochat.gpt import GPTConfig
-from nanochat.machine.hardware import Hardware
+from nanochat.machine.hardware import GPU, GPUS, Hardware
 from nanochat.machine.precision import name_of
-from nanochat.machine.runtime import DATA_SHEET_TFLOPS
 from nanochat.ops.fp8 import FP8_CAPABILITY
-from nanochat.plan import planning, scaling
+from nanochat.plan import planning, scaling, wording
 from nanochat.terminal import duration, gib
 from nanochat.zero import is_shared_out, share_out
 
 PUBLIC_VOCABULARY = 32_768  # tokens; base_train's default for public text
 ENOUGH_TEXT = 10**15  # tokens: a simulated run never reads its text twice
 
-
-@dataclass(frozen=True)
-class Device:
-    """A GPU by its data sheet, and the usual machine that it is in."""
-
-    name: str  # as in runtime.DATA_SHEET_TFLOPS
-    capability: tuple[int, int]  # CUDA's
-    memory: float  # GiB
-    per_node: int  # GPUs of a machine
-    link: float  # GB/s that a GPU sends to the others of its machine
-    network: float  # GB/s that a GPU sends to other machines
-
-    @property
-    def peak_flops(self) -> float:
-        """FLOP/s of dense 16-bit products."""
-        return dict(DATA_SHEET_TFLOPS)[self.name] * 1e12
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That `--dtype=auto` chooses there (precision.py)."""
-        return torch.bfloat16 if self.capability >= (8, 0) else torch.float16
-
-
-# Sources: the makers' data sheets. Links: NVLink, of which the sheets give both directions together, so half
-# of it; without NVLink PCIe. Networks: an adapter for each GPU in DGX B200, H200, H100 (400 Gb/s) and A100
-# (200 Gb/s), four of 100 Gb/s for eight GPUs in DGX-1 V100. For the PCIe cards it is an assumption: 100 Gb/s
-# for a machine of eight.
-# fmt: off
-DEVICES = [
-    #      name        capability  GiB  GPUs  link  network
-    Device("B200",     (10, 0),    180,  8,   900,  50),
-    Device("H200",     (9, 0),     141,  8,   450,  50),
-    Device("H100",     (9, 0),      80,  8,   450,  50),
-    Device("A100",     (8, 0),      80,  8,   300,  25),
-    Device("L40S",     (8, 9),      48,  8,    32,  12.5 / 8),
-    Device("RTX 4090", (8, 9),      24,  8,    32,  12.5 / 8),
-    Device("L4",       (8, 9),      24,  8,    32,  12.5 / 8),
-    Device("V100",     (7, 0),      32,  8,   150,  6.25),
-    Device("T4",       (7, 5),      16,  8,    16,  12.5 / 8),
-]
-# fmt: on
 
 # Share of the peak that the forward and backward passes reach, by depth: what karpathy/nanochat measured on
 # 8 x H100 (its bfloat16 runs, whole steps). Between these depths it is interpolated. Ours was never measured.
@@ -79,12 +37,13 @@ LINK_EFFICIENCY = 0.7  # share of a link's rate that a large exchange reaches; a
 FREE_MEMORY = 0.97  # share of the memory that a process finds free; assumed
 
 
-def known_device(name: str) -> Device:
-    """The entry of DEVICES for that name, in any case. UserError with the names that there are."""
-    for device in DEVICES:
+def known_device(name: str) -> GPU:
+    """The entry of GPUS for that name, in any case. UserError with the names that there are."""
+    known = [gpu for gpu in GPUS if gpu.memory]
+    for device in known:
         if device.name.lower() == name.strip().lower():
             return device
-    names = ", ".join(device.name for device in DEVICES)
+    names = ", ".join(device.name for device in known)
     raise UserError(f"device {name!r} is not in the table of GPUs to imagine; give one of {names}")
 
 
@@ -102,7 +61,7 @@ def exchanged_bytes(config: GPTConfig, world_size: int, gradient_bytes: int = 4)
     return {"gradients": gradient_bytes * share, "weights": 4 * share}
 
 
-def exchange_rate(device: Device, world_size: int) -> float:
+def exchange_rate(device: GPU, world_size: int) -> float:
     """Bytes a second that each process sends and receives in a large exchange, at full efficiency.
 
     Between machines the traffic of all GPUs of a machine goes over all its adapters: in a ring each byte
@@ -113,7 +72,7 @@ def exchange_rate(device: Device, world_size: int) -> float:
     return min(device.link, device.network * device.per_node) * 1e9
 
 
-def exchange_seconds(size: float, device: Device, world_size: int) -> float:
+def exchange_seconds(size: float, device: GPU, world_size: int) -> float:
     """Seconds for `size` bytes that each process sends. The time until a message begins is not counted."""
     return size / (LINK_EFFICIENCY * exchange_rate(device, world_size))
 
@@ -158,7 +117,7 @@ def at(points: dict[int, float], depth: int) -> float:
 class Simulation:
     """What a run is expected to need. `simulate` makes it."""
 
-    device: Device
+    device: GPU
     plan: planning.Plan
     memory: dict[str, int]  # bytes of a process, by kind
     exchange: dict[str, float]  # bytes of a process and step, by kind
@@ -200,7 +159,8 @@ def simulate(settings: dict) -> Simulation:
     vocab_size = settings["vocab_size"] if settings["vocab_size"] != -1 else PUBLIC_VOCABULARY
     tokenizer = types.SimpleNamespace(vocab_size=vocab_size)
     text = types.SimpleNamespace(estimated_tokens=lambda tokenizer: ENOUGH_TEXT, more_text="")
-    plan = planning.derive(settings, tokenizer, text, hardware).fitted(compiled=True)
+    plan = planning.derive(settings, tokenizer, text, hardware)
+    plan = replace(plan, compiled=True, compile_reason="assumed").with_largest_micro_batch()
     gradient_bytes = 2 if settings["gradient_dtype"] == "bfloat16" else 4
     exchange = exchanged_bytes(plan.config, world_size, gradient_bytes)
     gain = at(FP8_GAIN, plan.config.depth) if plan.fp8 else 1.0
@@ -213,14 +173,14 @@ def simulate(settings: dict) -> Simulation:
     return Simulation(device, plan, plan.expected_memory, exchange, seconds)
 
 
-def check(settings: dict, device: Device):
+def check(settings: dict, device: GPU):
     """Raise UserError for settings that contradict the device."""
     if settings["dtype"] not in ("auto", name_of(device.dtype)):
         raise UserError(
             f"the simulation of {device.name} computes in {name_of(device.dtype)}; leave out --dtype"
         )
     if settings["fp8"] and device.capability < FP8_CAPABILITY:
-        able = ", ".join(d.name for d in DEVICES if d.capability >= FP8_CAPABILITY)
+        able = ", ".join(d.name for d in GPUS if d.capability >= FP8_CAPABILITY)
         raise UserError(
             f"{device.name} cannot multiply in fp8; leave out --fp8, or give --device one of {able}"
         )
@@ -244,7 +204,7 @@ def page(settings: dict) -> str:
     plan, hardware, device = found.plan, found.plan.hardware, found.device
     text = types.SimpleNamespace(name="public text", note="as much as it needs", fingerprint="")
     tokenizer = types.SimpleNamespace(name="", vocab_size=plan.config.vocab_size, fingerprint="")
-    sections = plan.sections(text, tokenizer, True, "assumed", "none: nothing is trained here")
+    sections = wording.sections(plan, text, tokenizer, "none: nothing is trained here")
     sections["machine"]["device"] = (
         f"{device.name} x {hardware.world_size}, imagined; {hardware.peak_flops / 1e12:,.0f} TFLOP/s in all "
         f"({hardware.peak_source})"
@@ -277,4 +237,4 @@ def page(settings: dict) -> str:
         f"{assumed}; {100 * LINK_EFFICIENCY:.0f} % of the links' rate, nothing of it hidden behind the "
         "backward pass; measured by us: nothing (docs/scale.md)"
     )
-    return planning.text(sections, plan.warnings(settings["accept"]))
+    return wording.text(sections, plan.warnings(settings["accept"]))

@@ -5,12 +5,11 @@ import shutil
 import sys
 import time
 
-from nanochat.machine.runtime import EAGER_STEPS
-from nanochat.run.metrics import Progress
+from nanochat.run.clock import Clock
+from nanochat.run.metrics import LoopState
 from nanochat.terminal import bar, duration, give_up, is_terminal
 
-# The first steps of a process, each with a line of its own: one more than the first that is compiled
-FULL_STEPS = EAGER_STEPS + 2
+FULL_STEPS = 12  # the first ones of a process have a line each: on a CPU the eleventh compiles
 LOG_S = 5.0  # seconds between two later lines of a log file
 REDRAW_S = 0.1  # seconds between two updates on a terminal
 # Characters that a terminal obeys and does not show. A model can write them.
@@ -22,13 +21,13 @@ class Console:
     and bars between them.
 
     In a log file the first FULL_STEPS steps have a line each; the last one, and one whose loss is not finite,
-    have one on a terminal too. `progress` knows the bits per byte of the last validation, and how many steps
-    were skipped.
+    have one on a terminal too. `loop` knows the bits per byte of the last validation, and how many steps were
+    skipped; `clock` when the run ends.
     """
 
-    def __init__(self, first_step: int, num_iterations: int, enabled: bool, progress: Progress):
-        self.enabled, self.first_step, self.num_iterations = enabled, first_step, num_iterations
-        self.progress, self.time_left, self.interval = progress, TimeLeft(), Interval()
+    def __init__(self, first_step: int, enabled: bool, loop: LoopState, clock: Clock):
+        self.enabled, self.first_step, self.clock = enabled, first_step, clock
+        self.loop, self.time_left, self.interval = loop, TimeLeft(), Interval()
         self.terminal = enabled and is_terminal(sys.stdout) and is_terminal(sys.stderr)
         self.live = None  # the line that is redrawn, while it is there
         self.shown_at = -math.inf  # on the clock: when a step was last printed or drawn
@@ -43,7 +42,7 @@ class Console:
         self.time_left.add(record["step_time_s"], now)
         self.interval.add(record)
         waited, done = now - self.shown_at, record["step"] + 1
-        whole_line = done == self.num_iterations or not math.isfinite(record["loss"])
+        whole_line = self.clock.progress(done) >= 1 or not math.isfinite(record["loss"])
         if not self.terminal:
             whole_line |= done <= self.first_step + FULL_STEPS or waited >= LOG_S
         if whole_line or (self.terminal and waited >= REDRAW_S):
@@ -52,7 +51,7 @@ class Console:
 
     def print(self, *lines):
         """Lines above the live line."""
-        if not self.enabled:
+        if not self.enabled or not lines:
             return
         text = "\n".join(str(line).translate(CONTROL) for line in lines)
         try:
@@ -65,10 +64,6 @@ class Console:
             sys.stdout.flush()
         except OSError:
             give_up(sys.stdout)
-
-    def forget_speed(self):
-        """The next step is like none before; begin again to measure the time that is left."""
-        self.time_left = TimeLeft()
 
     def bar(self, total: int | None, text: str, unit: str = " batches"):
         """A bar in place of the live line, over `total` pieces of work: `with console.bar(9, "evaluating")
@@ -110,18 +105,22 @@ class Console:
 
     def _pieces(self) -> list[str]:
         """The parts of a line. The most important come first: a narrow terminal shows as many as fit."""
-        record, progress, mean = self.record, self.progress, self.interval
+        record, loop, clock, mean = self.record, self.loop, self.clock, self.interval
         done = record["step"] + 1
         loss = record["smoothed_loss"] if math.isfinite(record["loss"]) else record["loss"]
-        pieces = [f"step {done}/{self.num_iterations}", f"loss {loss:.4f}"]
-        if (left := self.time_left.after(self.num_iterations - done)) is not None:
+        of = f" ({clock.progress(done):.0%})" if clock.minutes else f"/{clock.num_iterations}"
+        pieces = [f"step {done}{of}", f"loss {loss:.4f}"]
+        left = self.time_left.after(clock.num_iterations - done)
+        if clock.minutes:
+            left = max(0.0, clock.seconds_left())
+        if left is not None:
             pieces.append(f"{duration(left)} left")
-        if progress.val_bpb is not None:
-            pieces.append(f"bpb {progress.val_bpb:.4f}")
+        if loop.val_bpb is not None:
+            pieces.append(f"bpb {loop.val_bpb:.4f}")
         pieces += [f"{mean.tokens / mean.seconds:,.0f} tok/s", f"mfu {100 * mean.mfu / mean.seconds:.1f} %"]
         pieces += [f"lr x{record['lr_multiplier']:.2f}", f"{1000 * mean.seconds / mean.steps:.0f} ms"]
-        if progress.skipped:
-            pieces.append(f"{progress.skipped} skipped")
+        if loop.skipped:
+            pieces.append(f"{loop.skipped} skipped")
         return pieces
 
 

@@ -23,9 +23,8 @@ EVALUATIONS = tuple(KINDS)[1:]
 
 
 @dataclass
-class Progress:
-    """What the training loop remembers. It is saved in every checkpoint, so a resumed loop goes on with
-    it."""
+class LoopState:
+    """What the training loop remembers. It is saved in every checkpoint; a resumed loop goes on with it."""
 
     tokens: int = 0  # trained on so far
     train_seconds: float = 0.0
@@ -36,6 +35,9 @@ class Progress:
     val_bpb: float | None = None  # bits per byte of the last validation
     smooth_sum: float = 0.0  # the running mean of the losses before its correction, see smoothed_loss
     smooth_steps: int = 0  # losses in it
+    progress: float = 0.0  # of a run in minutes: the share that is done, see clock.py
+    minutes: float = 0.0  # that it refers to
+    elapsed_s: float = 0.0  # seconds of these minutes that have passed
 
     _ended = -math.inf  # on the clock: the end of the last step; no field, so it is not saved
 
@@ -128,16 +130,11 @@ class Metrics:
             flush=True,
         )
 
-    def start_wandb(self, run: str, config: dict, progress: Progress, say):
-        """Log to a wandb run of that name too, or go on in the one that `progress` remembers."""
+    def start_wandb(self, run: str, config: dict, loop: LoopState, say):
+        """Log to a wandb run of that name too, or go on in the one that `loop` remembers."""
         if self.enabled:
-            self.wandb_log = start_wandb(run, config, self.path.parent, progress.wandb_id, say)
-            progress.wandb_id = self.wandb_log.id if self.wandb_log else None
-
-    def new_config(self, changed: dict):
-        """These facts of the run have changed since `start_wandb`."""
-        if self.wandb_log is not None:
-            self.wandb_log.new_config(changed)
+            self.wandb_log = start_wandb(run, config, self.path.parent, loop.wandb_id, say)
+            loop.wandb_id = self.wandb_log.id if self.wandb_log else None
 
     def sync(self):
         """Return when every record is on disk."""

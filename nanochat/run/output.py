@@ -2,17 +2,47 @@
 
 import functools
 import json
+import math
 import time
 from pathlib import Path
 
 import torch
 
 from nanochat import checkpoint, optim
+from nanochat.evals.task_scores import in_words
 from nanochat.machine import distributed, runtime
-from nanochat.plan import planning
+from nanochat.plan.planning import Plan
 from nanochat.run import metrics
+from nanochat.run.clock import Clock
 from nanochat.run.console import Console
 from nanochat.run.report import write_report
+
+MOST_BAD_STEPS = 3  # in a row that are not finite; then the run ends
+
+
+def begin(resumed, identity: dict, plan: Plan, machine, accept: str):
+    """Where a run begins: (step, step of its last evaluation, what changed, loop state, clock). All processes
+    call it; a run that is finished already says so and ends here.
+
+    resumed: of checkpoint.enter. identity: what makes the run this run; a difference that `accept` does not
+    name is refused. Raises UserError if the processes differ.
+    """
+    machine.check_same(
+        identity | {"compute dtype": str(plan.hardware.dtype), "num_iterations": plan.num_iterations}
+    )
+    changed = checkpoint.changes(resumed, identity, accept)
+    step, last_eval_step = resumed.step if resumed else 0, -1
+    loop = metrics.LoopState(**(resumed.state["loop"] if resumed else {}))
+    clock = Clock(plan, loop, machine, step)
+    if resumed:
+        evaluated = metrics.last_evaluation(resumed.path.parent / "metrics.jsonl", step)
+        last_eval_step = machine.all_gather(evaluated)[0]  # the first process wrote the file
+        done = clock.progress(step)
+        finished = done > 1 or (done == 1 and last_eval_step == step)
+        machine.print(checkpoint.resume_message(resumed, plan.num_iterations, changed, finished))
+        if finished:
+            machine.exit()
+    return step, last_eval_step, changed, loop, clock
 
 
 class RunOutput:
@@ -28,11 +58,12 @@ class RunOutput:
         path: Path,
         run_id: str,  # of checkpoint.enter
         machine: runtime.Machine,
+        plan: Plan,
         facts: dict,
         tokenizer,
         resumed: checkpoint.Checkpoint | None,
-        progress: metrics.Progress,
-        num_iterations: int,
+        loop: metrics.LoopState,
+        clock: Clock,
         wandb_run: str,  # its name, or dummy
         keep_checkpoints: int,
         permanent_every: int = -1,
@@ -41,12 +72,16 @@ class RunOutput:
         if machine.is_main:
             checkpoint.set_future_aside(path, resumed, machine.print)
             metrics.rewind_metrics(path / "metrics.jsonl", step, machine.print)
-        self._path, self._machine, self._progress = path, machine, progress
-        self._files = {"tokenizer.json": tokenizer.to_bytes()}
-        self._write_facts(facts)
+        self._path, self._machine, self._plan, self._loop, self._clock = path, machine, plan, loop, clock
+        self._files = {
+            "tokenizer.json": tokenizer.to_bytes(),
+            "config.json": json.dumps(facts, indent=2).encode(),
+        }
+        if machine.is_main:
+            checkpoint.write_whole(path / "config.json", self._files["config.json"])
         self.log = metrics.Metrics(path, enabled=machine.is_main)
-        self.log.start_wandb(wandb_run, facts, progress, machine.print)
-        self.console = Console(step, num_iterations, machine.is_main, progress)
+        self.log.start_wandb(wandb_run, facts, loop, machine.print)
+        self.console = Console(step, machine.is_main, loop, clock)
         self._saver = checkpoint.AsyncSaver(path, machine.rank, machine.world_size, run_id)
         distributed.before_end(self._saver.finish)  # if any process fails, a save under way is finished first
         self._prune = functools.partial(
@@ -54,19 +89,53 @@ class RunOutput:
         )
         self._saved_at = time.monotonic()
 
-    def _write_facts(self, facts: dict):
-        self._facts, self._files["config.json"] = facts, json.dumps(facts, indent=2).encode()
-        if self._machine.is_main:
-            checkpoint.write_whole(self._path / "config.json", self._files["config.json"])
+    @torch.profiler.record_function("log")  # its name in a trace
+    def log_step(self, record: dict, started: float, loss_scale: float, clock_reading, micro_losses):
+        """Complete and write the record of a step that has just ended.
 
-    def new_plan(self, plan, sections: dict, accept: str):
-        """The number of steps has changed, and with it the plan, a planning.Plan with its sections."""
-        changed = {"plan": planning.lines(sections, plan), "derived": plan.numbers()}
-        self.console.print(planning.text({"timed": plan.training_section}, plan.warnings(accept)))
-        self.console.num_iterations = plan.num_iterations
-        self.console.forget_speed()
-        self._write_facts(self._facts | changed)
-        self.log.new_config(changed)
+        record: its step, loss, grad_norm, and what else the script gives. started: when Python began the
+        step. micro_losses: of this process, to say where a loss became infinite. Raises UserError after
+        MOST_BAD_STEPS in a row.
+        """
+        plan, loop = self._plan, self._loop
+        tokens, seconds = plan.total_batch_size, loop.step_seconds(started)
+        finite = math.isfinite(record["grad_norm"])
+        overflow = not finite and loss_scale > 1  # of float16: the scale is halved, the step is not bad
+        loop.bad_steps = 0 if finite or overflow else loop.bad_steps + 1
+        record |= {
+            "step_time_s": seconds,
+            "tok_per_sec": tokens / seconds,
+            "mfu": plan.flops_per_token * tokens / seconds / plan.hardware.peak_flops,
+            **loop.add_step(record["loss"], tokens, seconds, finite),  # smoothed_loss, tokens, ...
+            "flops": loop.tokens * plan.flops_per_token,
+        }
+        if plan.hardware.dtype == torch.float16:
+            record["loss_scale"] = loss_scale
+        self._clock.add_step(seconds, *clock_reading)
+        self.log.write(record)
+        self.console.step(record)
+        if loop.bad_steps == MOST_BAD_STEPS:
+            first_row = record["step"] * tokens // plan.config.max_seq_len
+            newest = checkpoint.newest_in_words(self._path)
+            raise metrics.diverged(record["step"], micro_losses.tolist(), first_row, newest)
+
+    def log_evaluation(self, record: dict, began: float, said: str = "", final: bool = False):
+        """Print and write the record of an evaluation, and the report of all that the run has done.
+
+        record: its step and scores. began: when it began, on time.monotonic(). said: more words about its
+        bits per byte. final: the run goes no further now.
+        """
+        loop, step = self._loop, record["step"]
+        if "val_bpb" in record:
+            loop.val_bpb = record["val_bpb"]
+            self.console.print(f"step {step}: validation {loop.val_bpb:.4f} bits per byte{said}")
+        self.console.print(*(f"step {step}: {line}" for line in in_words(record)))
+        self.console.print(*(f"--- {text}" for text in record.get("samples", ())))
+        totals = {"progress": self._clock.progress(step), "tokens": loop.tokens}
+        totals |= {"train_time_s": loop.train_seconds, "peak_memory": self._machine.peak_memory()}
+        self.log.write(record | totals)
+        self.report(final)
+        self._clock.add_evaluation(time.monotonic() - began)
 
     def prepare_to_save(self, model: torch.nn.Module, optimizer):
         """Make the buffers of a save, once the optimizer has its state (after its first step)."""
@@ -120,6 +189,6 @@ class RunOutput:
             said = f"stopped by {stopped_by} after {step} steps and saved; the same command{again} goes on"
         else:
             memory = f"{self._machine.peak_memory() / 2**30:.2f} GiB at most"
-            said = f"done: {self._progress.train_seconds:.0f} s in steps, {memory}"
+            said = f"done: {self._loop.train_seconds:.0f} s in steps, {memory}"
             said += f"\nreport: {self._path / 'report.html'}"
         self._machine.print(said)

@@ -6,11 +6,15 @@ On a GPU the device's own context and libraries are not in them, nor what the al
 tensors.
 """
 
+import bisect
+from dataclasses import replace
+
 import torch
 
 from nanochat.gpt import GPTConfig
 from nanochat.ops import attention_blocks, loss
 from nanochat.plan import scaling
+from nanochat.terminal import gib
 
 # Bytes that a token takes: for each channel of the width in each layer, and for each channel once.
 # (compiled, bytes of the compute dtype): layer, once
@@ -97,25 +101,40 @@ def in_words(needed: dict[str, int]) -> str:
     return ", ".join(f"{kind} {size / 2**30:.2f}" for kind, size in large)
 
 
-def sentence(
-    needed: int, memory: int, advice: str = "lower --device_batch_size, --max_seq_len or --depth"
-) -> str:
-    """What to do if a process needs more bytes than it may take; empty if it does not."""
+def refusal(plan) -> str:
+    """Why a run does not fit into memory and what to lower; empty if it fits. plan: a planning.Plan."""
+    needed, memory = plan.expected_bytes, plan.hardware.memory
     if needed <= memory:
         return ""
-    said = f"this run needs about {needed / 2**30:.1f} GiB a process and {memory / 2**30:.1f} are free"
-    return f"{said}; {advice}"
+    said = f"this run needs about {gib(needed)} a process and {gib(memory)} are free"
+    return f"{said}; {advice(plan, memory)}"
 
 
-def pick_device_batch_size(
-    rows: int, config: GPTConfig, dtype: torch.dtype, compiled: bool, memory: int, most_tokens: int, **where
-) -> int:
-    """Rows of a micro-batch: the largest divisor of `rows` with at most `most_tokens` tokens that needs no
-    more than `memory` bytes; 1 if none does."""
-    for size in range(min(rows, most_tokens // config.max_seq_len), 1, -1):
-        tokens = size * config.max_seq_len
-        if rows % size == 0 and memory >= sum(
-            training_bytes(config, tokens, dtype, compiled, **where).values()
-        ):
-            return size
-    return 1
+def advice(plan, memory: int) -> str:
+    """What to lower, and to which value, so that a process needs at most `memory` bytes."""
+    rows = plan.device_batch_size * plan.grad_accum_steps
+    for n in range(plan.device_batch_size - 1, 0, -1):
+        if rows % n == 0 and plan.with_rows(n).expected_bytes <= memory:
+            return f"lower --device_batch_size to {n}"
+    one_row, config = plan.with_rows(1), plan.config
+    rows_too = " and --device_batch_size to 1" if plan.device_batch_size > 1 else ""
+
+    def needs(**changes) -> int:
+        return replace(one_row, config=replace(config, **changes)).expected_bytes
+
+    found = []
+    lengths = [config.max_seq_len >> n for n in range(1, 12) if config.max_seq_len % (1 << n) == 0]
+    if length := next((T for T in lengths if needs(max_seq_len=T) <= memory), 0):
+        found.append(f"--max_seq_len to {length}")
+    if plan.aspect_ratio:  # else the model is given
+        # Memory grows at most with the cube of the depth, so deeper than this cannot fit
+        deepest = int(config.depth * (memory / one_row.expected_bytes) ** (1 / 3)) + 2
+
+        def needs_at(depth: int) -> int:
+            sizes = depth, plan.aspect_ratio, config.head_dim, config.max_seq_len, config.vocab_size
+            shape = scaling.model_config(*sizes, config.window_pattern)
+            return needs(depth=depth, width=shape.width, num_heads=shape.num_heads)
+
+        if depth := bisect.bisect_right(range(1, min(config.depth, deepest)), memory, key=needs_at):
+            found.append(f"--depth to {depth}")
+    return f"lower {' or '.join(found or ['--max_seq_len and --depth'])}{rows_too}"

@@ -1,0 +1,115 @@
+"""Whether a micro-batch fits into a GPU's memory: tried before the run begins.
+
+The estimate of memory.py cannot know everything that a GPU keeps. So a new run tries a micro-batch of made-up
+tokens, and takes fewer rows if memory runs out. Weights, optimizer state and random numbers stay as they are.
+"""
+
+import gc
+
+import torch
+
+from nanochat import UserError
+from nanochat.gpt import GPT
+from nanochat.machine import precision, runtime
+from nanochat.machine.transfers import to_device
+from nanochat.ops import attention
+from nanochat.ops.fp8 import convert_to_fp8
+from nanochat.plan import memory
+
+
+def with_tried_micro_batch(plan, machine, divided_rows: bool, reduction: str):
+    """The plan, with fewer rows a micro-batch if its own do not fit into memory on all processes: about half
+    of them, and so on, as far as they divide the rows of a process. The batch stays.
+
+    divided_rows: a token sees its own document only. reduction: of the loss. With both as in the training,
+    the trial needs the same memory. Raises UserError, on every process, if not even one row fits.
+    """
+    with torch.device("meta"):
+        model = GPT(plan.config)
+    runtime.materialize(model, machine.device, seed=0)
+    if plan.fp8:
+        convert_to_fp8(model)
+    attention.use(model, plan.attention)
+    boundaries = plan.attention.boundaries if divided_rows else None
+    while not all(machine.all_gather(_fits(plan, machine, model, boundaries, reduction))):
+        gc.collect()  # the failed step's tensors hang on its exception
+        _give_back(machine)
+        if not (rows := smaller(plan)):
+            raise UserError(out_of_memory(plan))
+        machine.print(
+            f"out of memory with {plan.device_batch_size} rows a micro-batch; going on with {rows} and the "
+            "same batch"
+        )
+        plan = plan.with_rows(rows)
+    del model
+    _give_back(machine)
+    return plan
+
+
+def _give_back(machine):
+    if machine.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(machine.device)  # the run's peak is not that of the trial
+
+
+def smaller(plan) -> int:
+    """The largest number of rows, at most half of the plan's, that divides those of a process; 0 if none."""
+    rows = plan.device_batch_size * plan.grad_accum_steps
+    return next((n for n in range(plan.device_batch_size // 2, 0, -1) if rows % n == 0), 0)
+
+
+def _fits(plan, machine, model, boundaries, reduction) -> bool:
+    """Whether the first micro-steps of a step fit. Only their memory counts, and they leave no trace."""
+    before = runtime.random_state(machine.device)
+    step = torch.compile(model, dynamic=False) if plan.compiled else model
+    try:
+        # Several processes have the gradients a second time, in DDP's buckets
+        buckets = [torch.empty_like(p) for p in model.parameters() if machine.world_size > 1]
+        inputs, targets, documents = made_up_batch(plan, machine, boundaries)
+        for _ in range(min(2, plan.grad_accum_steps)):  # the second one finds the gradients of the first
+            with precision.autocast(machine.device, plan.hardware.dtype):
+                loss = step(inputs, targets, reduction, documents=documents)
+            loss.backward()
+        machine.synchronize()
+        del buckets
+        return True
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    finally:
+        model.zero_grad(set_to_none=True)
+        runtime.set_random_state(before, machine.device)
+
+
+def made_up_batch(plan, machine, boundaries) -> tuple:
+    """(inputs, targets, documents) of a micro-batch, as the loader would give them."""
+    shape = plan.device_batch_size, plan.config.max_seq_len
+    inputs = torch.arange(shape[0] * shape[1]).view(shape) % plan.config.vocab_size
+    documents = None if boundaries is None else to_device(boundaries(inputs, 0), machine.device)
+    # Not the same tensor twice: torch.compile would compile code for that, and later other code
+    return to_device(inputs, machine.device), to_device(inputs.clone(), machine.device), documents
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of torch says that a device, or the CPU, has no more memory."""
+    said = ("out of memory", "can't allocate memory", "not enough memory")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in said)
+    )
+
+
+def explanation(plan):
+    """For `explain_errors`: a function that gives the sentence for an error which says that memory ran out."""
+    return lambda error: out_of_memory(plan) if is_out_of_memory(error) else None
+
+
+def out_of_memory(plan) -> str:
+    """What to do when memory runs out in a run with that plan, in one sentence."""
+    if rows := smaller(plan):
+        return (
+            f"out of memory with {plan.device_batch_size} rows a micro-batch; give the same command with "
+            f"--device_batch_size={rows}: it goes on from the newest checkpoint, with the same batch"
+        )
+    # The estimate was wrong, or the memory is not free: what to lower to need three quarters of it
+    return f"out of memory with one row a micro-batch; {memory.advice(plan, plan.expected_bytes * 3 // 4)}"
