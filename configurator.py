@@ -23,27 +23,35 @@ import ast
 import contextlib
 import difflib
 import io
+import operator
 import os
 import re
 import shutil
 import sys
 import textwrap
 import tokenize
+import warnings
 from collections import deque, namedtuple
 from dataclasses import dataclass
 
-from nanochat import UserError
-from nanochat.values import TYPES, check_range, check_text, describe, fit, literal, parse, read_range, show
+from nanochat import UserError, explained
 
 ENVIRONMENT = {"base_dir": "NANOCHAT_BASE_DIR"}  # setting -> the environment variable that may set it
 WORDS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+OPERATORS |= {ast.FloorDiv: operator.floordiv, ast.UAdd: operator.pos, ast.USub: operator.neg}
+# An exact power of integers can take minutes. A float power overflows at once.
+OPERATORS[ast.Pow] = lambda base, exponent: float(base) ** exponent if exponent > 1024 else base**exponent
+LARGEST = 1e308  # the largest number that is accepted, so that every integer fits into a float
 MAX_FILE_BYTES = 100_000  # of a config file; a longer one is refused before it is read whole
 MAX_COLUMN = 28  # where the help texts begin at most; a longer --name=default stands out to the right
+# How --help names a type, and how an error describes it
+TYPES = {int: ("int", "a whole number"), float: ("float", "a number"), str: ("text", "text")}
+TYPES |= {bool: ("bool", "true or false"), None: ("none", "none")}
 
-
-# kind: the types and single values that a setting takes, such as (int, None) or ("auto", "on", "off")
-# range: of its numbers, as it is written, such as "-1, 1..1e9"; empty if any number will do
-Setting = namedtuple("Setting", "kind default group help range")
+# variable: its name in the script. kind: the types and single values that the setting takes, such as
+# (int, None) or ("auto", "on", "off"). range: of its numbers, as it is written; empty if any number will do
+Setting = namedtuple("Setting", "variable kind default group help range")
 
 
 @dataclass
@@ -59,12 +67,14 @@ class Settings:
         return {name: {"value": value, "source": self.sources[name]} for name, value in self.values.items()}
 
 
-def configure(globals_, argv=None, arguments="CONFIG_FILE"):
+def configure(globals_, argv=None, arguments="CONFIG_FILE", aliases=None):
     """Give a script's variables the values that the command line asks for. Returns the `Settings`.
 
     `globals_` is the script's globals(). `argv` is the command line (None: sys.argv[1:]). `arguments` is what
     --help calls a bare argument. With another name than CONFIG_FILE, these are not read as config files:
     they are the script's own, in `Settings.arguments`.
+    `aliases`, {"plan": "plan_only"}: the setting of the variable plan_only is called plan, in the record too.
+    People may type either name. It is read from the source of the call, so it must be written out there.
     --help prints every setting and exits with status 0. If anything is wrong, all mistakes are printed on
     stderr, no variable changes, and the script exits with status 2. From this call on, a UserError that
     nothing catches ends the script in the same way: its sentence, status 2, no traceback. A character that
@@ -77,16 +87,17 @@ def configure(globals_, argv=None, arguments="CONFIG_FILE"):
         _excepthook.previous, sys.excepthook = sys.excepthook, _excepthook
     argv = sys.argv[1:] if argv is None else argv
     declared = _declared_settings(globals_["__file__"])
-    values = {name: globals_.get(name, setting.default) for name, setting in declared.items()}
+    values = {name: globals_.get(setting.variable, setting.default) for name, setting in declared.items()}
     sources, errors = dict.fromkeys(declared, "default"), []
     environment = {n: v for n, v in ENVIRONMENT.items() if n in declared and os.environ.get(v)}
     if "--help" in argv or "-h" in argv:
         values |= {name: os.environ[variable] for name, variable in environment.items()}
         _say(_help_page(globals_, declared, values, arguments), sys.stdout)
         raise SystemExit(0)
-    command_line, bare = _read_arguments(argv, declared, errors)
+    names = {setting.variable: name for name, setting in declared.items()} | {name: name for name in declared}
+    command_line, bare = _read_arguments(argv, declared, names, errors)
     files = bare if arguments == "CONFIG_FILE" else []
-    from_files = [given for path in files for given in _read_file(path, declared, errors)]
+    from_files = [given for path in files for given in _read_file(path, names, errors)]
     given = [(n, ast.Constant(os.environ[v]), f"environment {v}", v) for n, v in environment.items()]
     for name, expression, source, label in given + from_files + command_line:
         try:
@@ -97,7 +108,7 @@ def configure(globals_, argv=None, arguments="CONFIG_FILE"):
         report = "".join(f"error: {error}\n" for error in errors)
         _say(report + "hint: --help lists every setting with its default", sys.stderr)
         raise SystemExit(2)
-    globals_.update(values)
+    globals_.update({declared[name].variable: value for name, value in values.items()})
     return Settings(values, sources, tuple(bare))
 
 
@@ -109,51 +120,63 @@ def defaults(path):
     return {name: setting.default for name, setting in _declared_settings(path).items()}
 
 
-# What the script declares.
+# What the script declares
 def _declared_settings(path):
     """{name: Setting} in the order of the script."""
     with tokenize.open(path) as file:
         source = file.read()
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
+    tree = ast.parse(source)
+    keywords = {k.arg: k.value for k in getattr(_call(tree), "keywords", [])}
+    aliases = ast.literal_eval(keywords["aliases"]) if "aliases" in keywords else {}
+    names = {variable: name for name, variable in aliases.items()}
     declared, group, end = {}, "", 0
-    for statement in _statements_to_call(ast.parse(source).body):
+    for statement in _statements_to_call(tree.body):
         heading = _heading(source.split("\n")[end : statement.lineno - 1], statement.col_offset) or group
         end = statement.end_lineno
-        name, node = _assignment(statement)
+        variable, node = _assignment(statement)
+        name = names.get(variable, variable)
         declared.pop(name, None)  # a second assignment to a name replaces the first
         annotation = getattr(statement, "annotation", None)
         try:
             default = literal(node)
         except (UserError, RecursionError):
             continue  # a computed value is not a setting
-        if name.startswith("_") or (default is None and annotation is None):
+        if variable.startswith("_") or (default is None and annotation is None):
             continue
         try:
             kind = _kind(annotation) if annotation else (type(default),)
-            setting = Setting(
-                kind, default, heading, *_help_and_range(comments.get(end, "").strip("# "), kind)
-            )
-            _value(node, setting)
+            about = _help_and_range(comments.get(end, "").strip("# "), kind)
+            declared[name] = Setting(variable, kind, default, heading, *about)
+            _value(node, declared[name])
         except UserError as error:
-            raise UserError(f"{path}:{statement.lineno}: {name}: {error}") from None
-        declared[name], group = setting, heading
+            raise UserError(f"{path}:{statement.lineno}: {variable}: {error}") from None
+        group = heading
     return declared
 
 
-def _help_and_range(comment, kind):
-    """The help and the range that the comment of a setting of this kind holds."""
-    bracket = re.fullmatch(r"(.*?)\s*\[([^][]+)\]", comment) if {int, float} & {*kind} else None
-    read_range(bracket[2] if bracket else "")
-    return bracket.groups() if bracket else (comment, "")
+def _statements_to_call(body):
+    """The statements up to the call of configure(): those of its `if` block if that has assignments."""
+    for index, statement in enumerate(body):
+        if _call(statement):
+            inner = _statements_to_call(statement.body) if isinstance(statement, ast.If) else []
+            return inner if any(_assignment(s)[0] for s in inner[:-1]) else body[: index + 1]
+    return body
 
 
-def _value(expression, setting):
-    """The value of an expression, if the setting takes it; else UserError."""
-    value = fit(literal(expression), setting.kind)
-    check_range(value, setting.range, setting.help)
-    check_text(value, may_be_empty=setting.default == "" or "may be empty" in setting.help)
-    return value
+def _call(node):
+    """The call of configure() in a part of the script, else None."""
+    calls = (part for part in ast.walk(node) if isinstance(part, ast.Call))
+    return next((c for c in calls if getattr(c.func, "attr", getattr(c.func, "id", "")) == "configure"), None)
+
+
+def _assignment(statement):
+    """(name, value node) of an assignment to one name, else (None, None)."""
+    match statement:
+        case ast.Assign([ast.Name(name)], node) | ast.AnnAssign(ast.Name(name), _, ast.expr() as node):
+            return name, node
+    return None, None
 
 
 def _heading(lines, indent):
@@ -163,22 +186,11 @@ def _heading(lines, indent):
     return next(filter(None, words), "")
 
 
-def _statements_to_call(body):
-    """The statements up to the call of configure(): those of its `if` block if that has assignments."""
-    for index, statement in enumerate(body):
-        called = [node.func for node in ast.walk(statement) if isinstance(node, ast.Call)]
-        if any(getattr(f, "attr", getattr(f, "id", "")) == "configure" for f in called):
-            inner = _statements_to_call(statement.body) if isinstance(statement, ast.If) else []
-            return inner if any(_assignment(s)[0] for s in inner[:-1]) else body[: index + 1]
-    return body
-
-
-def _assignment(statement):
-    """(name, value node) of an assignment to one name, else (None, None)."""
-    match statement:
-        case ast.Assign([ast.Name(name)], node) | ast.AnnAssign(ast.Name(name), _, ast.expr() as node):
-            return name, node
-    return None, None
+def _help_and_range(comment, kind):
+    """The help and the range that the comment of a setting of this kind holds."""
+    bracket = re.fullmatch(r"(.*?)\s*\[([^][]+)\]", comment) if {int, float} & {*kind} else None
+    read_range(bracket[2] if bracket else "")
+    return bracket.groups() if bracket else (comment, "")
 
 
 def _kind(annotation):
@@ -190,45 +202,45 @@ def _kind(annotation):
             return (None,)
         case ast.BinOp(left, ast.BitOr(), right):
             return _kind(left) + _kind(right)
-        case ast.Subscript(ast.Name("Optional") | ast.Attribute(attr="Optional"), inner):
-            return (*_kind(inner), None)
-        case ast.Subscript(ast.Name("Literal") | ast.Attribute(attr="Literal"), inner):
-            return tuple(literal(choice) for choice in getattr(inner, "elts", [inner]))
+        case ast.Subscript(ast.Name("Literal"), choices):
+            return tuple(literal(choice) for choice in getattr(choices, "elts", [choices]))
     raise UserError(f"use int, float, str, bool, Literal or X | None, not {ast.unparse(annotation)}")
 
 
-# What a person gives, as lists of (name, expression, source, label for an error).
-def _read_arguments(argv, declared, errors):
-    """What the command line gives to settings, and its bare arguments."""
+# What a person gives, as lists of (name, expression, source, label for an error)
+def _read_arguments(argv, declared, names, errors):
+    """What the command line gives to settings, and its bare arguments. names: {what a person may type: name
+    of the setting}."""
     given, bare, rest = [], [], deque(argv)
-    switches = {name for name, setting in declared.items() if bool in setting.kind}
-    negated = {f"no_{name}": name for name in switches if f"no_{name}" not in declared}
+    negated = {f"no_{typed}": name for typed, name in names.items() if bool in declared[name].kind}
+    negated = {typed: name for typed, name in negated.items() if typed not in names}
     while rest:
         argument = rest.popleft()
         key, equals, text = argument.partition("=")
-        name = key[2:].replace("-", "_") if key.startswith("--") else ""
+        typed = key[2:].replace("-", "_") if key.startswith("--") else ""
         following = rest[0] if rest else "--"
         if not argument.startswith("-"):
             bare.append(argument)
-        elif name in negated:
-            given.append((negated[name], ast.Constant(False), "command line", key))
+        elif typed in negated:
+            given.append((negated[typed], ast.Constant(False), "command line", key))
             errors += [f"{key} takes no value"] if equals else []
-        elif name not in declared:
-            near = _near(key.strip("-").replace("-", "_"), [*declared, *negated], "--")
+        elif typed not in names:
+            near = _near(key.strip("-").replace("-", "_"), [*names, *negated], "--")
             errors.append(f"unknown setting {show(key)}{near}")
             if not equals and not following.startswith("--") and not following.endswith(".py"):
                 rest.popleft()  # most likely its value, which is not a second mistake
-        elif not equals and name not in switches and following.startswith("--"):
-            errors.append(f"{key} needs a value: {describe(declared[name].kind)}")
         else:
+            name, kind = names[typed], declared[names[typed]].kind
+            if not equals and bool not in kind and following.startswith("--"):
+                errors.append(f"{key} needs a value: {_describe(kind)}")
+                continue
             if not equals:
-                text = "true" if name in switches and following.lower() not in WORDS else rest.popleft()
-            label = f"{key}={show(text)}"
-            given.append((name, _expression(text, declared[name].kind), "command line", label))
+                text = "true" if bool in kind and following.lower() not in WORDS else rest.popleft()
+            given.append((name, _expression(text, kind), "command line", f"{key}={show(text)}"))
     return given, bare
 
 
-def _read_file(path, declared, errors):
+def _read_file(path, names, errors):
     """What a config file gives. It may hold a docstring, comments and lines of name = value."""
     given, body = [], []
     try:
@@ -236,19 +248,19 @@ def _read_file(path, declared, errors):
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
             raise ValueError(f"over {MAX_FILE_BYTES:,} bytes, which is too long")
-        body = parse(data, "exec")
+        body = _parse(data, "exec")
     except SyntaxError as error:
         errors.append(f"{show(path)}:{error.lineno or 1}: {error.msg}")
     except (OSError, ValueError) as error:
-        near = _near(path.partition("=")[0], declared, "--")
+        near = _near(path.partition("=")[0], names, "--")
         errors.append(f"config file {show(path)}: {getattr(error, 'strerror', None) or error}{near}")
     for statement in body:
         name, node = _assignment(statement)
         place = f"{show(path)}:{statement.lineno}"
-        if name in declared:
-            given.append((name, node, f"{path}:{statement.lineno}", f"{place}: {name}"))
+        if name in names:
+            given.append((names[name], node, f"{path}:{statement.lineno}", f"{place}: {name}"))
         elif name:
-            errors.append(f"{place}: unknown setting {show(name)}{_near(name, declared)}")
+            errors.append(f"{place}: unknown setting {show(name)}{_near(name, names)}")
         elif statement is not body[0] or ast.get_docstring(ast.Module(body, [])) is None:
             errors.append(f"{place}: a config file holds lines of name = value, and nothing else")
     return given
@@ -263,8 +275,18 @@ def _expression(text, kind):
             return ast.Constant(words[word])
     if str not in kind and re.fullmatch(r"[-+.(0-9][-+*/.()0-9a-fA-FxX_ ]{,999}", text):
         with contextlib.suppress(SyntaxError):
-            return parse(text, "eval")
+            return _parse(text, "eval")
     return ast.Constant(text)
+
+
+def _parse(text, mode):
+    """The body of a source text. Whatever cannot be parsed is a SyntaxError."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return ast.parse(text, mode=mode).body
+    except (ValueError, RecursionError, MemoryError):
+        raise SyntaxError("it holds a NUL byte or is nested too deeply") from None
 
 
 def _near(name, names, dashes=""):
@@ -272,6 +294,91 @@ def _near(name, names, dashes=""):
     return f"; did you mean {dashes}{close[0]}?" if close else ""
 
 
+# Values
+def literal(node):
+    """The value of a literal or of arithmetic on numbers."""
+    match node:
+        case ast.Constant(None | bool() | str() | int() | float() as value):
+            pass
+        case ast.UnaryOp(op=op) | ast.BinOp(op=op) if type(op) in OPERATORS:
+            numbers = [literal(side) for side in ast.iter_child_nodes(node) if side is not op]
+            if any(type(number) not in (int, float) for number in numbers):
+                raise UserError("arithmetic works on numbers only")
+            try:
+                value = OPERATORS[type(op)](*numbers)
+            except ArithmeticError:
+                value = float("nan")
+        case _:
+            raise UserError("a value is a number, arithmetic on numbers, text, True, False or None")
+    if isinstance(value, complex) or (type(value) in (int, float) and not -LARGEST <= value <= LARGEST):
+        raise UserError("the result is too large or not a real number")
+    return value
+
+
+def _value(expression, setting):
+    """The value of an expression, if the setting takes it; else UserError."""
+    value = _fit(literal(expression), setting.kind)
+    if type(value) in (int, float):
+        _check_range(value, setting)
+    may_be_empty = setting.default == "" or "may be empty" in setting.help
+    if isinstance(value, str) and not value.strip() and not may_be_empty:
+        raise UserError("it is empty; give a value, or leave it out")
+    return value
+
+
+def _fit(value, kind):
+    """`value` as a value of this kind. A whole number may become a float, and 1e3 an int."""
+    if any(type(value) is k or (type(value) is type(k) and value == k) for k in kind):
+        return value
+    if type(value) is int and float in kind:
+        return float(value)
+    if type(value) is float and value.is_integer() and int in kind:
+        return int(value)
+    raise UserError(f"expected {_describe(kind)}, got {repr(value)[:200]}")
+
+
+def _describe(kind):
+    choices = ", ".join(show(k) for k in kind if k not in TYPES)
+    return " or ".join([f"one of {choices}"] * bool(choices) + [TYPES[k][1] for k in kind if k in TYPES])
+
+
+def show(value):
+    """A value as a person writes it on the command line, shortened."""
+    text = str(value).lower() if value is None or isinstance(value, bool) else str(value)
+    return text if re.fullmatch(r"[!-~]{1,200}", text) else repr(text)[:200]
+
+
+def read_range(text):
+    """[(lowest, highest)] of a range, each bound as a pair of text and number; [] for an empty text."""
+    alternatives = []
+    for part in text.split(",") if text else []:
+        low, dots, high = (bound.strip() for bound in part.partition(".."))
+        try:
+            texts = low, high if dots else low
+            bounds = [(bound, _fit(literal(_parse(bound, "eval")), (int, float))) for bound in texts]
+        except (SyntaxError, UserError):
+            bounds = [(low, 1), (high, 0)]
+        if bounds[0][1] > bounds[1][1]:
+            raise UserError(f"its range [{text}] is none; write it as [-1, 1..1e9]")
+        alternatives.append(bounds)
+    return alternatives
+
+
+def _check_range(number, setting):
+    """Raise UserError for a number outside of the range. The error says what single numbers mean, if the help
+    does: "steps (-1 = off)"."""
+    alternatives = read_range(setting.range)
+    if not alternatives or any(low[1] <= number <= high[1] for low, high in alternatives):
+        return
+    noun = TYPES[type(number)][1]
+    ways = [f"{noun} from {low} to {high}" for (low, _), (high, _) in alternatives if low != high]
+    for single in (low for (low, _), (high, _) in alternatives if low == high):
+        meaning = re.search(rf"\({re.escape(single)} = ([^()]*)\)", setting.help)
+        ways.append(f"{single} ({meaning[1]})" if meaning else single)
+    raise UserError(f"give {', or '.join(ways)}")
+
+
+# What a person sees
 def _help_page(globals_, declared, values, arguments):
     """The docstring, the usage, and every setting with its default, help and type, in its group."""
     width = max(40, min(110, shutil.get_terminal_size().columns))
@@ -312,6 +419,7 @@ def _say(text, stream):
 
 
 def _excepthook(kind, error, traceback):
+    error = explained(error)
     if not isinstance(error, UserError):
         return _excepthook.previous(kind, error, traceback)
     _say(f"error: {error}", sys.stderr)

@@ -7,3 +7,27 @@ class UserError(ValueError):
     Modules raise it where the bad value enters; `configurator.configure` makes every script print the
     sentence and exit with status 2, without a traceback.
     """
+
+
+_translations = []
+
+
+def explain_errors(translate):
+    """From now on other errors, too, end the script with one sentence and status 2.
+
+    translate(error): the sentence, or None for an error that it does not know. The newest function is asked
+    first.
+    """
+    _translations.append(translate)
+
+
+def explained(error):
+    """The UserError in place of an error that a function of `explain_errors` knows, else the error itself.
+    Whatever prints the last error of a process asks for this first."""
+    for translate in reversed(_translations) if not isinstance(error, UserError) else ():
+        try:
+            if sentence := translate(error):
+                return UserError(sentence)
+        except Exception:  # it must not hide the error that it was asked about
+            continue
+    return error

@@ -12,9 +12,9 @@ import pytest
 from helpers import ROOT, command
 
 import configurator
+from configurator import read_range
 from nanochat import UserError
 from nanochat.machine import runtime
-from nanochat.values import read_range
 
 SCRIPTS = [path for path in ROOT.glob("*/*.py") if "configurator.configure(" in path.read_text("utf-8")]
 SCRIPTS = {str(path.relative_to(ROOT)): path for path in sorted(SCRIPTS) if path.parent.name != "tests"}
