@@ -62,12 +62,14 @@ class MuonAdamW(Optimizer):
     # Without torch's wrappers: at their first call they load the compiler, which takes a second or two
     add_param_group, zero_grad = map(unwrap, (Optimizer.add_param_group, Optimizer.zero_grad))
 
-    def __init__(self, groups, compute_dtype=torch.float32, compile=False, rank=0, world_size=1):
+    def __init__(
+        self, groups, compute_dtype=torch.float32, compile_after: int | None = None, rank=0, world_size=1
+    ):
         super().__init__(groups, {})
         self.found_inf = None
         # Not float16: its range is too small for the products of the orthogonalization
         self.muon_dtype = torch.bfloat16 if compute_dtype == torch.bfloat16 else torch.float32
-        self.muon_update = compiled_muon_update() if compile else muon_update
+        self.muon_update, self.compile_after, self.steps = muon_update, compile_after, 0
         self.rank, self.world_size = rank, world_size
         matrices, tables = (
             [p for g in self.param_groups if g["method"] == m for p in g["params"] if is_shared_out(p.shape)]
@@ -134,6 +136,9 @@ class MuonAdamW(Optimizer):
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and found_inf.device.type == "mps" and found_inf.item():
             return  # MPS's fused AdamW ignored found_inf until 2026 (pytorch/pytorch#186360)
+        if self.steps == self.compile_after:
+            self.muon_update = compiled_muon_update()
+        self.steps += 1
         sent = []
         for group in self.param_groups:
             if group["method"] == "muon":
@@ -296,12 +301,6 @@ def parameter_groups(model, rates: dict, weight_decay: float, table_decay: float
 
 
 # What base_train.py does with its optimizer, ours or another one of torch's
-
-
-def compile_update(optimizer: torch.optim.Optimizer):
-    """From its next step on Muon runs compiled code."""
-    if isinstance(optimizer, MuonAdamW):
-        optimizer.muon_update = compiled_muon_update()
 
 
 def skip_if_not_finite(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor):

@@ -114,9 +114,13 @@ plan_only = False  # print the plan and exit
 plan_device: str | None = None  # with --plan: of that GPU, such as H100 (none = of this machine)
 plan_world_size = -1  # with --plan and --device: of so many processes, one a GPU (-1 = one) [-1, 1..1e6]
 
-# What people type: --plan, --device, --world_size, --tokenizer
-names = {"plan": "plan_only", "device": "plan_device", "world_size": "plan_world_size"}
-settings = configurator.configure(globals(), aliases=names | {"tokenizer": "tokenizer_name"})
+settings = configurator.configure(
+    globals(),  # aliases: what people type, and the variable above
+    aliases={
+        "plan": "plan_only", "device": "plan_device", "world_size": "plan_world_size",
+        "tokenizer": "tokenizer_name",
+    },
+)  # fmt: skip
 if plan_device or plan_world_size != -1:  # the plan for GPUs that are not here
     print(simulation.page(settings.values))
     raise SystemExit(0)
@@ -224,7 +228,9 @@ output = RunOutput(
     keep_checkpoints, permanent_every,
 )  # fmt: skip
 console = output.console
-profiler = StepProfiler(profile, math.inf if clock.minutes else plan.num_iterations, run_path, machine, console.print)
+profiler = StepProfiler(
+    profile, math.inf if clock.minutes else plan.num_iterations, run_path, machine, console.print
+)
 
 
 def log_step(step, progress, started, data_wait_s, epoch, micro_losses, numbers) -> tuple[bool, bool]:
@@ -350,7 +356,9 @@ while True:
     optim.skip_if_not_finite(optimizer, grad_norm)  # the update of a bad step changes nothing
     scaler.step(optimizer)
     scaler.update()
-    optimizer.zero_grad(set_to_none=world_size == 1)  # with DDP, keep the tensors: they are views of its buckets
+    optimizer.zero_grad(
+        set_to_none=world_size == 1
+    )  # with DDP, keep the tensors: they are views of its buckets
 
     # What the log needs comes to Python in one transfer, added up over the processes
     sums = micro_losses.sum(), stop.asked, output.save_is_overdue(save_minutes), *clock.now(step + 1)

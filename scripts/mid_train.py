@@ -21,7 +21,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import configurator
-from nanochat import checkpoint, optim
+from nanochat import checkpoint, explain_errors, optim
 from nanochat.data import chat_format
 from nanochat.data.conversation_loader import ConversationBatches, ConversationLoader, render_all
 from nanochat.data.conversations import open_conversations
@@ -33,14 +33,12 @@ from nanochat.evals.exact_match import exact_match_questions, nearest_answer_sha
 from nanochat.files import user_path
 from nanochat.gpt import GPT
 from nanochat.gradients import clip_grad_norm_, exchange_gradients
-from nanochat.machine import precision, runtime, signals
+from nanochat.machine import compiling, precision, runtime, signals
 from nanochat.machine.hardware import survey
 from nanochat.machine.profiler import StepProfiler
 from nanochat.ops import attention
-from nanochat.plan import planning
-from nanochat.plan.memory_trial import check_plan, fit_micro_batch
-from nanochat.run import metrics
-from nanochat.run.output import RunOutput
+from nanochat.plan import planning, trial, wording
+from nanochat.run.output import RunOutput, begin
 
 # Model
 source: str | None = None  # the base model: a run's tag, its folder or a checkpoint's (none = the newest)
@@ -92,14 +90,13 @@ seed = 42  # of the order of conversations, and of samples [0..2**62]
 process_timeout = 600.0  # seconds to wait for a process that does not answer; then all end [1..1e6]
 profile = -1  # write a trace of this step by torch.profiler into the run's folder (-1 = off) [-1, 0..1e9]
 run = "dummy"  # the run's name at wandb (dummy = no wandb)
-plan = False  # print the plan and exit
+plan_only = False  # print the plan and exit
 
-settings = configurator.configure(globals())
+settings = configurator.configure(globals(), aliases={"plan": "plan_only"})  # people type --plan
 
 # ------------------------------------------------------------------------------------------------------
 # Set up: machine, base model, conversations
 
-plan_only = plan
 machine = runtime.start(device_type, seed, process_timeout)
 say, device, world_size = machine.print, machine.device, machine.world_size
 compute_dtype, dtype_reason = precision.resolve_dtype(dtype, device)
@@ -130,35 +127,21 @@ resolved = resumed.resolved if resumed else {}
 
 hardware = survey(machine, compute_dtype, dtype_reason)
 epoch_tokens = len(train_tokens.epoch_rows(0, seed, config.max_seq_len)) * config.max_seq_len
-plan = planning.derive_continued(settings.values, config, base.state, epoch_tokens, hardware, resolved)
-decision = runtime.decide_compile(compile, device, plan.expected_seconds, before=resolved.get("compiled"))
-compiled, compile_reason = min(machine.all_gather(decision))
-plan = plan.fitted(compiled)
-attend = attention.choose(config, machine, compute_dtype, compiled, True, resolved)
-sections = plan.sections(conversations, tokenizer, compiled, compile_reason, run_path)
+plan = planning.on_machine(
+    planning.derive_continued(settings.values, config, base.state, epoch_tokens, hardware, resolved),
+    settings.values, machine, resolved, divided_rows=True, reduction="sum",
+)  # fmt: skip
+sections = wording.sections(plan, conversations, tokenizer, run_path)
 sections["model"] = {"base": str(base.path), **sections["model"]}
 sections["text"]["targets"] = train_tokens.summary(loss_on)
-sections["machine"]["attention"] = attend.reason
-say(planning.text(sections, plan.warnings(accept)))
+say(wording.text(sections, plan.warnings(accept)))
 if plan_only:
     machine.exit()
-check_plan(plan, accept)
-
-# ------------------------------------------------------------------------------------------------------
-# Begin or continue
+plan.check(accept)
+explain_errors(trial.explanation(plan))
 
 identity = plan.identity(conversations, tokenizer, seed) | {"loss_on": loss_on, "source": base.fingerprint}
-machine.check_same(identity | {"compute dtype": str(compute_dtype), "num_iterations": plan.num_iterations})
-step, last_eval_step = 0, -1
-changed = checkpoint.changes(resumed, identity, accept)
-if resumed:
-    step = resumed.step
-    evaluated = metrics.last_evaluation(resumed.path.parent / "metrics.jsonl", step)
-    last_eval_step = machine.all_gather(evaluated)[0]
-    finished = step > plan.num_iterations or step == plan.num_iterations == last_eval_step
-    say(checkpoint.how_it_goes_on(resumed, plan.num_iterations, changed, finished))
-    if finished:
-        machine.exit()
+step, last_eval_step, changed, loop, clock = begin(resumed, identity, plan, machine, accept)
 
 # ------------------------------------------------------------------------------------------------------
 # Build: model, optimizer, batches
@@ -166,17 +149,16 @@ if resumed:
 with torch.device("meta"):
     model = GPT(config)
 runtime.materialize(model, device, seed)
-attention.use(model, attend)
+attention.use(model, plan.attention)
+compile_after = max(0, plan.eager_steps - step) if plan.compiled else None  # steps; None: never
 groups = optim.parameter_groups(model, plan.rates, plan.weight_decay)
-optimizer = optim.MuonAdamW(groups, compute_dtype, compiled, machine.rank, world_size)
+optimizer = optim.MuonAdamW(groups, compute_dtype, compile_after, machine.rank, world_size)
 scaler = precision.make_scaler(device, compute_dtype)
-training = attend.boundaries, "sum"  # as in the loop below
-plan = fit_micro_batch(plan, machine, model, compute_dtype, resolved, *training)  # fewer rows if need be
 rows, share = plan.total_batch_size // config.max_seq_len, (machine.rank, world_size)
 position = resumed.state["loader"] if resumed and not changed else None
 loader = ConversationLoader(
     train_tokens, tokenizer, rows, config.max_seq_len, plan.device_batch_size, *share, seed, device,
-    position, attend.boundaries,
+    position, plan.attention.boundaries,
 )  # fmt: skip
 validation = ConversationBatches(val_tokens, tokenizer.bos_id, plan.device_batch_size, *share, device)
 token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(device)
@@ -185,7 +167,6 @@ nearest = nearest_answer_share(conversations, questions) if questions and machin
 prompts = sample_prompts.split("|") if sample_prompts else [question[-1][1] for question, _ in questions[:3]]
 
 # Restore
-progress = metrics.Progress(**(resumed.state["loop"] if resumed else {}))
 start = resumed or base
 checkpoint.load_weights(start, model)
 if resumed or optimizer_state == "base":
@@ -195,53 +176,41 @@ if resumed:
         scaler.load_state_dict(resumed.state["scaler"])
     runtime.set_random_state(resumed.load_optimizer(runtime.is_random_state), device)
 
-train_model = torch.compile(model, dynamic=False) if compiled else model
+train_model = model
+if plan.compiled:
+    train_model = compiling.compile_after(model, compile_after * plan.grad_accum_steps)
 if world_size > 1:
     train_model = DistributedDataParallel(train_model, **runtime.DDP_OPTIONS)
     exchange_gradients(train_model, optimizer, gradient_dtype)
 
 # ------------------------------------------------------------------------------------------------------
-# Log and save
+# Log, save, evaluate
 
-facts = {"settings": settings.record(), "plan": planning.lines(sections, plan), "identity": identity}
-facts |= {"derived": plan.numbers(), **machine.environment()}
+facts = {"settings": settings.record(), "identity": identity, **machine.environment()}
+facts |= {"plan": wording.lines(sections), "derived": plan.numbers()}
 output = RunOutput(
-    run_path, run_id, machine, facts, tokenizer, resumed, progress,
-    plan.num_iterations, run, keep_checkpoints,
-)  # fmt: skip
-log, console = output.log, output.console
+    run_path, run_id, machine, plan, facts, tokenizer, resumed, loop, clock, run, keep_checkpoints
+)
+console = output.console
 profiler = StepProfiler(profile, plan.num_iterations, run_path, machine, console.print)
 
 
-@torch.profiler.record_function("log")  # its name in a trace
-def log_step(step, started, data_wait_s, epoch, targets, micro_losses, numbers) -> tuple[bool, bool]:
+def log_step(
+    step, progress, started, data_wait_s, epoch, targets, micro_losses, numbers
+) -> tuple[bool, bool]:
     """Log a step when its numbers are there; whether a process was asked to stop, and one wants a save."""
-    loss_sum, stops, saves, grad_norm, loss_scale = numbers.result()
-    seconds = progress.step_seconds(started)
-    finite = math.isfinite(grad_norm)
-    overflow = not finite and loss_scale > 1
-    progress.bad_steps = 0 if finite or overflow else progress.bad_steps + 1
-    totals = progress.add_step(loss_sum, plan.total_batch_size, seconds, finite)
+    loss, stops, saves, *clock_reading, grad_norm, loss_scale = numbers.result()
     record = {
         "step": step,
-        "loss": loss_sum,
-        "lr_multiplier": lr_multiplier(step),
+        "loss": loss,
+        "progress": progress,
+        "lr_multiplier": lr_multiplier(progress),
         "grad_norm": grad_norm,
-        "step_time_s": seconds,
         "data_wait_s": data_wait_s,
-        "tok_per_sec": plan.total_batch_size / seconds,
-        "mfu": plan.flops_per_token * plan.total_batch_size / seconds / hardware.peak_flops,
-        **totals,  # smoothed_loss, tokens, train_time_s, skipped, spike
-        "targets": targets,
-        "flops": progress.tokens * plan.flops_per_token,
         "epoch": epoch,
+        "targets": targets,
     }
-    if scaler.is_enabled():
-        record["loss_scale"] = loss_scale
-    log.write(record)
-    console.step(record)
-    if progress.bad_steps == 3:
-        raise metrics.diverged(step, micro_losses.tolist(), step * rows, checkpoint.newest_in_words(run_path))
+    output.log_step(record, started, loss_scale, clock_reading, micro_losses)
     return stops > 0, saves > 0
 
 
@@ -249,53 +218,50 @@ def save():
     """Start to write a checkpoint of this moment, after `step` updates."""
     state = {
         "identity": identity,
-        "resolved": plan.resolved | {"compiled": compiled, "attention": attend.resolved},
+        "resolved": plan.resolved,
         "num_iterations": plan.num_iterations,
         "loader": loader.state(),
         "scaler": scaler.state_dict(),
-        "loop": asdict(progress),
+        "loop": asdict(loop),
     }
     output.save(step, model, optimizer, state)
 
 
 def evaluate():
     """Score and sample what is due after `step` updates, as one record of metrics.jsonl."""
-    record = {"step": step, "tokens": progress.tokens, "train_time_s": progress.train_seconds}
+    record, began, said = {"step": step}, time.monotonic(), ""
     if is_due(eval_every):
         batches = console.over(validation, "validation")
-        found = bits_per_byte(model, batches, token_bytes, compute_dtype, machine, compiled)
-        progress.val_bpb = found.bpb
+        found = bits_per_byte(model, batches, token_bytes, compute_dtype, machine, plan.compiled)
         record |= {"val_bpb": found.bpb, "loss_by_position": found.loss_by_position}
-        said = f"validation {found.bpb:.4f} bits per byte of the targets"
-        if questions:
-            exact = chat_eval.exact_match(model, tokenizer, questions, compute_dtype, machine)
-            record["exact_match"] = exact
-            said += f", {100 * exact:.1f} % of {len(questions)} questions answered word for word"
-            said += f" (nearest training answer: {100 * nearest:.1f} %)" if nearest is not None else ""
-        console.print(f"step {step}: {said}")
+        said = " of the targets"
+    if questions and is_due(eval_every):
+        exact = record["exact_match"] = chat_eval.exact_match(
+            model, tokenizer, questions, compute_dtype, machine
+        )
+        said += f", {100 * exact:.1f} % of {len(questions)} questions answered word for word"
+        said += f" (nearest training answer: {100 * nearest:.1f} %)" if nearest is not None else ""
     if is_due(sample_every) and machine.is_main:
         answers = chat_eval.answer(model, tokenizer, [[("user", p)] for p in prompts], compute_dtype)
         record["samples"] = [f"{p}\n-> {answer}" for p, answer in zip(prompts, answers, strict=True)]
-        console.print(*(f"--- {text}" for text in record["samples"]))
-    log.write(record | {"peak_memory": machine.peak_memory()})
-    output.report(final=last_step)
+    output.log_evaluation(record, began, said, final=last_step)
 
 
 # ------------------------------------------------------------------------------------------------------
-# Schedules: what changes from step to step
+# Schedules: functions of progress, the share of the run that is done, from 0 to 1
 
 
-def lr_multiplier(step: int) -> float:
+def lr_multiplier(progress: float) -> float:
     """Linear warm-up, then constant, then linear warm-down over the last `warmdown_ratio` of the run."""
-    up = min(1.0, (step + 1) / plan.warmup_steps) if plan.warmup_steps > 0 else 1.0
-    warmdown_steps = warmdown_ratio * plan.num_iterations
-    down = min(1.0, (plan.num_iterations - step) / warmdown_steps) if warmdown_steps > 0 else 1.0
+    warmup = plan.warmup_steps / plan.num_iterations
+    up = min(1.0, (progress + 1 / plan.num_iterations) / warmup) if warmup > 0 else 1.0
+    down = min(1.0, (1 - progress) / warmdown_ratio) if warmdown_ratio > 0 else 1.0
     return up * (final_lr_frac + (1 - final_lr_frac) * down)
 
 
-def muon_momentum(step: int) -> float:
+def muon_momentum(progress: float) -> float:
     """From 0.95 down to 0.85 with the learning rate: that gives a better model (docs/ablations.md)."""
-    return 0.85 + 0.10 * lr_multiplier(step)
+    return 0.85 + 0.10 * lr_multiplier(progress)
 
 
 def is_due(every: int) -> bool:
@@ -306,17 +272,17 @@ def is_due(every: int) -> bool:
 # The loop: what is due (log, save, evaluate), then one optimizer step over its micro-steps
 
 first_step, stopping, save_now = step, False, False
-unread = deque()  # steps whose numbers are on their way from the device
+pending_logs = deque()  # steps whose numbers are on their way from the device
 while True:
-    last_step = step == plan.num_iterations
+    last_step = clock.progress(step) >= 1
     save_due = is_due(save_every)
     evaluation_due = is_due(eval_every) or is_due(sample_every)
 
     # Log. A GPU gets step n + 1 before step n is logged, so that it need not wait for Python
     # (machine.steps_ahead). What is due below needs the log of all steps
     due = save_due or evaluation_due
-    while unread and (len(unread) > machine.steps_ahead or stopping or save_now or due):
-        stopping, save_now = log_step(*unread.popleft())
+    while pending_logs and (len(pending_logs) > machine.steps_ahead or due or stopping or save_now):
+        stopping, save_now = log_step(*pending_logs.popleft())
     profiler.end()
 
     # Save first: after a stop signal there may be little time
@@ -331,11 +297,11 @@ while True:
 
     # One optimizer step: the mean over all targets of the step, of every micro-step and every process
     profiler.begin(step)
-    started, waited = time.perf_counter(), loader.wait_s
+    started, waited, progress = time.perf_counter(), loader.wait_s, clock.progress(step)
     for group in optimizer.param_groups:
-        group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_multiplier(step)
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_multiplier(progress)
         if group.get("method") == "muon":
-            group["betas"] = (muon_momentum(step), group["betas"][1])
+            group["betas"] = (muon_momentum(progress), group["betas"][1])
     micro_losses = torch.zeros(plan.grad_accum_steps, device=device)
     for micro_step in range(plan.grad_accum_steps):
         inputs, targets = next(loader)
@@ -352,17 +318,19 @@ while True:
     optim.skip_if_not_finite(optimizer, grad_norm)
     scaler.step(optimizer)
     scaler.update()
-    optimizer.zero_grad(set_to_none=world_size == 1)  # of several: they stay in DDP's buckets
+    optimizer.zero_grad(
+        set_to_none=world_size == 1
+    )  # with DDP, keep the tensors: they are views of its buckets
 
     # What the log needs comes to Python in one transfer, added up over the processes
-    sums = micro_losses.sum(), stop.at_step_end(), output.save_is_overdue(save_minutes)
+    sums = micro_losses.sum(), stop.asked, output.save_is_overdue(save_minutes), *clock.now(step + 1)
     numbers = machine.read(sums, same=(grad_norm, precision.loss_scale(scaler, device)))
-    unread.append(
-        (step, started, loader.wait_s - waited, loader.epoch, loader.step_targets, micro_losses, numbers)
-    )
+    counts = loader.wait_s - waited, loader.epoch, loader.step_targets
+    pending_logs.append((step, progress, started, *counts, micro_losses, numbers))
     if step == first_step:
-        runtime.freeze_garbage()
+        stop.set_up_done()
         output.prepare_to_save(model, optimizer)
+        compiling.freeze_garbage()
     step += 1
 
 # ------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from nanochat.checkpoint.folder import (
     prune,
     set_aside,
 )
-from nanochat.checkpoint.resume import enter, how_it_goes_on, load_weights, set_future_aside
+from nanochat.checkpoint.resume import enter, resume_message, load_weights, set_future_aside
 from nanochat.checkpoint.save_and_load import (
     Checkpoint,
     SaveError,
@@ -44,7 +44,7 @@ __all__ = [
     "enter",
     "find",
     "find_weights",
-    "how_it_goes_on",
+    "resume_message",
     "is_checkpoint",
     "load_weights",
     "lock_folder",

@@ -60,7 +60,7 @@ def set_future_aside(run_path, continued, say=print):
         say(f"{run_path} had checkpoints or files of another run; they are now in {aside}")
 
 
-def how_it_goes_on(continued, num_iterations, changed, finished):
+def resume_message(continued, num_iterations, changed, finished):
     """The lines to print when a run continues a checkpoint. changed: what `changes` returned."""
     if finished:
         more = "for more give --num_iterations, to start again --resume=never"

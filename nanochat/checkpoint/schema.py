@@ -12,7 +12,7 @@ import re
 import typing
 
 from nanochat.checkpoint.files import DTYPES, Damaged, damaged, refuse_endless
-from nanochat.run.metrics import Progress
+from nanochat.run.metrics import LoopState
 
 MOST_HEADER_BYTES = 100_000_000  # of a safetensors file, as in safetensors itself
 MOST_DIMENSIONS = 16
@@ -191,7 +191,7 @@ _STATE = {
     "optimizer": text,
     "loader": loader,
     "scaler": lambda v: "" if v == {} else fields(_SCALER, required=_SCALER)(v),
-    "loop": data_class(Progress),
+    "loop": data_class(LoopState),
 }
 STATE = fields({"identity": _STATE["identity"]})  # what inference reads
 STATE_TO_CONTINUE = fields(_STATE, required=[name for name in _STATE if name != "optimizer"])

@@ -42,11 +42,14 @@ class StopSignal:
         """Let the loop save and stop after its step, as a signal would."""
         self._name = self._name or reason
 
-    def at_step_end(self) -> bool:
-        """Whether the loop has to save and stop now. Its first call ends the set-up: from then on there is
-        something to save."""
-        self._in_set_up = False
+    @property
+    def asked(self) -> bool:
+        """Whether the loop has to save and stop after its step."""
         return self.name != ""
+
+    def set_up_done(self):
+        """From now on there is something to save: signals are remembered, and end the process no more."""
+        self._in_set_up = False
 
     def _remember(self, number, frame):
         name = signal.Signals(number).name

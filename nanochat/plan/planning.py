@@ -12,7 +12,8 @@ from nanochat.data.public import PUBLIC, command
 from nanochat.gpt import GPTConfig
 from nanochat.machine import compiling
 from nanochat.machine.hardware import Hardware
-from nanochat.ops import attention
+from nanochat.ops.attention import Attention
+from nanochat.ops.attention import choose as choose_attention
 from nanochat.plan import memory, scaling, trial
 from nanochat.terminal import duration
 
@@ -40,7 +41,7 @@ class Plan:
     compiled: bool = False  # the model is, which decides how much memory it needs
     compile_reason: str = ""
     eager_steps: int = 0  # of a compiled run: so many first steps are not, and the first losses come soon
-    attention: attention.Attention | None = None  # how it is computed (None: not yet decided)
+    attention: Attention | None = None  # how it is computed (None: not yet decided)
     aspect_ratio: int = 0  # width for each layer (0: the model is given, and has its depth)
     width_reason: str = ""  # where the width is from, if not from 64 x depth or the user
     fp8: bool = False  # the large products of the blocks train in 8 bits
@@ -323,7 +324,7 @@ def on_machine(
     decision = compiling.decide(settings["compile"], device, plan.expected_seconds, before)
     compiled, reason = min(machine.all_gather(decision))  # False is less than True: one "no" decides for all
     plan = replace(plan, compiled=compiled, compile_reason=reason).with_largest_micro_batch()
-    ways = attention.choose(plan.config, machine, plan.hardware.dtype, compiled, divided_rows, resolved)
+    ways = choose_attention(plan.config, machine, plan.hardware.dtype, compiled, divided_rows, resolved)
     plan = replace(plan, attention=ways, eager_steps=eager_steps(plan, settings["compile"], resolved))
     tried = device.type != "cpu" and plan.device_batch_size != resolved.get("device_batch_size")
     if tried and not settings["plan"] and not plan.refusal(settings["accept"]):

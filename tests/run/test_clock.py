@@ -1,0 +1,180 @@
+"""The progress of a run: of its steps exactly, and of its minutes whatever the machine does."""
+
+import math
+import os
+import time
+import types
+
+import pytest
+from helpers import ROOT, command, losses, python_m, records, run
+
+from nanochat import checkpoint
+from nanochat.run import clock as clock_module
+from nanochat.run.clock import Clock
+from nanochat.run.metrics import LoopState
+
+MAIN = types.SimpleNamespace(is_main=True)
+
+
+def make_plan(minutes=0.0, num_iterations=1000):
+    return types.SimpleNamespace(
+        horizon=types.SimpleNamespace(minutes=minutes),
+        num_iterations=num_iterations,
+        total_batch_size=8192,
+        expected_memory={"weights": 10**7, "optimizer state": 10**7},
+    )
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """The time, which a test moves on. The process began 8 seconds before the clock is made."""
+    watch = types.SimpleNamespace(now=1000.0)
+    watch.monotonic = lambda: watch.now
+    monkeypatch.setattr(clock_module, "time", watch)
+    monkeypatch.setattr(clock_module, "seconds_since_command", lambda: watch.now - 992.0)
+    return watch
+
+
+@pytest.mark.parametrize("num_iterations", [1, 7, 653, 10**9])
+def test_with_a_number_of_steps_progress_is_their_share(num_iterations):
+    clock = Clock(make_plan(num_iterations=num_iterations), LoopState(), MAIN, 0)
+    for step in {0, 1, num_iterations // 3, num_iterations - 1, num_iterations}:
+        assert clock.progress(step) == step / num_iterations
+    assert clock.now(1) == (0.0, False) and not clock.ends_soon
+
+
+def train(watch, clock, loop, step_s, evaluation_s=3.0, eval_every=100, stop_at=math.inf):
+    """The loop of a run, in which a step takes step_s(step, seconds since the command). Returns the progress
+    before each step."""
+    found, step = [], 0
+    while True:
+        last_step = clock.progress(step) >= 1 or step >= stop_at
+        due = step > 0 and step % eval_every == 0
+        if last_step or (due and not clock.ends_soon):
+            watch.now += evaluation_s
+            clock.add_evaluation(evaluation_s)
+        if last_step:
+            return found
+        found.append(clock.progress(step))
+        seconds = step_s(step, watch.now - 992.0)
+        watch.now += seconds
+        clock.add_step(seconds, *clock.now(step + 1))
+        step += 1
+
+
+MACHINES = {
+    "steady": lambda step, t: 0.25,
+    "the eleventh step compiles": lambda step, t: 30.0 if step == 10 else 0.3 if step < 10 else 0.2,
+    "half the speed in the middle": lambda step, t: 0.2 if t < 60 else 0.4,
+    "twice the speed from the middle on": lambda step, t: 0.4 if t < 60 else 0.2,
+    "stopped for 30 seconds": lambda step, t: 30.0 if step == 200 else 0.2,
+    "a slow first minute": lambda step, t: 1.5 if t < 60 else 0.2,
+    "steps of four seconds": lambda step, t: 4.0,
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_run_in_minutes_ends_in_time_with_its_schedule_at_its_end_whatever_the_machine_does(watch, machine):
+    loop = LoopState()
+    clock = Clock(make_plan(minutes=2.0), loop, MAIN, 0)
+    found = train(watch, clock, loop, MACHINES[machine])
+    assert 0.95 * 120 < watch.now - 992.0 < 1.05 * 120
+    assert found[0] == 0 and found == sorted(found) and found[-1] > 0.9
+    # Where the speed does not change, progress is the share of the steps, as with a number of steps
+    if machine in ("steady", "the eleventh step compiles"):
+        share = [step / len(found) for step in range(len(found))]
+        assert max(abs(a - b) for a, b in zip(found, share, strict=True)) < 0.05
+
+
+def test_the_last_evaluation_has_its_time_and_none_begins_shortly_before_it(watch):
+    loop = LoopState()
+    clock = Clock(make_plan(minutes=2.0), loop, MAIN, 0)
+    train(watch, clock, loop, lambda step, t: 0.25, evaluation_s=15.0, eval_every=20)
+    assert watch.now - 992.0 < 1.05 * 120
+
+
+def test_before_an_evaluation_was_timed_its_time_is_guessed_from_its_tokens(watch):
+    loop = LoopState()
+    clock = Clock(make_plan(minutes=2.0), loop, MAIN, 0)
+    task = types.SimpleNamespace(examples=[0] * 100)
+    clock.expect_evaluation(30 * 8192, [task], [])  # as long as some 12 steps
+    found = train(watch, clock, loop, lambda step, t: 1.0, evaluation_s=12.0, eval_every=10**6)
+    assert 95 < len(found) < 103 and watch.now - 992.0 < 1.05 * 120
+
+
+def test_a_resumed_run_goes_on_with_its_minutes_and_other_minutes_change_its_progress(watch):
+    loop = LoopState()
+    clock = Clock(make_plan(minutes=2.0), loop, MAIN, 0)
+    train(watch, clock, loop, lambda step, t: 0.25, stop_at=200)
+    kept = LoopState(progress=loop.progress, minutes=loop.minutes, elapsed_s=loop.elapsed_s)
+    assert 0.4 < kept.progress < 0.6 and kept.elapsed_s == pytest.approx(8 + 3 + 50, abs=4)
+    watch.now = 1000.0  # another process, which began 8 seconds ago
+    again = Clock(make_plan(minutes=2.0), LoopState(**vars(kept)), MAIN, 200)
+    assert again.progress(200) == kept.progress
+    assert again.seconds_left() == pytest.approx(120 - 8 - kept.elapsed_s)
+    longer = Clock(make_plan(minutes=4.0), LoopState(**vars(kept)), MAIN, 200)
+    assert longer.progress(200) == pytest.approx(kept.progress / 2)
+    shorter = Clock(make_plan(minutes=0.5), LoopState(**vars(kept)), MAIN, 200)
+    assert shorter.progress(200) == 1.0
+    of_steps = Clock(make_plan(minutes=2.0, num_iterations=800), LoopState(), MAIN, 200)
+    assert of_steps.progress(200) == 0.25
+
+
+def test_the_first_process_has_the_time_and_the_others_hear_of_it(watch):
+    loop = LoopState()
+    clock = Clock(make_plan(minutes=2.0), loop, types.SimpleNamespace(is_main=False), 0)
+    watch.now += 50
+    assert clock.now(10) == (0.0, False)
+    clock.add_step(5.0, 0.4, 1.0)
+    assert clock.progress(11) == loop.progress == 0.4 and clock.ends_soon
+
+
+PROGRAM = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+began = time.monotonic()
+from nanochat.run.clock import seconds_since_command
+first = seconds_since_command()
+time.sleep(0.5)
+print(first, seconds_since_command() - first, time.monotonic() - began)
+"""
+
+
+def test_the_clock_begins_with_the_process(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    began = time.monotonic()
+    done = python_m(["program"], tmp_path)
+    seconds, tick = time.monotonic() - began, 2 / os.sysconf("SC_CLK_TCK")
+    assert done.returncode == 0, done.stderr
+    first, later, waited = map(float, done.stdout.split())
+    assert 0 <= first <= seconds + tick and 0.5 - tick <= later <= waited + tick
+
+
+# ------------------------------------------------------------------------------------------------------
+# Whole runs
+
+MINUTES = ["--num_iterations=-1", "--target_minutes=0.25", "--eval_every=-1", "--save_every=20"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_every_record_of_a_run_in_minutes_has_its_progress_and_the_last_one_is_the_whole(
+    corpus, tmp_path, processes
+):
+    run(command(corpus, tmp_path / "a", *MINUTES), processes=processes)
+    found = [r["progress"] for r in records(tmp_path / "a")]
+    assert len(found) > 2 and found == sorted(found) and found[0] == 0 and found[-1] == 1
+    for r in records(tmp_path / "a"):
+        if "loss" in r and r["progress"] > 0.2:  # it has fallen linearly since then, to a twentieth
+            assert r["lr_multiplier"] == pytest.approx(0.05 + 0.95 * (1 - r["progress"]) / 0.8)
+    said = run(command(corpus, tmp_path / "a", *MINUTES), processes=processes)
+    assert "finished already" in said
+
+
+def test_a_run_in_minutes_that_goes_on_keeps_what_has_passed(corpus, tmp_path):
+    minutes = [*MINUTES, "--keep_checkpoints=-1"]
+    run(command(corpus, tmp_path / "a", *minutes))
+    before, made = {r["step"]: r["progress"] for r in records(tmp_path / "a")}, len(losses(tmp_path / "a"))
+    kept = sorted(step for step in checkpoint.checkpoints_in(tmp_path / "a") if step < made)[0]
+    run(command(corpus, tmp_path / "a", *minutes, f"--resume={kept}"))
+    after = {r["step"]: r["progress"] for r in records(tmp_path / "a")}
+    assert after[kept] == pytest.approx(before[kept], abs=0.05) and max(after.values()) == 1
