@@ -26,7 +26,7 @@ from nanochat import UserError
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine import precision
 from nanochat.ops import elementwise, loss
-from nanochat.plan import memory_estimate, scaling
+from nanochat.plan import memory, scaling
 
 depths = "12,20,26"  # of the models, separated by commas
 rows = 8  # of a micro-batch [1..2**20]
@@ -206,7 +206,7 @@ def compare(config: GPTConfig, rows: int, dtype: torch.dtype, is_compiled: bool)
     with mock.patch.dict(loss.CHUNK_LOGITS, cpu=loss.CHUNK_LOGITS["cuda"]):
         beyond = (compiled if is_compiled else eager)(config, rows, dtype)
     model = 8 * scaling.on_meta(config).parameter_counts()["total"]  # weights and gradients
-    needed = memory_estimate.training_bytes(config, rows * config.max_seq_len, dtype, is_compiled)
+    needed = memory.training_bytes(config, rows * config.max_seq_len, dtype, is_compiled)
     estimate = sum(needed.values()) - needed["optimizer state"]
     counted = model + beyond["peak"]
     return {"counted": counted / 2**30, "estimate": estimate / 2**30, "ratio": estimate / counted}

@@ -19,7 +19,7 @@ import torch
 import configurator
 from nanochat import checkpoint
 from nanochat.checkpoint import save_and_load
-from nanochat.plan import planning
+from nanochat.plan import planning, wording
 
 ROOT = Path(__file__).parent.parent
 TINY = [
@@ -232,8 +232,8 @@ def make_plan(
         device_type, world_size, torch.float32, "asked for", memory, peak_flops, "told"
     )
     plan = planning.derive(DEFAULTS | LAPTOP | settings, tokenizer, dataset, hardware, resolved)
-    sections = plan.sections(dataset, tokenizer, True, "it pays", "runs/d4")
-    return plan, planning.text(sections, plan.warnings(""))
+    sections = wording.sections(plan, dataset, tokenizer, "runs/d4")
+    return plan, wording.text(sections, plan.warnings(""))
 
 
 DATASET = {"more_text": "", "name": "corpus", "note": "3 documents", "fingerprint": "e" * 64}

@@ -22,7 +22,7 @@ from nanochat.checkpoint.folder import (
     prune,
     set_aside,
 )
-from nanochat.checkpoint.resume import enter, resume_message, load_weights, set_future_aside
+from nanochat.checkpoint.resume import enter, load_weights, resume_message, set_future_aside
 from nanochat.checkpoint.save_and_load import (
     Checkpoint,
     SaveError,
@@ -44,13 +44,13 @@ __all__ = [
     "enter",
     "find",
     "find_weights",
-    "resume_message",
     "is_checkpoint",
     "load_weights",
     "lock_folder",
     "newest_in_words",
     "open_checkpoint",
     "prune",
+    "resume_message",
     "save",
     "set_aside",
     "set_future_aside",

@@ -34,7 +34,7 @@ class GPU:
 
 # The makers' data sheets. The first name that fits counts; a GPU without an entry is measured. Links: NVLink,
 # of which the sheets give both directions together, so half of it; without NVLink PCIe. Networks: an adapter
-# for each GPU in DGX B200, H200, H100 (400 Gb/s) and A100 (200 Gb/s), four of 100 Gb/s for eight in DGX-1 V100.
+# for each GPU in DGX B200, H200, H100 (400 Gb/s) and A100 (200 Gb/s), four of 100 Gb/s for 8 in DGX-1 V100.
 # For the PCIe cards it is an assumption: 100 Gb/s for a machine of eight.
 # fmt: off
 GPUS = [

@@ -125,7 +125,9 @@ class Plan:
         """What the checkpoints keep: a resumed run, or one that continues this one, goes on with it."""
         kept = {"device_batch_size": self.device_batch_size, "rates": self.rates, "fp8": self.fp8}
         kept |= {"spelled": self.config.spelled, "table_share": self.table_share, "compiled": self.compiled}
-        kept |= {"eager_steps": self.eager_steps, "attention": self.attention.resolved}
+        kept |= {"eager_steps": self.eager_steps}
+        if self.attention:
+            kept["attention"] = self.attention.resolved
         if self.aspect_ratio:
             kept["aspect_ratio"] = self.aspect_ratio
         if self.horizon.minutes:

@@ -100,7 +100,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explanation(plan):
-    """For `explain_errors`: a function that gives the sentence for an error which says that memory ran out."""
+    """For `explain_errors`: gives the sentence for an error which says that memory ran out."""
     return lambda error: out_of_memory(plan) if is_out_of_memory(error) else None
 
 

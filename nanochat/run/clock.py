@@ -1,10 +1,10 @@
 """How much of a run is done: its progress, from 0 to 1, which the schedules follow.
 
 With a number of steps, progress is step / num_iterations. With minutes, it is the share of the training time
-that has passed: steps made x the time of a step, divided by the same plus the time that is left. So a pause, the
-compiler or a machine that becomes slower shortens the rest of the run, and it still ends in time, with its
-learning rate at the end of the schedule. The minutes are those of the person who waits: from the command to its
-end. Such a run cannot be repeated bit for bit; one with as many steps by --num_iterations can.
+that has passed: steps made x the time of a step, divided by the same plus the time that is left. So a pause,
+the compiler or a machine that becomes slower shortens the rest of the run, and it still ends in time, with
+its learning rate at the end of the schedule. The minutes are those of the person who waits: from the command to
+its end. Such a run cannot be repeated bit for bit; one with as many steps by --num_iterations can.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ class Clock:
     """The progress of a run, the same on all its processes.
 
     plan: a planning.Plan. loop: the metrics.LoopState, which keeps what a resumed run goes on with. With
-    minutes the first process has the time, and the others hear of it with the numbers of each step, so no step
-    waits for it.
+    minutes the first process has the time, and the others hear of it with the numbers of each step, so no
+    step waits for it.
     """
 
     def __init__(self, plan, loop, machine, step: int):
@@ -48,8 +48,8 @@ class Clock:
         self._end = time.monotonic() - seconds_since_command() - loop.elapsed_s + 60 * self.minutes
 
     def expect_evaluation(self, val_tokens: int, *tasks):
-        """What the last evaluation reads, by which its time is guessed until one has been timed: tokens of the
-        validation text, and lists of core.Task."""
+        """What the last evaluation reads: tokens of the validation text, and lists of core.Task. Its time is
+        guessed from them until one has been timed."""
         questions = sum(len(task.examples) for kind in tasks for task in kind)
         self._evaluation_tokens = val_tokens + QUESTION_TOKENS * questions
 

@@ -71,7 +71,7 @@ def replaced(value, path, new):
 
 def use(state):
     """What base_train.py does with a state when it goes on."""
-    metrics.Progress(**state["loop"]).add_step(2.5, 8, 0.1, True)
+    metrics.LoopState(**state["loop"]).add_step(2.5, 8, 0.1, True)
     position = state["loader"]
     loader._start_positions(STREAM, range(2), position)
     if state["scaler"]:
@@ -125,8 +125,8 @@ def test_resume_auto_names_a_crafted_state_and_takes_the_one_before(run_folder):
 
 
 def test_what_an_older_nanochat_did_not_remember_has_a_default():
-    form = data_class(metrics.Progress)
-    assert form({"tokens": 5}) == "" and metrics.Progress(tokens=5).val_bpb is None
+    form = data_class(metrics.LoopState)
+    assert form({"tokens": 5}) == "" and metrics.LoopState(tokens=5).val_bpb is None
     assert form({"val_bpb": 1.5, "smooth_steps": 3}) == form({"val_bpb": None}) == ""
     assert "is 'text' and not a number" in form({"val_bpb": "text"})
 

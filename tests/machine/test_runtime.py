@@ -9,15 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, make_plan
+from helpers import ROOT
 
 from nanochat import UserError
-from nanochat.machine import memory, runtime
+from nanochat.machine import hardware, memory, runtime
 
 CPU = torch.device("cpu")
 
@@ -339,7 +338,7 @@ def test_a_stopped_run_outlives_the_readers_of_its_output():
 
 
 def test_a_measured_peak_is_near_what_another_product_reaches():
-    peak, source = runtime.peak_flops(CPU, torch.float32)
+    peak, source = hardware.peak_flops(CPU, torch.float32)
     assert "measured" in source and "float32" in source
     a, best = torch.randn(1024, 1024), float("inf")
     for _ in range(5):
@@ -371,7 +370,7 @@ def test_a_measured_peak_is_near_what_another_product_reaches():
 )
 def test_a_known_gpu_has_the_peak_of_its_data_sheet(name, tflops, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    peak, source = runtime.peak_flops(torch.device("cuda", 0), torch.bfloat16)
+    peak, source = hardware.peak_flops(torch.device("cuda", 0), torch.bfloat16)
     assert peak == tflops * 1e12 and "data sheet" in source
 
 
@@ -397,44 +396,7 @@ def test_a_gpu_or_dtype_that_is_not_in_the_table_is_measured(name, dtype, monkey
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(torch, "randn", measure)
     with pytest.raises(Measured):
-        runtime.peak_flops(torch.device("cuda", 0), dtype)
-
-
-def test_a_compiled_run_begins_eager_where_it_can_wait_and_memory_suffices():
-    plan, _ = make_plan(10**6)
-    machine = runtime.Machine(CPU)
-    fits = replace(plan, compiled=True)
-    assert fits.fits_eager and runtime.eager_steps("auto", machine, fits, {}) == runtime.EAGER_STEPS
-    assert runtime.eager_steps("on", machine, fits, {}) == 0
-    assert runtime.eager_steps("auto", machine, replace(fits, compiled=False), {}) == 0
-    assert runtime.eager_steps("auto", runtime.Machine(CPU, world_size=2), fits, {}) == 0
-    assert runtime.eager_steps("auto", runtime.Machine(torch.device("cuda")), fits, {}) == 0
-    tight = replace(fits, hardware=replace(fits.hardware, memory=round(1.1 * fits.expected_bytes)))
-    assert not tight.fits_eager and runtime.eager_steps("auto", machine, tight, {}) == 0
-    assert runtime.eager_steps("auto", machine, tight, {"eager_steps": 10}) == 10  # as it began
-    assert runtime.eager_steps("auto", machine, fits, {"eager_steps": 0}) == 0
-    assert runtime.eager_steps("auto", machine, fits, {"compiled": True}) == 0  # of an earlier version
-    assert runtime.eager_steps("auto", runtime.Machine(CPU, world_size=2), fits, {"eager_steps": 10}) == 0
-
-
-def test_the_setting_decides_about_compiling_then_the_tools_then_the_time_it_saves(monkeypatch):
-    assert runtime.decide_compile("on", CPU, 0) == (True, "as asked for")
-    assert runtime.decide_compile("off", CPU, 1e9) == (False, "as asked for")
-    monkeypatch.setattr(runtime.shutil, "which", lambda name: "/usr/bin/c++" if name == "c++" else None)
-    monkeypatch.delenv("CXX", raising=False)
-    assert runtime.decide_compile("auto", CPU, 1e6)[0] is True
-    assert runtime.decide_compile("auto", CPU, 1)[0] is False
-    assert runtime.decide_compile("auto", CPU, 1, before=True) == (True, "as at the run's first start")
-    assert runtime.decide_compile("auto", CPU, 1e6, before=False)[0] is False
-    monkeypatch.setattr(runtime.shutil, "which", lambda name: None)
-    assert runtime.decide_compile("auto", CPU, 1e6) == (False, "no C++ compiler here")
-    assert runtime.decide_compile("auto", CPU, 1e6, before=True) == (False, "no C++ compiler here")
-    assert runtime.decide_compile("auto", torch.device("mps"), 1e6)[0] is False
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 0))  # a P100
-    assert runtime.decide_compile("auto", torch.device("cuda", 0), 1e6) == (
-        False,
-        "Triton needs CUDA compute capability 7.0",
-    )
+        hardware.peak_flops(torch.device("cuda", 0), dtype)
 
 
 @pytest.mark.parametrize(

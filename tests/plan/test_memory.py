@@ -2,18 +2,19 @@
 CPU, and what follows."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
-from helpers import ROOT, command, records
+from helpers import ROOT, command, make_plan, python_m, records
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments import memory_count
 from nanochat.plan import scaling
-from nanochat.plan.memory_estimate import in_words, pick_device_batch_size, training_bytes
+from nanochat.plan.memory import advice, in_words, training_bytes
 
 
 def config(depth, aspect_ratio=64, max_seq_len=512, vocab_size=4096):
@@ -80,20 +81,78 @@ def test_a_small_micro_batch_needs_the_memory_of_the_update_instead():
     assert training_bytes(config(4), 2**16, torch.float32, compiled=True)["update"] == 0
 
 
+GIB = 2**30
+
+
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 96), st.integers(0, 2**18), st.floats(0, 12))
-def test_the_automatic_device_batch_divides_the_rows_and_fits(rows, most_tokens, log_gigabytes):
-    model, memory = config(2, vocab_size=512), int(2**log_gigabytes * 1e7)
-    picked = pick_device_batch_size(rows, model, torch.float32, True, memory, most_tokens)
-    assert rows % picked == 0
+@given(st.integers(1, 96), st.floats(0, 12), st.sampled_from(["cpu", "cuda"]))
+def test_the_automatic_device_batch_divides_the_rows_and_is_the_largest_that_fits(rows, log_bytes, device):
+    memory, most_tokens = int(2**log_bytes * 1e7), 2**16 if device == "cuda" else 2**12
+    plan = make_plan(memory=memory, device_type=device, num_iterations=10, total_batch_size=rows * 512)[0]
+    picked = plan.device_batch_size
+    assert rows % picked == 0 and picked * plan.grad_accum_steps == rows
 
     def fits(n):
-        needed = sum(training_bytes(model, n * 512, torch.float32, True).values())
-        return n * 512 <= most_tokens and needed <= memory
+        share = 0.9 if device == "cuda" else 0.8
+        return n * 512 <= most_tokens and plan.with_rows(n).expected_bytes <= share * memory
 
-    larger = [n for n in range(picked + 1, rows + 1) if rows % n == 0]
-    assert not any(fits(n) for n in larger)
+    assert not any(fits(n) for n in range(picked + 1, rows + 1) if rows % n == 0)
     assert fits(picked) or picked == 1
+
+
+# ------------------------------------------------------------------------------------------------------
+# What to lower when a run does not fit
+
+
+def plan_of(**changes):
+    given = {"num_iterations": 10, "depth": 6, "device_batch_size": 12, "total_batch_size": 24 * 512}
+    return make_plan(**given | changes)[0]
+
+
+@pytest.mark.parametrize("share", [0.99, 0.9, 0.8, 0.7])
+def test_fewer_rows_are_named_first_the_most_that_fit(share):
+    plan = plan_of(max_seq_len=2048, total_batch_size=24 * 2048)
+    memory = int(share * plan.expected_bytes)
+    fitting = [n for n in (8, 6, 4, 3, 2, 1) if plan.with_rows(n).expected_bytes <= memory]
+    assert advice(plan, memory) == f"lower --device_batch_size to {fitting[0]}"
+
+
+def test_where_one_row_does_not_fit_shorter_rows_or_a_smaller_depth_are_named():
+    plan = plan_of(depth=16, device_batch_size=1)
+    memory = plan.expected_bytes // 3
+    depth = int(re.search(r"--depth to (\d+)", advice(plan, memory))[1])
+
+    def needs(depth):
+        smaller = plan_of(depth=depth, device_batch_size=1)
+        return smaller.expected_bytes
+
+    assert needs(depth) <= memory < needs(depth + 1)
+    deep = plan_of(depth=200, aspect_ratio=64, device_batch_size=1)
+    assert "--depth to" in advice(deep, 22 * GIB)
+    longer = plan_of(max_seq_len=4096, total_batch_size=24 * 4096, device_batch_size=12)
+    memory = longer.with_rows(1).expected_bytes * 95 // 100
+    assert re.fullmatch(
+        r"lower --max_seq_len to 2048 or .* and --device_batch_size to 1", advice(longer, memory)
+    )
+    assert "--max_seq_len and --depth" in advice(plan, 1000)
+
+
+LIMITED = f"""
+import resource, runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + 2**29, size + 2**29))
+runpy.run_module("scripts.base_train", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
+def test_a_model_whose_weights_do_not_fit_is_a_sentence_with_what_to_lower(corpus, tmp_path):
+    (tmp_path / "limited.py").write_text(LIMITED)
+    sizes = ["--depth=2", "--aspect_ratio=4096", "--head_dim=256", "--accept=memory"]  # matrices of a GiB
+    done = python_m(["limited", *command(corpus, tmp_path / "out", *sizes)[1:]], folder=tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "error: out of memory with" in done.stderr and "--device_batch_size" in done.stderr
 
 
 def test_kinds_are_named_from_the_largest_on_and_small_ones_left_out():

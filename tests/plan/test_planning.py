@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from helpers import DATASET, DEFAULTS, make_plan
+from helpers import DATASET, make_plan
 
 from nanochat import UserError
-from nanochat.plan import planning, scaling
+from nanochat.plan import scaling
+from nanochat.terminal import duration
 
 
 def test_a_text_that_would_be_read_very_often_is_refused_with_the_command_for_more():
@@ -60,17 +61,6 @@ def test_embeddings_and_head_decay_where_a_text_is_read_again(given, epochs, bef
     assert plan.table_decay == plan.table_share * plan.weight_decay > -1
     decay = f"table_decay {plan.table_share:.3g}, constant" if share else "none"
     assert f"linear to 0); embeddings and head: {decay}\n" in text
-    if not before and not given:
-        longer = plan.with_iterations(2000, "timed", DEFAULTS | given)
-        assert longer.table_share == pytest.approx(min(1, max(0, 2 * epochs - 1)), abs=1e-4)
-
-
-def test_the_file_has_the_plan_that_was_timed_and_not_the_one_of_the_start():
-    begun, _ = make_plan(num_iterations=100, peak_flops=1e11)
-    timed = begun.with_iterations(300, "timed", DEFAULTS)
-    said = dict(line.split(": ", 1) for line in planning.lines({"cost": begun.cost_section}, timed))
-    assert said["epochs"].startswith(f"{3 * begun.epochs:.2f};") and said["horizon"].startswith("300 steps")
-    assert said["time"] == timed.cost_section["time"] != begun.cost_section["time"]
 
 
 def test_public_shards_that_the_horizon_lacks_are_named_in_the_plan_and_in_a_refusal(monkeypatch):
@@ -118,14 +108,14 @@ def test_on_a_gpu_a_size_that_the_user_gives_is_tried_with_a_warning():
 def test_compiled_code_gets_more_rows_where_their_number_is_not_given():
     settings = {"num_iterations": 10, "total_batch_size": 2**17, "device_type": "cuda"}
     plan, text = make_plan(memory=7 * 2**29, **settings)
-    eager, compiled = plan.fitted(compiled=False), plan.fitted(compiled=True)
+    eager, compiled = (replace(plan, compiled=c).with_largest_micro_batch() for c in (False, True))
     assert plan == eager and eager.device_batch_size < compiled.device_batch_size
-    for fitted in (eager, compiled):
-        assert fitted.device_batch_size * fitted.grad_accum_steps == 2**17 // 512
-        assert fitted.expected_bytes == sum(fitted.expected_memory.values()) <= 0.9 * 7 * 2**29
+    for each in (eager, compiled):
+        assert each.device_batch_size * each.grad_accum_steps == 2**17 // 512
+        assert each.expected_bytes == sum(each.expected_memory.values()) <= 0.9 * 7 * 2**29
     assert "; logits" in text or "; activations" in text
     given = make_plan(device_batch_size=8, **settings)[0]
-    assert given.fitted(compiled=True).device_batch_size == 8
+    assert replace(given, compiled=True).with_largest_micro_batch().device_batch_size == 8
     assert given.with_rows(2).grad_accum_steps == 4 * given.grad_accum_steps
 
 
@@ -155,7 +145,7 @@ def test_the_rates_are_the_settings_times_the_factors_of_the_rules():
     [(0.2, "0 s"), (45, "45 s"), (720, "12 min"), (12_600, "3.5 h"), (241_226 * 60, "168 days")],
 )
 def test_durations_are_said_as_a_person_says_them(seconds, said):
-    assert planning.duration(seconds) == said
+    assert duration(seconds) == said
 
 
 def test_a_run_that_is_hopeless_on_this_machine_is_warned_of():

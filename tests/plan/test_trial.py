@@ -4,70 +4,84 @@ import dataclasses
 import functools
 import subprocess
 import sys
-import types
 
 import pytest
 import torch
-from helpers import make_plan
+from helpers import ROOT, make_plan
 
 from nanochat import UserError
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine import precision, runtime
-from nanochat.ops.attention import attention
-from nanochat.plan import memory_trial
-from tests.helpers import ROOT
-
-
-class OnlySoManyRows(GPT):
-    most = 2
-
-    def forward(self, idx, *rest, **more):
-        if len(idx) > self.most:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
-        return super().forward(idx, *rest, **more)
+from nanochat.ops import attention
+from nanochat.plan import planning, trial
 
 
 @pytest.fixture
-def trial(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+def tried(monkeypatch, capsys):
+    """A function that tries a plan where a micro-batch of more than so many rows does not fit."""
     plan = make_plan(depth=1, aspect_ratio=16, head_dim=16, max_seq_len=16, device_batch_size=9,
                      total_batch_size=9 * 16 * 4, num_iterations=5)[0]  # fmt: skip
-    model = OnlySoManyRows(GPTConfig(1, 16, 1, 4096, 16))
-    model.init_weights(torch.Generator().manual_seed(0))
+    plan = dataclasses.replace(plan, attention=attention.Attention())
+    machine = runtime.Machine(torch.device("cpu"))
 
-    def shrink(most):
-        model.most = most
-        return memory_trial.shrink(plan, runtime.Machine(torch.device("cpu")), model, torch.bfloat16)
+    class OnlySoManyRows(GPT):
+        def forward(self, idx, *rest, **more):
+            if len(idx) > tried.most:
+                raise tried.error
+            return super().forward(idx, *rest, **more)
 
-    return types.SimpleNamespace(shrink=shrink, plan=plan, model=model, said=lambda: capsys.readouterr().out)
+    def tried(most, error=None):
+        tried.most, tried.error = most, error or torch.OutOfMemoryError("CUDA out of memory.")
+        return trial.with_tried_micro_batch(plan, machine, divided_rows=False, reduction="mean")
+
+    tried.plan, tried.said = plan, lambda: capsys.readouterr().out
+    monkeypatch.setattr(trial, "GPT", OnlySoManyRows)
+    return tried
 
 
-def test_a_micro_batch_that_does_not_fit_is_halved_and_the_batch_stays(trial):
-    before = {name: p.clone() for name, p in trial.model.state_dict().items()}
+def test_a_micro_batch_that_does_not_fit_is_halved_and_the_batch_stays(tried):
     random = torch.get_rng_state()
-    plan = trial.shrink(most=2)
+    plan = tried(most=2)
     assert (plan.device_batch_size, plan.grad_accum_steps) == (2, 18)
-    assert plan.total_batch_size == trial.plan.total_batch_size
+    assert plan.total_batch_size == tried.plan.total_batch_size
     assert plan.resolved["device_batch_size"] == 2
-    said = trial.said()
-    assert "out of memory with 9 rows a micro-batch; going on with 4" in said and "with 4 rows" in said
-    assert all(torch.equal(p, before[name]) for name, p in trial.model.state_dict().items())
-    assert all(p.grad is None for p in trial.model.parameters())
+    said = tried.said()
+    assert "out of memory with 9 rows" in said and "with 4 rows" in said
     assert torch.equal(random, torch.get_rng_state())
 
 
-def test_a_micro_batch_that_fits_stays_and_nothing_is_said(trial):
-    assert trial.shrink(most=9) == trial.plan and trial.said() == ""
+def test_a_micro_batch_that_fits_stays_and_nothing_is_said(tried):
+    assert tried(most=9) == tried.plan and tried.said() == ""
 
 
-def test_a_resumed_run_keeps_its_micro_batch_and_a_cpu_tries_nothing(trial):
-    trial.model.most = 0
-    for device_type, kept in (("cuda", {"device_batch_size": 9}), ("cpu", {})):
-        machine = runtime.Machine(torch.device(device_type))
-        assert memory_trial.fit_micro_batch(trial.plan, machine, trial.model, None, kept) == trial.plan
+def test_no_row_fits_is_a_sentence(tried):
+    with pytest.raises(UserError, match="with one row a micro-batch; lower --max_seq_len"):
+        tried(most=0)
 
 
-@pytest.mark.parametrize("reduction, boundaries", [("mean", None), ("sum", attention.boundaries)])
+def test_other_errors_are_not_taken_for_a_lack_of_memory(tried):
+    with pytest.raises(ZeroDivisionError):
+        tried(most=0, error=ZeroDivisionError())
+
+
+@pytest.mark.parametrize(
+    "device_type, kept, tries", [("cuda", {}, 1), ("cuda", {"device_batch_size": 9}, 0), ("cpu", {}, 0)]
+)
+def test_a_new_run_on_a_gpu_tries_its_micro_batch_and_a_resumed_one_keeps_it(
+    monkeypatch, device_type, kept, tries
+):
+    calls, plan = [], make_plan(device_batch_size=9, total_batch_size=9 * 512, device_type=device_type)[0]
+    monkeypatch.setattr(planning, "choose_attention", lambda *_: attention.Attention())
+    monkeypatch.setattr(trial, "with_tried_micro_batch", lambda plan, *_: calls.append(plan) or plan)
+    machine = runtime.Machine(torch.device(device_type))
+    settings = {"compile": "off", "plan": False, "accept": "epochs"}
+    planning.on_machine(plan, settings, machine, kept, divided_rows=False)
+    assert len(calls) == tries
+    planning.on_machine(plan, settings | {"plan": True}, machine, kept, divided_rows=False)
+    assert len(calls) == tries  # the plan alone needs no trial
+
+
+@pytest.mark.parametrize("reduction, boundaries", [("mean", None), ("sum", attention.attention.boundaries)])
 def test_the_training_goes_on_with_the_code_that_the_trial_has_compiled(monkeypatch, reduction, boundaries):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     torch.compiler.reset()
@@ -75,8 +89,11 @@ def test_the_training_goes_on_with_the_code_that_the_trial_has_compiled(monkeypa
     config = GPTConfig(1, 16, 1, 64, 16)
     model, machine = GPT(config), runtime.Machine(torch.device("cpu"))
     model.init_weights(torch.Generator().manual_seed(0))
-    plan = dataclasses.replace(make_plan()[0], config=config, device_batch_size=2, compiled=True)
-    assert memory_trial._fits(plan, machine, model, torch.bfloat16, boundaries, reduction)
+    plan = make_plan()[0]
+    hardware = dataclasses.replace(plan.hardware, dtype=torch.bfloat16)
+    shape = {"config": config, "device_batch_size": 2, "hardware": hardware}
+    plan = dataclasses.replace(plan, compiled=True, **shape)
+    assert trial._fits(plan, machine, model, boundaries, reduction)
     compiled_in_trial = stats["unique_graphs"]
     assert compiled_in_trial > 0
     step = torch.compile(model, dynamic=False)
@@ -88,24 +105,14 @@ def test_the_training_goes_on_with_the_code_that_the_trial_has_compiled(monkeypa
     assert stats["unique_graphs"] == compiled_in_trial
 
 
-def test_no_row_fits_is_a_sentence(trial):
-    with pytest.raises(UserError, match="with one row a micro-batch; lower --max_seq_len and --depth"):
-        trial.shrink(most=0)
-
-
-def test_other_errors_are_not_taken_for_a_lack_of_memory(trial):
-    trial.model.forward = lambda *a, **more: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        trial.shrink(most=9)
-
-
 PROGRAM = """
 import resource, sys, types
 import configurator, torch
-from nanochat.plan import memory_trial
+from nanochat import explain_errors
+from nanochat.plan import trial
 depth = 1  # layers
 configurator.configure(globals())
-memory_trial.explain(types.SimpleNamespace(device_batch_size=8, grad_accum_steps=1))
+explain_errors(trial.explanation(types.SimpleNamespace(device_batch_size=8, grad_accum_steps=1)))
 resource.setrlimit(resource.RLIMIT_AS, (2**36, 2**36))
 torch.empty(2**40)
 """

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from nanochat.run.clock import Clock
 from nanochat.run.console import Console, TimeLeft, fitting
-from nanochat.run.metrics import Progress
+from nanochat.run.metrics import LoopState
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,6 +62,14 @@ def open_screen(monkeypatch, columns=120) -> Screen:
     return screen
 
 
+def open_console(first_step: int, num_iterations: int, enabled=True, minutes=0.0, **remembered) -> Console:
+    plan = types.SimpleNamespace(
+        horizon=types.SimpleNamespace(minutes=minutes), num_iterations=num_iterations
+    )
+    loop = LoopState(**remembered)
+    return Console(first_step, enabled, loop, Clock(plan, loop, None, first_step))
+
+
 def make(console: Console, clock, step: int, loss=3.0, seconds=0.25, pause=0.0):
     """Let a step pass, after a pause, and tell the console of it."""
     clock.now += pause + seconds
@@ -72,7 +81,7 @@ def make(console: Console, clock, step: int, loss=3.0, seconds=0.25, pause=0.0):
             "step_time_s": seconds,
             "tok_per_sec": 1000 / seconds,
             "mfu": 0.1 / seconds,
-            **console.progress.add_step(loss, 1000, seconds, math.isfinite(loss)),
+            **console.loop.add_step(loss, 1000, seconds, math.isfinite(loss)),
         }
     )
 
@@ -86,7 +95,7 @@ def steps_of(lines: list[str]) -> list[int]:
 
 
 def test_a_log_has_the_first_twelve_steps_then_a_line_every_five_seconds_and_the_last(capsys, clock):
-    console = Console(5, 105, True, Progress())
+    console = open_console(5, 105)
     for step in range(5, 105):
         make(console, clock, step)
     console.close()
@@ -95,7 +104,7 @@ def test_a_log_has_the_first_twelve_steps_then_a_line_every_five_seconds_and_the
 
 
 def test_a_line_has_the_numbers_of_the_steps_since_the_line_before(capsys, clock):
-    console = Console(0, 1000, True, Progress(val_bpb=1.25))
+    console = open_console(0, 1000, val_bpb=1.25)
     for step in range(12):
         make(console, clock, step)
     for step, seconds in enumerate([0.5, 1.5, 1.0, 2.0], start=12):
@@ -110,7 +119,7 @@ def test_a_line_has_the_numbers_of_the_steps_since_the_line_before(capsys, clock
 
 
 def test_a_stopped_run_tells_of_its_last_steps(capsys, clock):
-    console = Console(0, 1000, True, Progress())
+    console = open_console(0, 1000)
     for step in range(15):
         make(console, clock, step)
     console.close()
@@ -118,7 +127,7 @@ def test_a_stopped_run_tells_of_its_last_steps(capsys, clock):
 
 
 def test_evaluations_and_steps_that_are_not_finite_always_have_a_line(capsys, clock):
-    console = Console(0, 1000, True, Progress())
+    console = open_console(0, 1000)
     for step in range(20):
         make(console, clock, step, loss=math.nan if step == 15 else 4.0)
         if step == 13:
@@ -129,7 +138,7 @@ def test_evaluations_and_steps_that_are_not_finite_always_have_a_line(capsys, cl
 
 
 def test_the_running_mean_is_not_spoiled_by_a_bad_step(capsys, clock):
-    console = Console(0, 20, True, Progress())
+    console = open_console(0, 20)
     for step, loss in enumerate([4.0, 4.0, math.nan, 4.0, math.inf, 4.0]):
         make(console, clock, step, loss)
     shown = [line.split(" | ")[1] for line in capsys.readouterr().out.splitlines()]
@@ -137,7 +146,7 @@ def test_the_running_mean_is_not_spoiled_by_a_bad_step(capsys, clock):
 
 
 def test_processes_other_than_the_first_print_nothing(capsys, clock):
-    console = Console(0, 3, False, Progress())
+    console = open_console(0, 3, enabled=False)
     make(console, clock, 0)
     console.print("hello")
     with console.bar(10, "evaluating") as bar:
@@ -154,7 +163,7 @@ def test_processes_other_than_the_first_print_nothing(capsys, clock):
 
 def test_on_a_terminal_one_line_is_redrawn_and_printed_lines_stand_above_it(clock, monkeypatch):
     screen = open_screen(monkeypatch)
-    console = Console(0, 50, True, Progress(val_bpb=1.5))
+    console = open_console(0, 50, val_bpb=1.5)
     for step in range(49):
         make(console, clock, step)
         if step == 20:
@@ -172,7 +181,7 @@ def test_on_a_terminal_one_line_is_redrawn_and_printed_lines_stand_above_it(cloc
 
 def test_a_stopped_run_leaves_its_last_step_on_the_terminal(clock, monkeypatch):
     screen = open_screen(monkeypatch)
-    console = Console(0, 50, True, Progress())
+    console = open_console(0, 50)
     for step in range(7):
         make(console, clock, step)
     console.close()
@@ -181,7 +190,7 @@ def test_a_stopped_run_leaves_its_last_step_on_the_terminal(clock, monkeypatch):
 
 def test_fast_steps_are_drawn_ten_times_a_second(clock, monkeypatch):
     screen = open_screen(monkeypatch)
-    console = Console(0, 10_000, True, Progress())
+    console = open_console(0, 10_000)
     for step in range(1000):
         make(console, clock, step, seconds=0.001)
     assert 8 <= screen.getvalue().count("| loss") <= 11
@@ -189,7 +198,7 @@ def test_fast_steps_are_drawn_ten_times_a_second(clock, monkeypatch):
 
 def test_a_bar_takes_the_place_of_the_live_line_and_goes_away(clock, monkeypatch):
     screen = open_screen(monkeypatch)
-    console = Console(0, 50, True, Progress())
+    console = open_console(0, 50)
     make(console, clock, 0)
     with console.bar(4, "evaluating") as bar:
         bar.update(1)
@@ -205,7 +214,7 @@ def test_a_bar_takes_the_place_of_the_live_line_and_goes_away(clock, monkeypatch
 
 def test_a_narrow_terminal_shows_the_most_important_numbers(clock, monkeypatch):
     screen = open_screen(monkeypatch, columns=40)
-    console = Console(0, 5000, True, Progress(val_bpb=1.5))
+    console = open_console(0, 5000, val_bpb=1.5)
     for step in range(200):
         make(console, clock, step)
     assert screen.lines == ["step 200/5000 | loss 3.0000"]  # "20 min left" would need two more columns
@@ -224,7 +233,7 @@ def test_a_line_is_never_wider_than_the_terminal_and_has_whole_pieces():
 
 def test_samples_cannot_give_orders_to_the_terminal(clock, monkeypatch):
     screen = open_screen(monkeypatch)
-    console = Console(0, 5, True, Progress())
+    console = open_console(0, 5)
     console.print("a\x1b[2Jb\rc\x9bd\te")
     assert screen.getvalue() == "a\\x1b[2Jb\\x0dc\\x9bd\te\n"
 
@@ -237,7 +246,7 @@ def test_without_a_terminal_on_both_streams_nothing_is_redrawn(clock, monkeypatc
         monkeypatch.setenv("TERM", "dumb")
     else:
         monkeypatch.setattr(sys, where, file)
-    console = Console(0, 50, True, Progress())
+    console = open_console(0, 50)
     make(console, clock, 0)
     console.bar(5, "evaluating").update(5)
     assert "\r" not in screen.getvalue() + file.getvalue()
@@ -282,9 +291,13 @@ def test_the_time_left_follows_a_machine_that_becomes_slower_and_knows_nothing_a
 WITHOUT_READER = """
 import sys
 from nanochat.run.console import Console
-from nanochat.run.metrics import Progress
+import types
+from nanochat.run.clock import Clock
+from nanochat.run.metrics import LoopState
 sys.stdin.readline()  # until the reader of our output has gone
-console = Console(0, 5, True, Progress())
+plan = types.SimpleNamespace(horizon=types.SimpleNamespace(minutes=0.0), num_iterations=5)
+loop = LoopState()
+console = Console(0, True, loop, Clock(plan, loop, None, 0))
 for step in range(5):
     speed = dict(step_time_s=1, tok_per_sec=1, mfu=1)
     console.step(dict(step=step, loss=1.0, smoothed_loss=1.0, lr_multiplier=1, **speed))

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat.run.metrics import Metrics, Progress, diverged, is_spike, read_metrics, rewind_metrics
+from nanochat.run.metrics import LoopState, Metrics, diverged, is_spike, read_metrics, rewind_metrics
 
 ROOT = Path(__file__).parents[2]
 
@@ -193,7 +193,7 @@ def test_the_first_bad_place_of_a_step_is_a_micro_step_or_else_the_gradient():
 
 
 def test_progress_counts_good_and_bad_steps_and_remembers_good_losses_only():
-    progress = Progress()
+    progress = LoopState()
     spikes = [progress.add_step(4.0 + 0.01 * (i % 2), 100, 0.5, finite=True)["spike"] for i in range(70)]
     assert not any(spikes)
     assert progress.tokens == 7000 and progress.train_seconds == 35 and len(progress.recent) == 64
@@ -204,15 +204,15 @@ def test_progress_counts_good_and_bad_steps_and_remembers_good_losses_only():
     totals = progress.add_step(float("nan"), 100, 0.5, finite=False)
     assert not totals["spike"] and totals["skipped"] == progress.skipped == 1
     assert progress.recent[-1] == 9.0 and progress.tokens == 7200
-    assert Progress(**asdict(progress)) == progress
+    assert LoopState(**asdict(progress)) == progress
 
 
 def test_the_smoothed_loss_is_a_weighted_mean_and_goes_on_after_a_resume():
-    progress, losses = Progress(), [5.0, 4.0, math.nan, 3.0, math.inf, 2.0]
+    progress, losses = LoopState(), [5.0, 4.0, math.nan, 3.0, math.inf, 2.0]
     assert math.isnan(progress.smoothed_loss)
     for loss in losses:
         totals = progress.add_step(loss, 1, 1.0, math.isfinite(loss))
-        progress = Progress(**json.loads(json.dumps(asdict(progress))))
+        progress = LoopState(**json.loads(json.dumps(asdict(progress))))
     weights, good = [0.9**3, 0.9**2, 0.9, 1.0], [5.0, 4.0, 3.0, 2.0]
     mean = sum(w * loss for w, loss in zip(weights, good, strict=True)) / sum(weights)
     assert totals["smoothed_loss"] == progress.smoothed_loss == pytest.approx(mean)
