@@ -156,7 +156,7 @@ if resumed:
     evaluated = metrics.last_evaluation(resumed.path.parent / "metrics.jsonl", step)
     last_eval_step = machine.all_gather(evaluated)[0]
     finished = step > plan.num_iterations or step == plan.num_iterations == last_eval_step
-    say(checkpoint.how_it_goes_on(resumed, plan.num_iterations, changed, finished))
+    say(checkpoint.resume_message(resumed, plan.num_iterations, changed, finished))
     if finished:
         machine.exit()
 

