@@ -403,12 +403,13 @@ while True:
     optimizer.zero_grad(set_to_none=world_size == 1)  # of several: they stay in DDP's buckets
 
     # What the log needs comes to Python in one transfer, added up over the processes
-    sums = micro_losses.sum(), stop.at_step_end(), output.save_is_overdue(save_minutes)
+    sums = micro_losses.sum(), stop.asked, output.save_is_overdue(save_minutes)
     numbers = machine.read(sums, same=(grad_norm, precision.loss_scale(scaler, device)))
     unread.append((step, started, loader.wait_s - waited, loader.epoch, micro_losses, numbers))
     if step in (first_step, eager_steps):  # what the set-up and the compiler have left
         runtime.freeze_garbage()
     if step == first_step:
+        stop.set_up_done()
         output.prepare_to_save(model, optimizer)
     step += 1
 
