@@ -149,20 +149,20 @@ def read_json(path):
     return raw, value
 
 
-def verify_file(path, size, sha256):
-    """Raise Damaged if a file is missing or does not have this size and checksum."""
+def verify_file(path, entry):
+    """Raise Damaged if a file is missing or does not have the size and checksum of its manifest entry."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK))
     try:
         refuse_endless(path)
         with open(path, "rb", buffering=0) as f:
             actual = os.fstat(f.fileno()).st_size
-            if actual != size:
-                raise damaged(path, f"has {actual:,} bytes instead of {size:,}")
+            if actual != entry["size"]:
+                raise damaged(path, f"has {actual:,} bytes instead of {entry['size']:,}")
             while n := f.readinto(buffer):
                 digest.update(buffer[:n])
     except OSError as e:
         raise _unreadable(path, e) from e
-    if digest.hexdigest() != sha256:
+    if digest.hexdigest() != entry["sha256"]:
         raise damaged(path, "does not match its checksum")
 
 

@@ -54,7 +54,7 @@ def save(
     """Write `out_dir/step_NNNNNN` and return its Path. Every process calls this with its own `optimizer`.
 
     model, optimizer: {parameter's name: tensor}, on any device, stored bit for bit; the model is rank 0's.
-    state: a dict for JSON; NaN or infinity in it is a ValueError. files: {name: path or bytes} to add.
+    state: a dict for JSON; NaN or infinity in it is a ValueError. files: {name: bytes} to add.
     before_publish: rank 0 calls it just before the rename, to sync what must be on disk by then.
     run_id: a text that the processes share and no other run has (`check_shared`); one process needs none.
 
@@ -79,7 +79,6 @@ def save(
             return final
         entries[MODEL] = write_tensors(temp / MODEL, model)
         for name, content in contents.items():
-            content = content if isinstance(content, bytes) else Path(content).read_bytes()
             entries[name] = write_file(temp / name, [content])
         entries |= _wait_for_parts(temp, world_size, timeout_s)
         body = {"version": VERSION, "step": step, "world_size": world_size, "files": entries}
@@ -237,11 +236,9 @@ def open_checkpoint(path, verify=True, to_continue=False):
     path = Path(path)
     body = _read_manifest(path)
     if verify:
-        files = body["files"].items()
+        paths, entries = [path / name for name in body["files"]], body["files"].values()
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # hashing releases Python's lock
-            list(
-                pool.map(lambda item: verify_file(path / item[0], item[1]["size"], item[1]["sha256"]), files)
-            )
+            list(pool.map(verify_file, paths, entries))
     _, state = read_json(path / STATE)
     schema.check(path / STATE, state, schema.STATE_TO_CONTINUE if to_continue else schema.STATE)
     for name in body["files"]:

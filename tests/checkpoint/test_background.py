@@ -76,8 +76,8 @@ def test_one_then_three_then_two_processes_write_and_read_the_same_state_without
 
 def test_a_part_of_a_failed_attempt_never_enters_the_next_one(tmp_path):
     savers, what = [AsyncSaver(tmp_path, rank, 2, "run") for rank in range(2)], dict(model={}, state={})
-    savers[0].submit(1, optimizer={"a": numbers(0)}, files={"gone": tmp_path / "gone"}, **what)
-    with pytest.raises(SaveError, match="gone: No such file"):
+    savers[0].submit(1, optimizer={"a": numbers(0)}, files={"not/there": b""}, **what)
+    with pytest.raises(SaveError, match="there: No such file"):
         savers[0].wait()
     savers[1].submit(1, optimizer={"b": numbers(1)}, **what)  # late
     savers[1].wait()
