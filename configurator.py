@@ -397,16 +397,16 @@ def _help_page(globals_, declared, values, arguments):
 
 
 def _help_lines(left, setting, column, width):
-    """`left`, then help and type: on one line if they fit, else wrapped from `column` on."""
+    """`left`, then help and type; further lines begin at `column`."""
     types = [TYPES[k][0] if k in TYPES else show(k) for k in setting.kind]
     kind = "|".join(setting.range if name in ("int", "float") and setting.range else name for name in types)
     # A line breaks between choices if it must, and never within a range
     kind = kind.replace("|", " | ") if len(kind) > width - column - 2 else kind.replace(" ", "\0")
-    text, indent = f"{setting.help} [{kind}]".strip(), "\n" + " " * column
-    if len(left + text) <= width:
-        return (left + text).replace("\0", " ")
-    first = left if len(left) == column else left.rstrip() + indent
-    return (first + indent.join(textwrap.wrap(text, width - column))).replace("\0", " ")
+    text, indents = (
+        f"{setting.help} [{kind}]".strip(),
+        {"initial_indent": left, "subsequent_indent": " " * column},
+    )
+    return textwrap.fill(text, width, break_long_words=False, **indents).replace("\0", " ")
 
 
 def _say(text, stream):

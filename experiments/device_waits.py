@@ -23,7 +23,6 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanochat.machine import signals
 from nanochat.run import output as run_output
 
 FIRST = 2  # steps of a process that are not watched
@@ -83,7 +82,7 @@ def watch(waits: Waits):
 
         setattr(owner, name, told)
 
-    before(signals.StopSignal, "at_step_end", waits.step_ends)
+    before(run_output.RunOutput, "save_is_overdue", waits.step_ends)  # the loop asks this once a step
     for name in ("save", "report"):
         before(run_output.RunOutput, name, lambda: setattr(waits, "disturbed", True))
     if torch.cuda.is_available():

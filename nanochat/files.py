@@ -9,7 +9,7 @@ import contextlib
 import errno
 import os
 import stat
-import tempfile
+import uuid
 from pathlib import Path
 
 from nanochat import UserError
@@ -61,18 +61,36 @@ def open_plain(path, flags: int, mode: int = 0o666) -> int:
 
 
 @contextlib.contextmanager
-def replacing(path: Path):
+def replacing(path: str | Path, sync: bool = False):
     """A file, open for bytes, that takes the place of `path` when the block ends, and never if it fails.
-    Raises OSError if the folder cannot be written."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+
+    At any moment `path` has its old content or the new one, whole. A link there is replaced, not followed.
+    sync: the new content is on disk before it gets the name. A kill leaves a file named `.tmp-...`. Raises
+    OSError.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex[:8]}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(temporary, "xb") as file:  # x: fails where something has this name, be it a link
             yield file
-        os.chmod(temporary, 0o644)  # mkstemp's 0600 would hide it from other users
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
+
+
+def write_whole(path: str | Path, content: bytes):
+    """Replace a file of a run by these bytes at once. Raises UserError if it cannot be written."""
+    try:
+        with replacing(path, sync=True) as file:
+            file.write(content)
+    except OSError as error:
+        raise UserError(
+            f"cannot write {path} ({error.strerror}); make room or choose another --out_dir"
+        ) from error
 
 
 def _refusal(path) -> OSError:

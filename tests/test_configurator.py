@@ -223,7 +223,7 @@ def test_arithmetic_gives_what_python_gives_on_the_command_line_and_in_files(tex
         try:
             value = float(eval(text))
         except ZeroDivisionError:
-            assert TOO_LARGE in errors_of(argument)[0]
+            assert "too large" in errors_of(argument)[0]
         else:
             assert same(settings_of(argument).values["rate"], value)
 
@@ -241,8 +241,7 @@ def test_the_environment_gives_a_default_that_files_and_command_line_replace(mon
     monkeypatch.setenv("NANOCHAT_BASE_DIR", "")  # as if it were not set
     assert settings_of().values["base_dir"] == "~/.cache/nanochat"
     monkeypatch.setenv("NANOCHAT_BASE_DIR", " ")
-    errors = errors_of("--rate=fast")
-    assert errors == [f"NANOCHAT_BASE_DIR: {EMPTY}", "--rate=fast: expected a number, got 'fast'"]
+    assert errors_of()[0].startswith("NANOCHAT_BASE_DIR: ")
 
 
 def test_a_file_that_python_would_warn_about_is_read_in_silence():
@@ -252,79 +251,75 @@ def test_a_file_that_python_would_warn_about_is_read_in_silence():
     assert not seen
 
 
-# Mistakes: each is reported once, by name, with the reason
+# Mistakes: each is reported once, by name, with what would be right
 
-UNKNOWN = "unknown setting"
-TOO_LARGE = "the result is too large or not a real number"
-EMPTY = "it is empty; give a value, or leave it out"
-EVERY = "give a whole number from 1 to 2**10, or -1 (off), or 1e6"
-WRONG = {  # an argument -> its error
-    "--dept=6": f"{UNKNOWN} --dept; did you mean --depth?",
-    "--Depth=6": f"{UNKNOWN} --Depth; did you mean --depth?",
-    "-depth=6": f"{UNKNOWN} -depth; did you mean --depth?",
-    "--no-plam": f"{UNKNOWN} --no-plam; did you mean --no_plan?",
-    "--plam": f"{UNKNOWN} --plam; did you mean --plan?",
-    "--plan_onyl": f"{UNKNOWN} --plan_onyl; did you mean --plan_only?",
-    "--no-depth": f"{UNKNOWN} --no-depth; did you mean --depth?",
-    "--a\nb\x1b[31m": rf"{UNKNOWN} '--a\nb\x1b[31m'",
-    "--no-plan=true": "--no-plan takes no value",
-    "depth=6": "config file depth=6: No such file or directory; did you mean --depth?",
-    "": "config file '': No such file or directory",
-    "/": "config file /: Is a directory",
-    "a\0b": r"config file 'a\x00b': embedded null byte",
-    "/dev/zero": "config file /dev/zero: over 100,000 bytes, which is too long",
-    "--depth": "--depth needs a value: a whole number",
-    "--depth=1.5": "--depth=1.5: expected a whole number, got 1.5",
-    "--depth=": "--depth='': expected a whole number, got ''",
-    "--depth=\u0663": "--depth='\u0663': expected a whole number, got '\u0663'",
-    "--dtype=": "--dtype='': expected one of auto, bfloat16, float32, got ''",
-    "--plan=": "--plan='': expected true or false, got ''",
-    "--every=x": "--every=x: expected a whole number or none, got 'x'",
-    "--run=": f"--run='': {EMPTY}",
-    "--tag=": f"--tag='': {EMPTY}",
-    "--base-dir=  ": f"--base-dir='  ': {EMPTY}",
+WRONG = {  # an argument -> words of its error
+    "--dept=6": "unknown --dept; --depth?",
+    "--Depth=6": "unknown --Depth; --depth?",
+    "-depth=6": "unknown -depth; --depth?",
+    "--no-plam": "unknown --no-plam; --no_plan?",
+    "--plam": "unknown --plam; --plan?",
+    "--plan_onyl": "unknown --plan_onyl; --plan_only?",
+    "--no-depth": "unknown --no-depth; --depth?",
+    "--a\nb\x1b[31m": r"unknown '--a\nb\x1b[31m'",
+    "--no-plan=true": "--no-plan no value",
+    "depth=6": "file depth=6: No such --depth?",
+    "": "file '': No such",
+    "/": "file /: directory",
+    "a\0b": r"file 'a\x00b':",
+    "/dev/zero": "file /dev/zero: 100,000 bytes",
+    "--depth": "--depth needs a whole number",
+    "--depth=\u0663": "--depth=' whole number",
+    "--every=x": "--every=x: whole number or none",
+    "--run=": "--run='': empty",
+    "--base-dir=  ": "--base-dir=' empty",
 }
 for key in "--zzz", "--_private", "--after", "--listed", "--", "-1", "-x":
-    WRONG |= {key: f"{UNKNOWN} {key}", f"{key}=1": f"{UNKNOWN} {key}"}
-for text in "-0.1", "1.0001", "10**18":
-    WRONG |= {f"--share={text}": f"--share={text}: give a number from 0 to 1"}
-for text in "0", "-2", "2**10+1", "999_999":
-    WRONG |= {f"--every={text}": f"--every={text}: {EVERY}"}
-for name, kind, bad in [
-    ("depth", "a whole number", ["abc", "none", "len('a')"]),
-    ("width", "a whole number or none", ["x", "wide"]),
-    ("rate", "a number", ["nan", "inf", "-inf", "1+", "1j", "(1", "1,2", "true"]),
-    ("dtype", "one of auto, bfloat16, float32", ["bf16", "fp8"]),
-    ("plan", "true or false", ["maybe"]),
+    WRONG |= {key: f"unknown {key}", f"{key}=1": f"unknown {key}"}
+for name, words, bad in [
+    ("depth", "whole number", ["", "1.5", "none", "len('a')"]),
+    ("width", "whole number or none", ["x", "wide"]),
+    ("rate", "number", ["nan", "-inf", "1+", "1j", "(1", "1,2", "true"]),
+    ("dtype", "one of auto, bfloat16, float32", ["", "bf16"]),
+    ("plan", "true or false", ["", "maybe", "2"]),
+    ("share", "from 0 to 1", ["-0.1", "1.0001", "10**18"]),
+    ("every", "from 1 to 2**10 -1 (off) 1e6", ["0", "-2", "2**10+1", "999_999"]),
+    ("depth", "too large", ["1e999", "9e307*9", "(-8)**.5", "1/0", "2**10**10"]),
 ]:
-    WRONG |= {f"--{name}={text}": f"--{name}={text}: expected {kind}, got {text!r}" for text in bad}
-for text in "1e999", "9e307*9", "(-8)**.5", "1/0", "2**10**10":
-    WRONG |= {f"--{name}={text}": f"--{name}={text}: {TOO_LARGE}" for name in ("rate", "depth")}
+    WRONG |= {f"--{name}={text}": f"--{name}= {words}" for text in bad}
+
+
+def tells(error, words):
+    return all(word in error for word in words.split(" "))
 
 
 def test_one_mistake_gives_one_sentence_that_names_it():
-    for argument, error in WRONG.items():
-        assert errors_of(argument) == [error]
+    for argument, words in WRONG.items():
+        (error,) = errors_of(argument)
+        assert tells(error, words), error
+    assert tells(errors_of("--dept", "6", "--plan")[0], WRONG["--dept=6"])  # 6 is no second mistake
+    assert len(errors_of("--dept", "missing.py")) == 2
 
 
 letters = st.text("abcdefghijklmnopqrstuvwxyz_", min_size=1, max_size=12)
 unknown = letters.filter(lambda word: word.removeprefix("no_") not in {*KINDS, "plan_only"})
-mistakes = st.one_of(  # (argument, how its error begins)
+mistakes = st.one_of(  # (argument, words of its error)
     st.sampled_from(sorted(WRONG.items())),
-    unknown.map(lambda word: (f"--{word}=1", f"{UNKNOWN} --{word}")),
-    letters.filter(lambda word: word != "h").map(lambda word: (f"-{word}", f"{UNKNOWN} -{word}")),
-    letters.map(lambda word: (f"no/{word}.py", f"config file no/{word}.py: No such file or directory")),
+    unknown.map(lambda word: (f"--{word}=1", f"unknown --{word}")),
+    letters.filter(lambda word: word != "h").map(lambda word: (f"-{word}", f"unknown -{word}")),
+    letters.map(lambda word: (f"no/{word}.py", f"no/{word}.py: No such")),
 )
 
 
 @many
 @given(st.lists(mistakes, min_size=1, max_size=8), st.data())
-def test_every_mistake_of_a_command_line_is_reported_once_and_by_name(bad, data):
+def test_every_mistake_of_files_and_command_line_is_reported_once_and_by_name(bad, data):
+    path = write("config.py", "depht = 1\nrate = 'fast'\nprint()\n")
     fine = st.sampled_from(["--depth=5", "--plan", "--no-plan", "--run=x"])
-    errors = errors_of(*[word for argument, _ in bad for word in (argument, data.draw(fine))])
-    assert len(errors) == len(bad)
-    for _, beginning in bad:
-        assert any(error.startswith(beginning) for error in errors), (beginning, errors)
+    errors = errors_of(path, *[word for argument, _ in bad for word in (argument, data.draw(fine))])
+    assert len(errors) == len(bad) + 3
+    for words in ["config.py:1: depht", "config.py:2: rate", "config.py:3:", *(words for _, words in bad)]:
+        assert any(tells(error, words) for error in errors), (words, errors)
 
 
 ABSURD = ["9**9**9**9", "(2**1024)**1024", "-(3**99999999999)", "10**308*100", "2.5**99999999", "9" * 5000]
@@ -339,45 +334,31 @@ def test_absurd_numbers_are_refused_at_once_and_large_exponents_are_not():
     assert settings_of("--depth=1**2000").values["depth"] == 1
 
 
-def test_an_unknown_setting_takes_its_value_along_so_that_one_slip_is_one_error():
-    assert errors_of("--dept", "6", "--plan") == [WRONG["--dept=6"]]
-    assert len(errors_of("--dept", "missing.py")) == 2
-
-
-NOTHING_ELSE = "a config file holds lines of name = value, and nothing else"
-WRONG_FILES = {  # a text -> its error, after the file's name
-    "\n\ndepht = 3": ":3: unknown setting depht; did you mean depth?",
-    "depth = '5'": ":1: depth: expected a whole number, got '5'",
-    "plan_only = 1": ":1: plan_only: expected true or false, got 1",
-    "rate = None": ":1: rate: expected a number, got None",
-    "run = ''": f":1: run: {EMPTY}",
-    "\nevery = 0": f":2: every: {EVERY}",
-    "share = 2": ":1: share: give a number from 0 to 1",
-    "run = f'{depth}'": ":1: run: a value is a number, arithmetic on numbers, text, True, False or None",
-    "depth = 'a' * 10**9": ":1: depth: arithmetic works on numbers only",
-    "depth = 10**10**10": f":1: depth: {TOO_LARGE}",
-    "'doc'\nimport os": f":2: {NOTHING_ELSE}",
-    "depth = 1\n'no docstring'": f":2: {NOTHING_ELSE}",
-    "depth: int": f":1: {NOTHING_ELSE}",
-    "_private = 5": ":1: unknown setting _private",
+WRONG_FILES = {  # a text -> words of its error, after the file's name
+    "\n\ndepht = 3": ":3: unknown depht; depth?",
+    "depth = '5'": ":1: depth: whole number",
+    "plan_only = 1": ":1: plan_only: true or false",
+    "rate = None": ":1: rate: number",
+    "run = ''": ":1: run: empty",
+    "\nevery = 0": ":2: every: from 1 to 2**10",
+    "run = f'{depth}'": ":1: run: a value is",
+    "depth = 'a' * 10**9": ":1: depth: numbers only",
+    "depth = 10**10**10": ":1: depth: too large",
+    "'doc'\nimport os": ":2: name = value",
+    "depth = 1\n'no docstring'": ":2: name = value",
+    "depth: int": ":1: name = value",
+    "_private = 5": ":1: unknown _private",
     "depth = 5\ndepth = = 6": ":2: invalid syntax",
     "depth = 5\n  rate = 6": ":2: unexpected indent",
+    b"depth = 5\nrun = '\xff'\n": ":2:",
+    b"depth = 5\0\n": ":1:",
 }
 
 
 def test_a_mistake_in_a_file_is_reported_with_its_line():
-    for text, error in WRONG_FILES.items():
-        assert errors_of(write("config.py", text)) == [f"config.py{error}"]
-    for data, line in (b"depth = 5\nrun = '\xff'\n", 2), (b"depth = 5\0\n", 1):
-        assert errors_of(write("config.py", data))[0].startswith(f"config.py:{line}: ")
-
-
-def test_all_mistakes_of_command_line_and_files_are_reported_together():
-    path = write("config.py", "depht = 1\nrate = 'fast'\nprint()\n")
-    errors = errors_of("--dept=6", path, "--plan=maybe", "nowhere.py", "--depth=5")
-    for part in "--dept;", ".py:1: ", ".py:2: ", ".py:3: ", "--plan=maybe", "nowhere.py":
-        assert sum(part in error for error in errors) == 1
-    assert len(errors) == 6
+    for text, words in WRONG_FILES.items():
+        (error,) = errors_of(write("config.py", text))
+        assert tells(error, f"config.py{words}"), error
 
 
 # Chaos: nothing is executed, and nothing ends in a traceback
@@ -406,7 +387,8 @@ rate = 1e999
 """.splitlines()
 large = ["(" * 300, "-" * 9000 + "1", "1" + "+1" * 5000, "9" * 5000, "0x" + "f" * 9000, "\u0663"]
 hostile += [f"depth = {text}" for text in large] + ["\uff44epth = 3", "\t", "\f", "\0", "#" * 10**5]
-lines = st.lists(st.sampled_from([*hostile, *WRONG_FILES]) | st.text(max_size=30), max_size=5)
+wrong = [text for text in WRONG_FILES if isinstance(text, str)]
+lines = st.lists(st.sampled_from([*hostile, *wrong]) | st.text(max_size=30), max_size=5)
 files = st.one_of(
     lines.map(lambda chosen: "\n".join(chosen).encode()),
     st.binary(max_size=60),

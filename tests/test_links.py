@@ -64,7 +64,7 @@ def test_no_temporary_name_is_a_way_out_of_the_folder(folder, outside):
     checkpoint.write_whole(folder / "config.json", b"{}")
     report.write_report(folder, True, pytest.fail)
     assert (folder / "config.json").read_bytes() == b"{}" and not (folder / "config.json").is_symlink()
-    assert (folder / "report.md").stat().st_size and not any(path.is_symlink() for path in folder.iterdir())
+    assert (folder / "report.md").stat().st_size and not any((folder / name).is_symlink() for name in names)
 
 
 def test_leftovers_that_are_links_are_removed_and_what_they_point_at_stays(folder, tmp_path):

@@ -11,10 +11,10 @@ disk, and then renamed. A checkpoint exists once its folder has its name. Inside
 There is no pickle in it, so loading a stranger's checkpoint reads data and runs no code.
 """
 
+# ruff: noqa: F401  (what the other rooms use)
 from nanochat.checkpoint.background import AsyncSaver
-from nanochat.checkpoint.files import Damaged, write_whole
+from nanochat.checkpoint.files import Damaged
 from nanochat.checkpoint.folder import (
-    changes,
     check_shared,
     checkpoints_in,
     lock_folder,
@@ -22,37 +22,20 @@ from nanochat.checkpoint.folder import (
     prune,
     set_aside,
 )
-from nanochat.checkpoint.resume import enter, load_weights, resume_message, set_future_aside
+from nanochat.checkpoint.resume import (
+    changes,
+    enter,
+    find_weights,
+    load_weights,
+    resume_message,
+    set_future_aside,
+)
 from nanochat.checkpoint.save_and_load import (
     Checkpoint,
     SaveError,
     find,
-    find_weights,
     is_checkpoint,
     open_checkpoint,
     save,
 )
-
-__all__ = [
-    "AsyncSaver",
-    "Checkpoint",
-    "Damaged",
-    "SaveError",
-    "changes",
-    "check_shared",
-    "checkpoints_in",
-    "enter",
-    "find",
-    "find_weights",
-    "is_checkpoint",
-    "load_weights",
-    "lock_folder",
-    "newest_in_words",
-    "open_checkpoint",
-    "prune",
-    "resume_message",
-    "save",
-    "set_aside",
-    "set_future_aside",
-    "write_whole",
-]
+from nanochat.files import write_whole

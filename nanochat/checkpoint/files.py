@@ -10,7 +10,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nanochat import UserError
-from nanochat.files import open_plain
 
 CHUNK = 1 << 20  # bytes hashed and then written at a time: so few that the CPU's cache still holds them
 DTYPES = {  # their names in the safetensors format
@@ -28,13 +27,11 @@ class Damaged(UserError):
 
 
 def write_file(path, blocks):
-    """Write blocks of bytes to a file and sync it; returns {"size", "sha256"}. It must not be a link.
-
-    Raises OSError; its `filename` is always set.
-    """
+    """Write blocks of bytes to a new file in the folder of a save, and sync it; returns {"size", "sha256"}.
+    Raises OSError; its `filename` is always set."""
     digest, size = hashlib.sha256(), 0
     try:
-        with os.fdopen(open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as f:
+        with open(path, "wb") as f:
             for block in blocks:
                 for start in range(0, len(block), CHUNK):
                     piece = block[start : start + CHUNK]
@@ -47,20 +44,6 @@ def write_file(path, blocks):
         e.filename = e.filename or str(path)
         raise
     return {"size": size, "sha256": digest.hexdigest()}
-
-
-def write_whole(path, content):
-    """Replace a small file by these bytes at once: it has the old content or the new one, never a part.
-
-    Raises UserError if it cannot be written.
-    """
-    temporary = Path(path).with_name(f".tmp-{Path(path).name}")
-    try:
-        attempt(os.unlink, temporary)
-        write_file(temporary, [content])
-        os.replace(temporary, path)
-    except OSError as e:
-        raise UserError(f"cannot write {path} ({e.strerror}); make room or choose another --out_dir") from e
 
 
 def sync_folder(path):
@@ -127,8 +110,10 @@ def _blocks(head, ordered):
 def read_tensors(path, wanted=lambda name: True):
     """{name: tensor} of a safetensors file, for the names where wanted(name) is true.
 
-    The tensors are copies: the file is memory-mapped, and it may be deleted later. Raises Damaged.
+    The tensors are copies: the file is memory-mapped, and it may be deleted later. Raises Damaged, also for a
+    file whose header does not say where each byte belongs.
     """
+    refuse_endless(path)
     try:
         with safe_open(path, framework="pt") as f:
             return {n: f.get_tensor(n).clone() for n in f.offset_keys() if wanted(n)}
@@ -164,20 +149,20 @@ def read_json(path):
     return raw, value
 
 
-def verify_file(path, size, sha256):
-    """Raise Damaged if a file is missing or does not have this size and checksum."""
+def verify_file(path, entry):
+    """Raise Damaged if a file is missing or does not have the size and checksum of its manifest entry."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK))
     try:
         refuse_endless(path)
         with open(path, "rb", buffering=0) as f:
             actual = os.fstat(f.fileno()).st_size
-            if actual != size:
-                raise damaged(path, f"has {actual:,} bytes instead of {size:,}")
+            if actual != entry["size"]:
+                raise damaged(path, f"has {actual:,} bytes instead of {entry['size']:,}")
             while n := f.readinto(buffer):
                 digest.update(buffer[:n])
     except OSError as e:
         raise _unreadable(path, e) from e
-    if digest.hexdigest() != sha256:
+    if digest.hexdigest() != entry["sha256"]:
         raise damaged(path, "does not match its checksum")
 
 

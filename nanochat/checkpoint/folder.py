@@ -40,39 +40,6 @@ def newest_in_words(out_dir):
     )
 
 
-def changes(found, identity, accept=""):
-    """Names of the values in `identity` ({name: value} of this run) that differ in the checkpoint `found`;
-    none if that is None.
-
-    accept: the names that may differ, with commas between them, and what planning.py looks for, epochs or
-    memory; the model may never differ. Raises UserError for names that do not exist, and, with both values,
-    for every other difference.
-    """
-    accepted = {name.strip() for name in accept.split(",")} - {""}
-    possible = identity.keys() - {"model"}
-    if unknown := sorted(accepted - possible - {"epochs", "memory"}):
-        takes = ", ".join([*sorted(possible), "epochs", "memory"])
-        raise UserError(f"accept cannot name {', '.join(unknown)}; it takes {takes}")
-    then = found.state["identity"] if found else identity
-    changed = [name for name in identity if then.get(name) != identity[name]]
-    if refused := [name for name in changed if name not in accepted]:
-        listed = "; ".join(difference(name, then.get(name), identity[name]) for name in refused)
-        other = "" if "model" in refused else f", or accept the change with --accept={','.join(refused)}"
-        raise UserError(
-            f"{found.path} is from another run: {listed}. Use the settings of that run, or start a new one "
-            f"with --resume=never or another --model_tag{other}"
-        )
-    return changed
-
-
-def difference(name: str, was, now) -> str:
-    """What two values of an identity differ in, for a message."""
-    if isinstance(was, dict) and isinstance(now, dict):
-        names = [key for key in now | was if was.get(key) != now.get(key)]
-        return "; ".join(difference(f"{name}'s {key}", was.get(key), now.get(key)) for key in names)
-    return f"{name} was {was}, is {now}"
-
-
 def lock_folder(out_dir, say=print):
     """Make `out_dir` if it does not exist, lock it, and clean up after a run that was killed; returns the
     Lock.

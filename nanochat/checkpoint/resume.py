@@ -1,11 +1,12 @@
-"""How a run begins: it locks its folder, and all processes agree on the checkpoint that it continues."""
+"""How a run begins: it locks its folder, all processes agree on the checkpoint that it continues, and its
+settings are compared with those of the run that wrote it."""
 
 import os
 from pathlib import Path
 
 from nanochat import UserError
 from nanochat.checkpoint.folder import check_shared, lock_folder, set_aside
-from nanochat.checkpoint.save_and_load import find, open_checkpoint
+from nanochat.checkpoint.save_and_load import find, open_checkpoint, open_in
 
 
 def enter(run_path, resume, machine):
@@ -27,6 +28,78 @@ def enter(run_path, resume, machine):
     if path and not machine.is_main:
         found = open_checkpoint(path, verify=False)
     return found, run_id
+
+
+def changes(found, identity, accept=""):
+    """Names of the values in `identity` ({name: value} of this run) that differ in the checkpoint `found`;
+    none if that is None.
+
+    accept: the names that may differ, with commas between them, and what planning.py looks for, epochs or
+    memory; the model may never differ. Raises UserError for names that do not exist, and, with both values,
+    for every other difference.
+    """
+    accepted = {name.strip() for name in accept.split(",")} - {""}
+    possible = identity.keys() - {"model"}
+    if unknown := sorted(accepted - possible - {"epochs", "memory"}):
+        takes = ", ".join([*sorted(possible), "epochs", "memory"])
+        raise UserError(f"accept cannot name {', '.join(unknown)}; it takes {takes}")
+    then = found.state["identity"] if found else identity
+    changed = [name for name in identity if then.get(name) != identity[name]]
+    if refused := [name for name in changed if name not in accepted]:
+        listed = "; ".join(_difference(name, then.get(name), identity[name]) for name in refused)
+        other = "" if "model" in refused else f", or accept the change with --accept={','.join(refused)}"
+        raise UserError(
+            f"{found.path} is from another run: {listed}. Use the settings of that run, or start a new one "
+            f"with --resume=never or another --model_tag{other}"
+        )
+    return changed
+
+
+def _difference(name: str, was, now) -> str:
+    """What two values of an identity differ in, for a message."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        names = [key for key in now | was if was.get(key) != now.get(key)]
+        return "; ".join(_difference(f"{name}'s {key}", was.get(key), now.get(key)) for key in names)
+    return f"{name} was {was}, is {now}"
+
+
+def find_weights(path, identity, say=print):
+    """The Checkpoint whose weights a new run with this `identity` starts from.
+
+    path: the folder of a checkpoint, or of a run. Raises UserError if it holds no checkpoint, or one with
+    another model or tokenizer.
+    """
+    if (checkpoint := open_in(path, say, "init_from")) is None:
+        raise UserError(f"no checkpoint in {path}; init_from is the folder of a checkpoint or of a run")
+    then = {"model": {}, "tokenizer": None} | checkpoint.state.get("identity", {})
+    give = (
+        []
+        if then["tokenizer"] == identity["tokenizer"]
+        else [f"--tokenizer={checkpoint.path}/tokenizer.json"]
+    )
+    what = "another tokenizer"
+    if (was := then["model"]) != identity["model"]:
+        what = f"another model: {_difference('model', was, identity['model'])}"
+        give = [_settings_of_model(was), *give]
+    if give:
+        raise UserError(f"{checkpoint.path} has {what}; give {' '.join(give)}")
+    return checkpoint
+
+
+def _settings_of_model(model: dict) -> str:
+    """The settings of base_train that make a model of this identity."""
+    try:
+        given = {
+            "depth": model["depth"],
+            "aspect_ratio": model["width"] // model["depth"],
+            "head_dim": model["width"] // model["num_heads"],
+            "max_seq_len": model["max_seq_len"],
+            "window_pattern": model["window_pattern"],
+            "spelling": "on" if model.get("spelled") else "off",
+        }
+    except KeyError:  # it is the model of another program
+        return "the same settings of the model"
+    return " ".join(f"--{name}={value}" for name, value in given.items())
 
 
 def load_weights(checkpoint, model):

@@ -21,12 +21,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from nanochat import UserError
+from nanochat import UserError, explained
 from nanochat.machine import watchdog
 
 GRACE_S = 3.0  # seconds in which the processes that wait find out which one does not
 FINISH_S = 20.0  # seconds for work in progress, such as a save, to end; torchrun kills after 30
-MOST_PROCESSES = 100_000  # a larger WORLD_SIZE is a mistake
 
 _to_finish = []  # functions that take a time limit in seconds
 
@@ -41,33 +40,23 @@ def before_end(finish):
 
 def place() -> tuple[int, int, int]:
     """(rank, local rank, world size) of this process, from the variables that torchrun sets; without them
-    (0, 0, 1). Raises UserError for values that cannot be."""
-    world_size = _number("WORLD_SIZE", 1)
-    if not 1 <= world_size <= MOST_PROCESSES:
-        raise UserError(f"the variable WORLD_SIZE is {world_size}; it is the number of processes, 1 or more")
+    (0, 0, 1). Values that cannot be end the process with a sentence and status 2."""
     try:
-        rank, local_rank = _number("RANK", 0), _number("LOCAL_RANK", 0)
+        rank, local_rank, world_size = _number("RANK", 0), _number("LOCAL_RANK", 0), _number("WORLD_SIZE", 1)
         if rank >= world_size:
             raise UserError(
-                f"the variable RANK is {rank}, but WORLD_SIZE is {world_size}; ranks begin at 0, so give "
-                f"each process its own, from 0 to {world_size - 1}"
+                f"the variable RANK is {rank}, but WORLD_SIZE is {world_size}; WORLD_SIZE is the number of "
+                "processes, and each of them has its own RANK, from 0 to WORLD_SIZE - 1"
             )
-        if local_rank > rank:
-            raise UserError(
-                f"the variable LOCAL_RANK is {local_rank}, but RANK is {rank}; LOCAL_RANK counts the "
-                "processes of this machine from 0, RANK those of all machines"
-            )
-    except UserError:
-        sys.excepthook = _print_here  # the usual hook leaves it to another process to speak
-        raise
+    except UserError as error:  # not raised: sys.excepthook leaves it to the first process to speak
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
     return rank, local_rank, world_size
 
 
 def processes_here(default: int) -> int:
     """How many of the processes run on this machine; `default` without torchrun's variable."""
-    if not (count := _number("LOCAL_WORLD_SIZE", default)):
-        raise UserError("the variable LOCAL_WORLD_SIZE is 0; it is the number of processes on this machine")
-    return count
+    return _number("LOCAL_WORLD_SIZE", default) or default
 
 
 def _number(variable: str, default: int) -> int:
@@ -78,12 +67,6 @@ def _number(variable: str, default: int) -> int:
             "(runs/slurm.sh); to run one process, unset it"
         )
     return int(text or default)
-
-
-def _print_here(kind, error, trace):
-    """The sentence of a UserError, on whatever process this is."""
-    print(f"error: {error}", file=sys.stderr, flush=True)
-    os._exit(2)
 
 
 def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
@@ -215,6 +198,7 @@ class _Ending:
 
     def __call__(self, kind, error, trace):
         self._begun.acquire()
+        error = explained(error)
         if isinstance(error, UserError):
             self._say_once(error)
         elif isinstance(error, KeyboardInterrupt) or not _is_exchange(error):

@@ -13,8 +13,8 @@ PATIENCE_S = 1.0  # seconds in which Python's own handler should have answered
 
 
 class StopSignal:
-    """Answers the signals in NAMES: before the first step ends it ends the process, later it remembers them,
-    so that the loop can save after its step.
+    """Answers the signals in NAMES: until `set_up_done` they end the process, later they are remembered, so
+    that the loop can save after its step.
 
     A second Ctrl-C (SIGINT) or Ctrl-\\ (SIGQUIT) ends the process at once. If the torchrun that started this
     process dies, that counts as a signal too. Under nohup, SIGHUP stays ignored.
@@ -34,21 +34,20 @@ class StopSignal:
     @property
     def name(self) -> str:
         """What asked this process to stop, "" if nothing did."""
-        if not self._name and self._torchrun and os.getppid() != self._torchrun:
-            self._name = "the death of torchrun"
-        return self._name
+        torchrun_died = self._torchrun and os.getppid() != self._torchrun
+        return self._name or ("the death of torchrun" if torchrun_died else "")
+
+    @property
+    def asked(self) -> bool:
+        """Whether the loop has to save and stop now."""
+        return self.name != ""
 
     def ask(self, reason: str):
         """Let the loop save and stop after its step, as a signal would."""
         self._name = self._name or reason
 
-    @property
-    def asked(self) -> bool:
-        """Whether the loop has to save and stop after its step."""
-        return self.name != ""
-
     def set_up_done(self):
-        """From now on there is something to save: signals are remembered, and end the process no more."""
+        """The first step is done: from now on there is something to save."""
         self._in_set_up = False
 
     def _remember(self, number, frame):

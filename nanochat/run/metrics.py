@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nanochat import UserError
+from nanochat.checkpoint import Checkpoint
 from nanochat.files import open_plain
 from nanochat.run.wandb_log import start_wandb
 
@@ -40,6 +41,17 @@ class LoopState:
     elapsed_s: float = 0.0  # seconds of these minutes that have passed
 
     _ended = -math.inf  # on the clock: the end of the last step; no field, so it is not saved
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint | None) -> "LoopState":
+        """That of a checkpoint; of a new run without one. UserError if a checkpoint's has other fields."""
+        try:
+            return cls(**(checkpoint.state["loop"] if checkpoint else {}))
+        except TypeError as error:
+            raise UserError(
+                f"the state of the loop in {checkpoint.path} has fields that this version does not know; go on "
+                "with the version that wrote it, or start a new run from its weights with --init_from"
+            ) from error
 
     def step_seconds(self, started: float) -> float:
         """Seconds of the step that Python began at `started` on time.perf_counter() and that has ended now.

@@ -32,7 +32,7 @@ def begin(resumed, identity: dict, plan: Plan, machine, accept: str):
     )
     changed = checkpoint.changes(resumed, identity, accept)
     step, last_eval_step = resumed.step if resumed else 0, -1
-    loop = metrics.LoopState(**(resumed.state["loop"] if resumed else {}))
+    loop = metrics.LoopState.of(resumed)
     clock = Clock(plan, loop, machine, step)
     if resumed:
         evaluated = metrics.last_evaluation(resumed.path.parent / "metrics.jsonl", step)

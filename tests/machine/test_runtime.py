@@ -204,7 +204,7 @@ WAITER = """
 import os, time
 from nanochat.machine.signals import StopSignal
 stop = StopSignal()
-stop.at_step_end()  # the set-up is over
+stop.set_up_done()
 print("ready", flush=True)
 seen = ""
 while True:
@@ -267,7 +267,7 @@ import os, signal
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 from nanochat.machine.signals import StopSignal
 stop = StopSignal()
-stop.at_step_end()
+stop.set_up_done()
 os.kill(os.getpid(), signal.SIGHUP)
 print(repr(stop.name))
 """
@@ -283,7 +283,7 @@ from pathlib import Path
 fcntl.ioctl(1, termios.TIOCSCTTY, 0)  # the terminal's SIGHUP comes to this process
 from nanochat.machine.signals import StopSignal
 stop = StopSignal()
-stop.at_step_end()
+stop.set_up_done()
 while not stop.name:
     print("step", flush=True)
     time.sleep(0.01)
@@ -316,7 +316,7 @@ import os, signal, sys
 from nanochat.machine.runtime import start
 from nanochat.machine.signals import StopSignal
 machine, stop = start("cpu", seed=0), StopSignal()
-stop.at_step_end()
+stop.set_up_done()
 sys.stdin.readline()  # wait until the readers of the output have gone
 os.kill(os.getpid(), signal.SIGINT)
 machine.print("x" * 10_000)

@@ -7,7 +7,6 @@ process, with a real store and short rounds.
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 import types
@@ -238,13 +237,3 @@ def test_real_processes_whose_peer_is_killed_or_hangs_end_with_a_sentence_that_n
     assert "of the one that hangs" in printed[1] and "the others have waited 2 s for this one" in printed[1]
     assert results[3][0] == [0, 0], results[3]
     assert time.monotonic() - began < 120  # the start, and some 10 s
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="stops a process")
-def test_a_process_that_is_stopped_for_some_seconds_goes_on():
-    code = CHILD.replace("machine.exit()", "os.system(f'(sleep 6; kill -CONT {os.getpid()}) &'); "
-                         "os.kill(os.getpid(), signal.SIGSTOP); machine.exit()")  # fmt: skip
-    code = code.replace("range(4 ", "range(9 ")
-    statuses, printed = run_plain(["-c", code, "600", "done", 1])
-    assert statuses == [0, 0], printed
