@@ -16,7 +16,19 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from nanochat.machine.runtime import DDP_OPTIONS
 from nanochat.optim import MuonAdamW
+
+
+def wrap_in_ddp(
+    model, optimizer: torch.optim.Optimizer, gradient_dtype: str = "float32"
+) -> DistributedDataParallel:
+    """The model for training: as it is in one process, in DDP with `exchange_gradients` in one of several."""
+    if not dist.is_initialized():
+        return model
+    ddp = DistributedDataParallel(model, **DDP_OPTIONS)
+    exchange_gradients(ddp, optimizer, gradient_dtype)
+    return ddp
 
 
 def exchange_gradients(
@@ -33,7 +45,7 @@ def exchange_gradients(
     torch._dynamo.config.optimize_ddp = False
     if isinstance(optimizer, MuonAdamW):
         if not ddp.gradient_as_bucket_view:
-            raise ValueError("the exchange works in DDP's buckets; make DDP with runtime.DDP_OPTIONS")
+            raise ValueError("the exchange works in DDP's buckets; make DDP with DDP_OPTIONS")
         by_backend = {"nccl": Exchange.reduce, "gloo": Exchange.all_to_all}
         state = Exchange(optimizer, getattr(torch, gradient_dtype))
         ddp.register_comm_hook(state, by_backend[dist.get_backend()])

@@ -16,7 +16,6 @@ from dataclasses import asdict
 from typing import Literal
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 import configurator
 from nanochat import checkpoint, explain_errors, optim
@@ -30,16 +29,14 @@ from nanochat.evals.sample_prompts import sample_prompts as sample_prompts_for
 from nanochat.evals.task_scores import open_tasks, score_tasks
 from nanochat.files import user_path
 from nanochat.gpt import GPT
-from nanochat.gradients import clip_grad_norm_, exchange_gradients
-from nanochat.machine import compiling, precision, runtime, signals
+from nanochat.gradients import clip_grad_norm_, wrap_in_ddp
+from nanochat.machine import precision, runtime, signals
+from nanochat.machine.compiling import compile_after, freeze_garbage
 from nanochat.machine.hardware import survey
 from nanochat.machine.profiler import StepProfiler
-from nanochat.ops import attention
-from nanochat.ops.fp8 import check_fp8, convert_to_fp8
 from nanochat.ops.subword import spell
-from nanochat.plan import planning, simulation, trial, wording
-from nanochat.plan.scaling import horizon_tokens
-from nanochat.run.output import RunOutput, begin
+from nanochat.plan import planning, scaling, simulation, trial, wording
+from nanochat.run.output import RunOutput, begin, restore
 
 # Model
 depth = 20  # Transformer layers; every other size follows from it [1..512]
@@ -138,7 +135,8 @@ hardware = survey(machine, compute_dtype, dtype_reason)
 base_path = user_path("base_dir", base_dir)
 run_path = user_path("out_dir", out_dir or base_path / "base_checkpoints" / (model_tag or f"d{depth}"))
 with machine.main_first("data", stop):  # the first process builds what is missing; then the others find it
-    public = {"tokens": lambda *size: horizon_tokens(settings.values, hardware, *size), "download": download}
+    public = {"tokens": lambda *size: scaling.horizon_tokens(settings.values, hardware, *size)}
+    public["download"] = download
     dataset = open_dataset(data, val_data, base_dir=base_path, text_field=text_field, **public)
     wanted = vocab_size if vocab_size != -1 else dataset.suggested_vocab_size
     folder = dataset.tokenizer_folder(base_path)
@@ -153,11 +151,7 @@ dataset = dataset.for_run(tokenizer, resumed, machine)  # of public data, the sh
 # ------------------------------------------------------------------------------------------------------
 # Plan: everything that follows from the settings, the text and the machine, with its reason
 
-check_fp8(fp8, device, compute_dtype, max_seq_len, resolved)
-plan = planning.on_machine(
-    planning.derive(settings.values, tokenizer, dataset, hardware, resolved),
-    settings.values, machine, resolved, document_mask,
-)  # fmt: skip
+plan = planning.decide(settings.values, tokenizer, dataset, hardware, machine, resolved)
 sections = wording.sections(plan, dataset, tokenizer, run_path)
 say(wording.text(sections, plan.warnings(accept)))
 if plan_only:
@@ -175,12 +169,10 @@ with torch.device("meta"):  # shapes first, then memory and initial weights
     model = GPT(plan.config)
 runtime.materialize(model, device, seed)
 spell(model, tokenizer)  # registers each token's sub-word pieces, in a short run
-if fp8:
-    convert_to_fp8(model)
-attention.use(model, plan.attention)
-compile_after = max(0, plan.eager_steps - step) if plan.compiled else None  # steps; None: never
+plan.apply_to(model)  # how attention is computed, and whether in fp8
+eager_left = plan.eager_left(step)  # steps until the code is compiled; None: it never is
 groups = optim.parameter_groups(model, plan.rates, plan.weight_decay, plan.table_decay)
-optimizer = optim.MuonAdamW(groups, compute_dtype, compile_after, machine.rank, world_size)
+optimizer = optim.MuonAdamW(groups, compute_dtype, eager_left, machine.rank, world_size)
 scaler = precision.make_scaler(device, compute_dtype)
 dataset.begin(machine, stop, process_timeout)  # --download=on: begin to get what is missing
 # For batches of your own replace the loader; it yields (inputs, targets), has documents (None: rows are not
@@ -201,36 +193,26 @@ token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(device)
 prompts = sample_prompts_for(sample_prompts, dataset)
 clock.expect_evaluation(len(validation) * plan.device_batch_size * world_size * max_seq_len, *tasks)
 
-# Restore
 if resumed:
-    checkpoint.load_weights(resumed, model)
-    optim.load_state(optimizer, model, resumed)
-    if resumed.state["scaler"]:  # empty unless the run was in float16
-        scaler.load_state_dict(resumed.state["scaler"])
-    runtime.set_random_state(resumed.load_optimizer(runtime.is_random_state), device)
+    restore(resumed, model, optimizer, scaler, machine)
 elif init_from:
     checkpoint.load_weights(checkpoint.find_weights(init_from, identity, say), model)
 
-train_model = model
-if plan.compiled:  # on a CPU the first steps run eager, so that their losses come soon
-    train_model = compiling.compile_after(model, compile_after * plan.grad_accum_steps)
-if world_size > 1:  # gradients go to the processes that need them, while the backward pass goes on
-    train_model = DistributedDataParallel(train_model, **runtime.DDP_OPTIONS)
-    exchange_gradients(train_model, optimizer, gradient_dtype)
+# On a CPU the first steps run eager, so that their losses come soon
+train_model = compile_after(model, eager_left, calls=plan.grad_accum_steps)
+train_model = wrap_in_ddp(
+    train_model, optimizer, gradient_dtype
+)  # gradients go to the processes that need them
 
 # ------------------------------------------------------------------------------------------------------
 # Log, save, evaluate
 
-facts = {"settings": settings.record(), "identity": identity, **machine.environment()}
-facts |= {"plan": wording.lines(sections), "derived": plan.numbers()}
 output = RunOutput(
-    run_path, run_id, machine, plan, facts, tokenizer, resumed, loop, clock, run,
+    run_path, run_id, machine, plan, settings, sections, identity, tokenizer, resumed, loop, clock, run,
     keep_checkpoints, permanent_every,
 )  # fmt: skip
 console = output.console
-profiler = StepProfiler(
-    profile, math.inf if clock.minutes else plan.num_iterations, run_path, machine, console.print
-)
+profiler = StepProfiler(profile, clock.most_steps, run_path, machine, console.print)
 
 
 def log_step(step, progress, started, data_wait_s, epoch, micro_losses, numbers) -> tuple[bool, bool]:
@@ -368,7 +350,7 @@ while True:
     if step == first_step:
         stop.set_up_done()
         output.prepare_to_save(model, optimizer)
-        compiling.freeze_garbage()
+        freeze_garbage()
     step += 1
 
 # ------------------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from dataclasses import asdict
 from typing import Literal
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 import configurator
 from nanochat import checkpoint, explain_errors, optim
@@ -32,13 +31,13 @@ from nanochat.evals.bits_per_byte import bits_per_byte
 from nanochat.evals.exact_match import exact_match_questions, nearest_answer_share
 from nanochat.files import user_path
 from nanochat.gpt import GPT
-from nanochat.gradients import clip_grad_norm_, exchange_gradients
-from nanochat.machine import compiling, precision, runtime, signals
+from nanochat.gradients import clip_grad_norm_, wrap_in_ddp
+from nanochat.machine import precision, runtime, signals
+from nanochat.machine.compiling import compile_after, freeze_garbage
 from nanochat.machine.hardware import survey
 from nanochat.machine.profiler import StepProfiler
-from nanochat.ops import attention
 from nanochat.plan import planning, trial, wording
-from nanochat.run.output import RunOutput, begin
+from nanochat.run.output import RunOutput, begin, restore
 
 # Model
 source: str | None = None  # the base model: a run's tag, its folder or a checkpoint's (none = the newest)
@@ -127,10 +126,8 @@ resolved = resumed.resolved if resumed else {}
 
 hardware = survey(machine, compute_dtype, dtype_reason)
 epoch_tokens = len(train_tokens.epoch_rows(0, seed, config.max_seq_len)) * config.max_seq_len
-plan = planning.on_machine(
-    planning.derive_continued(settings.values, config, base.state, epoch_tokens, hardware, resolved),
-    settings.values, machine, resolved, divided_rows=True, reduction="sum",
-)  # fmt: skip
+plan = planning.derive_continued(settings.values, config, base.state, epoch_tokens, hardware, resolved)
+plan = planning.on_machine(plan, settings.values, machine, resolved, divided_rows=True, reduction="sum")
 sections = wording.sections(plan, conversations, tokenizer, run_path)
 sections["model"] = {"base": str(base.path), **sections["model"]}
 sections["text"]["targets"] = train_tokens.summary(loss_on)
@@ -149,10 +146,10 @@ step, last_eval_step, changed, loop, clock = begin(resumed, identity, plan, mach
 with torch.device("meta"):
     model = GPT(config)
 runtime.materialize(model, device, seed)
-attention.use(model, plan.attention)
-compile_after = max(0, plan.eager_steps - step) if plan.compiled else None  # steps; None: never
+plan.apply_to(model)
+eager_left = plan.eager_left(step)  # steps until the code is compiled; None: it never is
 groups = optim.parameter_groups(model, plan.rates, plan.weight_decay)
-optimizer = optim.MuonAdamW(groups, compute_dtype, compile_after, machine.rank, world_size)
+optimizer = optim.MuonAdamW(groups, compute_dtype, eager_left, machine.rank, world_size)
 scaler = precision.make_scaler(device, compute_dtype)
 rows, share = plan.total_batch_size // config.max_seq_len, (machine.rank, world_size)
 position = resumed.state["loader"] if resumed and not changed else None
@@ -166,33 +163,25 @@ questions = exact_match_questions(conversations, eval_questions)
 nearest = nearest_answer_share(conversations, questions) if questions and machine.is_main else None
 prompts = sample_prompts.split("|") if sample_prompts else [question[-1][1] for question, _ in questions[:3]]
 
-# Restore
-start = resumed or base
-checkpoint.load_weights(start, model)
-if resumed or optimizer_state == "base":
-    optim.load_state(optimizer, model, start)
 if resumed:
-    if resumed.state["scaler"]:
-        scaler.load_state_dict(resumed.state["scaler"])
-    runtime.set_random_state(resumed.load_optimizer(runtime.is_random_state), device)
+    restore(resumed, model, optimizer, scaler, machine)
+else:
+    checkpoint.load_weights(base, model)
+    if optimizer_state == "base":
+        optim.load_state(optimizer, model, base)
 
-train_model = model
-if plan.compiled:
-    train_model = compiling.compile_after(model, compile_after * plan.grad_accum_steps)
-if world_size > 1:
-    train_model = DistributedDataParallel(train_model, **runtime.DDP_OPTIONS)
-    exchange_gradients(train_model, optimizer, gradient_dtype)
+train_model = compile_after(model, eager_left, calls=plan.grad_accum_steps)
+train_model = wrap_in_ddp(train_model, optimizer, gradient_dtype)
 
 # ------------------------------------------------------------------------------------------------------
 # Log, save, evaluate
 
-facts = {"settings": settings.record(), "identity": identity, **machine.environment()}
-facts |= {"plan": wording.lines(sections), "derived": plan.numbers()}
 output = RunOutput(
-    run_path, run_id, machine, plan, facts, tokenizer, resumed, loop, clock, run, keep_checkpoints
-)
+    run_path, run_id, machine, plan, settings, sections, identity, tokenizer, resumed, loop, clock, run,
+    keep_checkpoints,
+)  # fmt: skip
 console = output.console
-profiler = StepProfiler(profile, plan.num_iterations, run_path, machine, console.print)
+profiler = StepProfiler(profile, clock.most_steps, run_path, machine, console.print)
 
 
 def log_step(
@@ -330,7 +319,7 @@ while True:
     if step == first_step:
         stop.set_up_done()
         output.prepare_to_save(model, optimizer)
-        compiling.freeze_garbage()
+        freeze_garbage()
     step += 1
 
 # ------------------------------------------------------------------------------------------------------

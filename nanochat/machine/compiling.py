@@ -49,14 +49,14 @@ def cannot_compile(device: torch.device) -> str:
     return ""
 
 
-def compile_after(function: Callable, calls: int | None) -> Callable:
-    """A function or module whose first `calls` calls run as it is, and all later ones compiled.
+def compile_after(function: Callable, steps: int | None, calls: int = 1) -> Callable:
+    """A function or module that runs as it is for so many steps of `calls` calls, and compiled from then on.
 
-    calls: 0 = it is torch.compile(function), None = it is never compiled, and stays what it is.
+    steps: 0 = it is torch.compile(function), None = it is never compiled, and stays what it is.
     """
-    if calls is None:
+    if steps is None:
         return function
-    return CompileAfter(function, calls) if calls > 0 else torch.compile(function, dynamic=False)
+    return CompileAfter(function, steps * calls) if steps > 0 else torch.compile(function, dynamic=False)
 
 
 class CompileAfter:

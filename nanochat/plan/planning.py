@@ -14,6 +14,8 @@ from nanochat.machine import compiling
 from nanochat.machine.hardware import Hardware
 from nanochat.ops.attention import Attention
 from nanochat.ops.attention import choose as choose_attention
+from nanochat.ops.attention import use as use_attention
+from nanochat.ops.fp8 import check_fp8, convert_to_fp8
 from nanochat.plan import memory, scaling, trial
 from nanochat.terminal import duration
 
@@ -152,6 +154,16 @@ class Plan:
             if rows % n == 0 and self.with_rows(n).expected_bytes <= allowed:
                 return self.with_rows(n)
         return self.with_rows(1)
+
+    def eager_left(self, step: int) -> int | None:
+        """Steps after `step` that run eager before the code is compiled; None: it never is."""
+        return max(0, self.eager_steps - step) if self.compiled else None
+
+    def apply_to(self, model):
+        """Let a model compute as planned: its attention, and which products are in fp8."""
+        if self.fp8:
+            convert_to_fp8(model)
+        use_attention(model, self.attention)
 
     def check(self, accept: str):
         """Raise UserError if this run must not begin. `accept` is the setting of that name."""
@@ -311,6 +323,13 @@ def _plan(
         more_text=more_text,
     )
     return plan.with_largest_micro_batch()
+
+
+def decide(settings: dict, tokenizer, dataset, hardware: Hardware, machine, resolved: dict) -> Plan:
+    """The plan of a run of base_train on this machine: `derive` and `on_machine` in one."""
+    check_fp8(settings["fp8"], machine.device, hardware.dtype, settings["max_seq_len"], resolved)
+    plan = derive(settings, tokenizer, dataset, hardware, resolved)
+    return on_machine(plan, settings, machine, resolved, divided_rows=settings["document_mask"])
 
 
 def on_machine(

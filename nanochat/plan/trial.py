@@ -12,8 +12,6 @@ from nanochat import UserError
 from nanochat.gpt import GPT
 from nanochat.machine import precision, runtime
 from nanochat.machine.transfers import to_device
-from nanochat.ops import attention
-from nanochat.ops.fp8 import convert_to_fp8
 from nanochat.plan import memory
 
 
@@ -27,9 +25,7 @@ def with_tried_micro_batch(plan, machine, divided_rows: bool, reduction: str):
     with torch.device("meta"):
         model = GPT(plan.config)
     runtime.materialize(model, machine.device, seed=0)
-    if plan.fp8:
-        convert_to_fp8(model)
-    attention.use(model, plan.attention)
+    plan.apply_to(model)
     boundaries = plan.attention.boundaries if divided_rows else None
     while not all(machine.all_gather(_fits(plan, machine, model, boundaries, reduction))):
         gc.collect()  # the failed step's tensors hang on its exception

@@ -8,6 +8,7 @@ its end. Such a run cannot be repeated bit for bit; one with as many steps by --
 """
 
 import contextlib
+import math
 import os
 import statistics
 import subprocess
@@ -46,6 +47,11 @@ class Clock:
         loop.progress, loop.minutes = min(1.0, share), self.minutes
         loop.elapsed_s = loop.elapsed_s or 60 * self.minutes * loop.progress
         self._end = time.monotonic() - seconds_since_command() - loop.elapsed_s + 60 * self.minutes
+
+    @property
+    def most_steps(self) -> float:
+        """How many steps the run makes at most."""
+        return math.inf if self.minutes else self.num_iterations
 
     def expect_evaluation(self, val_tokens: int, *tasks):
         """What the last evaluation reads: tokens of the validation text, and lists of core.Task. Its time is

@@ -11,6 +11,7 @@ import torch
 from nanochat import checkpoint, optim
 from nanochat.evals.task_scores import in_words
 from nanochat.machine import distributed, runtime
+from nanochat.plan import wording
 from nanochat.plan.planning import Plan
 from nanochat.run import metrics
 from nanochat.run.clock import Clock
@@ -45,12 +46,22 @@ def begin(resumed, identity: dict, plan: Plan, machine, accept: str):
     return step, last_eval_step, changed, loop, clock
 
 
+def restore(resumed, model: torch.nn.Module, optimizer, scaler, machine):
+    """Put everything that a checkpoint holds where it was: weights, the optimizer's state, the scale of
+    float16 and the random numbers."""
+    checkpoint.load_weights(resumed, model)
+    optim.load_state(optimizer, model, resumed)
+    if resumed.state["scaler"]:  # empty unless the run was in float16
+        scaler.load_state_dict(resumed.state["scaler"])
+    runtime.set_random_state(resumed.load_optimizer(runtime.is_random_state), machine.device)
+
+
 class RunOutput:
     """Opens a run's outputs, once every process knows where the run begins.
 
     The first process writes `log` (metrics.jsonl, wandb), the `console`, config.json and the report; of a
     checkpoint each process writes its share. What the folder holds from after the checkpoint `resumed` is set
-    aside first. facts: what config.json holds.
+    aside first. settings, sections (of the plan) and identity: for config.json.
     """
 
     def __init__(
@@ -59,7 +70,9 @@ class RunOutput:
         run_id: str,  # of checkpoint.enter
         machine: runtime.Machine,
         plan: Plan,
-        facts: dict,
+        settings,
+        sections: dict,
+        identity: dict,
         tokenizer,
         resumed: checkpoint.Checkpoint | None,
         loop: metrics.LoopState,
@@ -73,6 +86,8 @@ class RunOutput:
             checkpoint.set_future_aside(path, resumed, machine.print)
             metrics.rewind_metrics(path / "metrics.jsonl", step, machine.print)
         self._path, self._machine, self._plan, self._loop, self._clock = path, machine, plan, loop, clock
+        facts = {"settings": settings.record(), "identity": identity, **machine.environment()}
+        facts |= {"plan": wording.lines(sections), "derived": plan.numbers()}
         self._files = {
             "tokenizer.json": tokenizer.to_bytes(),
             "config.json": json.dumps(facts, indent=2).encode(),
