@@ -3,8 +3,8 @@
 With a number of steps, progress is step / num_iterations. With minutes, it is the share of the training time
 that has passed: steps made x the time of a step, divided by the same plus the time that is left. So a pause,
 the compiler or a machine that becomes slower shortens the rest of the run, and it still ends in time, with
-its learning rate at the end of the schedule. The minutes are those of the person who waits: from the command to
-its end. Such a run cannot be repeated bit for bit; one with as many steps by --num_iterations can.
+its learning rate at the end of the schedule. The minutes are those of the person who waits: from the command
+to its end. Such a run cannot be repeated bit for bit; one with as many steps by --num_iterations can.
 """
 
 import contextlib
