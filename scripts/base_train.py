@@ -111,13 +111,10 @@ plan_only = False  # print the plan and exit
 plan_device: str | None = None  # with --plan: of that GPU, such as H100 (none = of this machine)
 plan_world_size = -1  # with --plan and --device: of so many processes, one a GPU (-1 = one) [-1, 1..1e6]
 
-settings = configurator.configure(
-    globals(),  # aliases: what people type, and the variable above
-    aliases={
-        "plan": "plan_only", "device": "plan_device", "world_size": "plan_world_size",
-        "tokenizer": "tokenizer_name",
-    },
-)  # fmt: skip
+# What people type: --plan, --device, --world_size, --tokenizer
+settings = configurator.configure(globals(), aliases={
+    "plan": "plan_only", "device": "plan_device", "world_size": "plan_world_size", "tokenizer": "tokenizer_name",
+})  # fmt: skip
 if plan_device or plan_world_size != -1:  # the plan for GPUs that are not here
     print(simulation.page(settings.values))
     raise SystemExit(0)
@@ -200,9 +197,7 @@ elif init_from:
 
 # On a CPU the first steps run eager, so that their losses come soon
 train_model = compile_after(model, eager_left, calls=plan.grad_accum_steps)
-train_model = wrap_in_ddp(
-    train_model, optimizer, gradient_dtype
-)  # gradients go to the processes that need them
+train_model = wrap_in_ddp(train_model, optimizer, gradient_dtype)  # in one process it stays as it is
 
 # ------------------------------------------------------------------------------------------------------
 # Log, save, evaluate

@@ -49,8 +49,8 @@ class LoopState:
             return cls(**(checkpoint.state["loop"] if checkpoint else {}))
         except TypeError as error:
             raise UserError(
-                f"the loop's state in {checkpoint.path} has fields that this version does not know; go on with "
-                "the version that wrote it, or start a new run from its weights with --init_from"
+                f"the loop's state in {checkpoint.path} has fields that this version does not know; go on "
+                "with the version that wrote it, or start a new run from its weights with --init_from"
             ) from error
 
     def step_seconds(self, started: float) -> float:
