@@ -111,9 +111,9 @@ plan_only = False  # print the plan and exit
 plan_device: str | None = None  # with --plan: of that GPU, such as H100 (none = of this machine)
 plan_world_size = -1  # with --plan and --device: of so many processes, one a GPU (-1 = one) [-1, 1..1e6]
 
-# What people type: --plan, --device, --world_size, --tokenizer
-settings = configurator.configure(globals(), aliases={
-    "plan": "plan_only", "device": "plan_device", "world_size": "plan_world_size", "tokenizer": "tokenizer_name",
+settings = configurator.configure(globals(), aliases={  # people type --plan, --device and so on
+    "plan": "plan_only", "device": "plan_device", "world_size": "plan_world_size",
+    "tokenizer": "tokenizer_name",
 })  # fmt: skip
 if plan_device or plan_world_size != -1:  # the plan for GPUs that are not here
     print(simulation.page(settings.values))
