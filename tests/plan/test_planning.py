@@ -31,7 +31,7 @@ def test_a_run_of_few_flops_is_narrower_says_so_and_stays_so_when_it_is_resumed(
     wide, text = make_plan(aspect_ratio=-1, target_flops=1e15)
     assert wide.config.width == 256 and "width 256 (4 heads of 64), rows" in text
     in_minutes = make_plan(aspect_ratio=-1, target_minutes=1.0, peak_flops=1e12)[0]
-    assert in_minutes.config.width == 128 and in_minutes.horizon.estimated
+    assert in_minutes.config.width == 128 and in_minutes.horizon.minutes == 1
 
 
 def test_given_iterations_may_read_a_text_as_often_as_they_like_with_a_warning():
@@ -171,3 +171,28 @@ def test_the_memory_of_a_cpu_run_counts_what_the_process_holds_already():
     assert held.numbers()["memory"] == plan.numbers()["memory"] + 3 * 2**30 == 3 * 2**30 + plan.expected_bytes
     assert held.refusal("") == plan.refusal("") == ""  # it is not taken from what is free
     assert "held already" not in text
+
+
+# ------------------------------------------------------------------------------------------------------
+# A horizon in minutes
+
+
+def test_minutes_become_steps_by_an_assumed_share_of_the_peak_and_decide_before_the_ratio():
+    given = {"target_minutes": 2.0, "total_batch_size": 4096, "peak_flops": 1e12}
+    plan, text = make_plan(**given)
+    flops = 120 * scaling.ASSUMED_MFU * 1e12
+    assert plan.num_iterations == round(flops / plan.flops_per_token / 4096)
+    assert plan.horizon.minutes == plan.resolved["target_minutes"] == 2
+    assert plan.expected_seconds == 120 and "about" in text
+    assert make_plan(num_iterations=7, **given)[0].horizon.minutes == 0
+    # It is an estimate: no reason to refuse a text that may be read often
+    assert make_plan(**given, data_tokens=10)[0].refusal("") == ""
+
+
+def test_a_resumed_run_in_minutes_keeps_its_batch_and_its_estimate_on_any_machine():
+    before = {"num_iterations": 500, "total_batch_size": 2048, "target_minutes": 2.0}
+    plan = make_plan(target_minutes=2.0, resolved=before, peak_flops=1e15)[0]
+    assert (plan.num_iterations, plan.total_batch_size) == (500, 2048)
+    assert make_plan(target_minutes=5.0, resolved=before)[0].num_iterations == 1250
+    of_steps = {"num_iterations": 500, "total_batch_size": 2048}
+    assert make_plan(target_minutes=5.0, resolved=of_steps)[0].num_iterations == 500
