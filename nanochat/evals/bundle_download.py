@@ -13,45 +13,57 @@ import zipfile
 from pathlib import Path, PurePosixPath
 
 from nanochat import UserError
-from nanochat.data.download import download
+from nanochat.data.parquet import first_line
 from nanochat.evals.bundle import GET, NAME, UNREADABLE, open_bundle, root_of
+from nanochat.terminal import bar
 
 HOST = "https://karpathy-public.s3.us-west-2.amazonaws.com"  # where karpathy/nanochat has it
 FILE = f"{NAME}.zip"
+TIMEOUT_S = 15.0  # seconds for the connection, and between two pieces of an answer
 LARGEST_BUNDLE = 1 << 31  # bytes of all its files, unpacked
 MOST_FILES = 10_000
 
 
-def download_bundle(base_path: Path, host: str = HOST, timeout: float = 30.0, retries: int = 8) -> str:
-    """Get the public bundle unless a good one is there. Returns the reason if it cannot be had, else "".
+def download_bundle(base_path: Path, host: str = HOST) -> None:
+    """Get the public bundle unless a good one is there.
 
-    An interrupted download goes on where it stopped. timeout: seconds without a byte; retries: failures in a
-    row. Raises UserError if the file is no bundle, and OSError if `base_path` cannot be written.
+    Raises UserError if the server does not send it whole or it is no bundle, OSError if `base_path` cannot be
+    written. Then the bundle that was there stays.
     """
-    folder, downloads = base_path / NAME, base_path / f"{NAME}.download"
+    folder = base_path / NAME
     with contextlib.suppress(UserError):
         if folder.exists() and open_bundle(folder, base_path)[0]:
             print(f"the evaluation bundle is in {folder}")
-            return ""
-    failed = download({FILE: f"{host.rstrip('/')}/{FILE}"}, downloads, _check_zip, 1, timeout, retries)
-    if failed:
-        return failed[FILE]
-    try:
-        tasks = install(downloads / FILE, folder)
-    finally:
-        shutil.rmtree(downloads, ignore_errors=True)  # after a failure too: the next command begins afresh
+            return
+    base_path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=base_path, prefix=f".{NAME}.") as temporary:
+        archive = Path(temporary) / FILE
+        _get(f"{host.rstrip('/')}/{FILE}", archive)
+        tasks = install(archive, folder)
     print(f"the evaluation bundle is in {folder}: {tasks} tasks")
-    return ""
 
 
-def _check_zip(path: Path) -> None:
+def _get(url: str, path: Path) -> None:
+    """Write what a URL gives into a file. A busy server is asked again; `unpack` compares the checksums."""
+    import requests
+    from urllib3.util import Retry
+
+    again = Retry(3, connect=0, backoff_factor=1, status_forcelist=[429, 500, 502, 503, 504])
     try:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-    except UNREADABLE as error:
-        raise ValueError("no zip file") from error
-    if root_of(names) + "core.yaml" not in names:
-        raise ValueError("no evaluation bundle")
+        with requests.Session() as session, open(path, "wb") as file:
+            session.mount(url, requests.adapters.HTTPAdapter(max_retries=again))
+            with session.get(url, stream=True, timeout=TIMEOUT_S) as answer:
+                answer.raise_for_status()
+                size = int(answer.headers.get("Content-Length", 0)) or None
+                with bar("downloading", "B", size) as progress:
+                    for chunk in answer.iter_content(1 << 20):
+                        file.write(chunk)
+                        progress.update(len(chunk))
+    except requests.RequestException as error:
+        raise UserError(
+            f"{url} cannot be downloaded ({first_line(error)[:300]}); check the network and the proxy, or "
+            "name another server with --mirror"
+        ) from error
 
 
 def install(archive_path: Path, folder: Path) -> int:
