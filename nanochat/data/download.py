@@ -161,7 +161,8 @@ def _library():
     environment allows it.
     """
     os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
-    import huggingface_hub
+    import huggingface_hub.errors
+    import huggingface_hub.utils
 
     return huggingface_hub
 

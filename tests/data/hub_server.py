@@ -72,7 +72,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         match = ADDRESS.fullmatch(path)
         name = (match["file"] if match else None) or path.lstrip("/")
-        self.server.requests.append((self.command, name, dict(self.headers)))
+        self.server.requests.append(
+            (self.command, name, {key.lower(): value for key, value in self.headers.items()})
+        )
         with contextlib.suppress(ConnectionError):
             if match and (refusal := self.refusal(match)):
                 self.send(refusal[0], headers={"X-Error-Code": refusal[1]})
