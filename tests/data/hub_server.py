@@ -33,7 +33,7 @@ class Hub(http.server.ThreadingHTTPServer):
     """Serves the data set somebody/texts, and `files` by name at any other address.
 
     `faults[name]` are what goes wrong, one a GET: "404" or another status, "drops" (half comes), "cut" (the
-    file has lost its end), "silent". `refusal` is (status, X-Error-Code) of all of the data set's addresses.
+    file has lost its end). `refusal` is (status, X-Error-Code) of all of the data set's addresses.
     """
 
     daemon_threads = True
@@ -44,7 +44,7 @@ class Hub(http.server.ThreadingHTTPServer):
         self.faults: dict[str, list[str]] = {}
         self.refusal: tuple[int, str] | None = None
         self.commit = COMMIT
-        self.held: set[str] = set()  # files that wait
+        self.held: set[str] = set()  # files of which half comes, and the rest when they are taken out
         self.requests: list[tuple[str, str, dict]] = []  # (method, file name or address, headers)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
@@ -100,8 +100,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return self.server.refusal
 
     def file(self, name: str) -> None:
-        while name in self.server.held and self.command == "GET":
-            time.sleep(0.02)
         content = self.server.files[name]
         digest = hashlib.sha256(content).hexdigest()
         headers = {"ETag": f'"{digest}"', "X-Repo-Commit": self.server.commit, "Accept-Ranges": "bytes"}
@@ -109,32 +107,41 @@ class Handler(http.server.BaseHTTPRequestHandler):
         fault = faults.pop(0) if faults else ""
         if fault.isdigit():
             return self.send(int(fault))
-        if fault == "silent":
-            time.sleep(5)
         content = content[:-100] if fault == "cut" else content
         status, asked = 200, re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
         if asked:
             headers["Content-Range"] = f"bytes {asked[1]}-{len(content) - 1}/{len(content)}"
             status, content = 206, content[int(asked[1]) :]
-        self.send(status, content, headers, len(content) // 2 if fault == "drops" else len(content))
+        self.send(status, content, headers, name, fault == "drops")
 
-    def send(self, status: int, body: bytes = b"", headers: dict | None = None, sent: int | None = None):
+    def send(self, status: int, body: bytes = b"", headers: dict | None = None, name="", drops=False):
         self.send_response(status)
         for key, value in ({"Content-Length": str(len(body))} | (headers or {})).items():
             self.send_header(key, value)
         self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body[:sent])
-        if sent is not None and sent < len(body):
+        if self.command == "HEAD":
+            return
+        self.wfile.write(body[: len(body) // 2])
+        while name in self.server.held:
+            time.sleep(0.02)
+        if drops:
             self.close_connection = True
+        else:
+            self.wfile.write(body[len(body) // 2 :])
 
 
-def shard(seed: int, documents: int = 1000) -> bytes:
-    """A parquet file that is not compressed, with row groups of 100 documents."""
-    texts = [hashlib.sha256(b"%d %d" % (seed, i)).hexdigest() * 10 for i in range(documents)]
+def parquet(texts: list[str], column: str = "text", **options) -> bytes:
+    """The bytes of a parquet file; `options` are those of pyarrow's write_table."""
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.table({"text": texts}), sink, compression="none", row_group_size=100)
+    pq.write_table(pa.table({column: texts}), sink, **options)
     return sink.getvalue().to_pybytes()
+
+
+def shard(seed: int) -> bytes:
+    """A shard of 1000 documents without compression."""
+    return parquet(
+        [hashlib.sha256(b"%d %d" % (seed, i)).hexdigest() * 10 for i in range(1000)], compression="none"
+    )
 
 
 @pytest.fixture

@@ -7,9 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from hub_server import parquet
 from shards import documents, flat, is_validation
 
 from nanochat import UserError
@@ -18,12 +17,6 @@ from nanochat.data.sources import open_dataset
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [f"text number {i}" for i in range(200)]
-
-
-def parquet(texts: list[str], column: str = "text") -> bytes:
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.table({column: texts, "id": list(range(len(texts)))}), sink)
-    return sink.getvalue().to_pybytes()
 
 
 def lines(texts: list[str], field: str = "text") -> bytes:
