@@ -30,7 +30,8 @@ ANSWER_S = 8.0  # seconds for the connection to the Hub, and again for its first
 ATTEMPTS = 3  # to get the files that did not come, after the library's own attempts for each of them
 MOST_FAILED = 4  # files; more failures in an attempt mean that it is not the files
 STALE_S = 3600.0  # seconds; an unfinished file that has not grown for so long is left from a kill
-PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # seconds between two attempts in the background
+PAUSE_S = 1.0  # seconds between two attempts; in the background each further pause doubles,
+LONGEST_PAUSE_S = 60.0  # up to this
 
 
 def endpoint() -> str:
@@ -38,12 +39,10 @@ def endpoint() -> str:
     address = (os.environ.get("HF_ENDPOINT") or HOST).rstrip("/")
     try:
         parts = urlsplit(address)
-        good = (
-            parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1) and " " not in address
-        )
+        good = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1)
     except ValueError:
         good = False
-    if not good:
+    if not good or " " in address:
         raise UserError(f"the mirror {address!r} is no address of a server; use one like {HOST}")
     return address
 
@@ -53,8 +52,9 @@ def look_up(repo: str, revision: str | None = None, files: bool = False):
 
     Raises UserError if there is no such data set, or if the Hub does not answer within seconds.
     """
-    address, api = endpoint(), _library().HfApi(endpoint=endpoint())
+    address = endpoint()
     try:
+        api = _library().HfApi(endpoint=address)
         return api.dataset_info(repo, revision=revision, files_metadata=files, timeout=ANSWER_S)
     except Exception as error:  # those of its HTTP client too, which differs between versions of the library
         raise UserError(f"{repo} cannot be had from {_route(address)}: {_why(error, repo)}") from error
@@ -170,7 +170,7 @@ def _library():
 # -- failures
 
 
-def _is_of_disk(error: Exception | None) -> bool:
+def _is_of_disk(error: Exception) -> bool:
     """Whether an error is one of the file system, which has a number, and not one of the library."""
     return isinstance(error, OSError) and isinstance(error.errno, int)
 
@@ -182,20 +182,17 @@ def _status(error: Exception) -> int | None:
 
 def _route(address: str) -> str:
     """The server that is asked, and the proxy that is asked for it, without a password."""
-    parts = urlsplit(address)
-    proxy = (
-        "" if urllib.request.proxy_bypass(parts.hostname) else urllib.request.getproxies().get(parts.scheme)
-    )
-    through = f" through the proxy {proxy.rpartition('@')[2]}" if proxy else ""
-    return address + (" (HF_ENDPOINT)" if address != HOST else "") + through
+    parts, route = urlsplit(address), address if address == HOST else f"{address} (HF_ENDPOINT)"
+    proxy = urllib.request.getproxies().get(parts.scheme)
+    if proxy and not urllib.request.proxy_bypass(parts.hostname):
+        route += f" through the proxy {proxy.rpartition('@')[2]}"
+    return route
 
 
 def _why(error: Exception, repo: str) -> str:
     """A failure in a few words, with what to do."""
     errors = _library().errors
-    if isinstance(
-        error, errors.LocalEntryNotFoundError
-    ):  # says that there is no local copy; why it needs one
+    if isinstance(error, errors.LocalEntryNotFoundError):  # its cause is why a local copy would be needed
         error = error.__cause__ or error
     status = _status(error)
     if isinstance(error, errors.OfflineModeIsEnabled):

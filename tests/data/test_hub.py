@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import TINY, losses, run
 from hub_server import parquet
 from shards import documents, flat, is_validation
 
@@ -137,3 +138,15 @@ def test_names_that_lead_out_of_the_folder_are_left_out(texts, tmp_path):
     }
     assert opened(tmp_path / "base") == sorted(TEXTS)
     assert not (tmp_path / "outside.jsonl").exists()
+
+
+def test_a_run_trains_on_it_and_goes_on_without_the_hub(texts, tmp_path, monkeypatch):
+    texts.files["train.jsonl"] = lines([f"{text} " * 20 for text in TEXTS])
+    command = ["scripts.base_train", *TINY, "--data=hf:somebody/texts", f"--base_dir={tmp_path}"]
+    run([*command, "--num_iterations=6"])
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert "going on from" in run(command) and losses(run_of(tmp_path)).keys() == set(range(8))
+
+
+def run_of(base: Path) -> Path:
+    return base / "base_checkpoints" / "d2"
