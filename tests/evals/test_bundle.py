@@ -1,16 +1,18 @@
 """Evaluation bundles: what is in them is read as it was written, and what is damaged is named."""
 
+import contextlib
 import os
 import random
+import runpy
 import shutil
 import stat
+import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 from bundles import write_bundle, write_tasks
 from data.hub_server import hub  # noqa: F401
-from helpers import python_m
 
 from nanochat import UserError
 from nanochat.evals import bundle, bundle_download
@@ -244,31 +246,30 @@ def test_a_byte_that_changed_on_the_way_is_found_by_the_checksums_of_the_zip_fil
     assert names_in(tmp_path / "base") == []
 
 
-@pytest.mark.parametrize(
-    ("name", "mode", "message"),
-    [
-        ("../outside", 0o644, "a path that leads out of it"),
-        ("eval_bundle/eval_data/../../../outside", 0o644, "a path that leads out of it"),
-        ("/outside", 0o644, "a path that leads out of it"),
-        ("eval_bundle/eval_data/c:outside", 0o644, "a path that leads out of it"),
-        ("eval_bundle/eval_data/..\\outside", 0o644, "a path that leads out of it"),
-        ("eval_bundle/eval_data/link", 0o120777, "has a link"),
-        ("eval_bundle/core.yaml/x", 0o644, "is damaged"),
-        ("eval_bundle/eval_data/zeros", 0o644, "unpacks to more than 1,000,000 bytes"),
-    ],
-)
-def test_a_hostile_zip_file_is_refused_and_leaves_nothing(folder, tmp_path, monkeypatch, name, mode, message):
+@pytest.mark.parametrize("name", ["../outside", "eval_bundle/eval_data/../../../outside", "/outside"])
+def test_nothing_is_written_outside_of_the_bundle(folder, tmp_path, name):
+    path, base = zipped(folder, tmp_path / "it.zip"), tmp_path / "base"
+    base.mkdir()
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr(name, b"0")
+    before = names_in(tmp_path)
+    install(path, base / "eval_bundle")
+    assert names_in(base) == ["eval_bundle"] and names_in(tmp_path) == before
+    assert not Path("/outside").exists()
+
+
+@pytest.mark.parametrize("name, why", [("core.yaml/x", "damaged"), ("eval_data/zeros", "would take")])
+def test_a_zip_file_that_cannot_be_a_bundle_is_refused_and_leaves_nothing(
+    folder, tmp_path, monkeypatch, name, why
+):
     monkeypatch.setattr(bundle_download, "LARGEST_BUNDLE", 1_000_000)
     path, base = zipped(folder, tmp_path / "it.zip"), tmp_path / "base"
     base.mkdir()
     with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
-        member = zipfile.ZipInfo(name)
-        member.external_attr = (mode if mode > 0o7777 else mode | stat.S_IFREG) << 16
-        archive.writestr(member, b"0" * 2_000_000, zipfile.ZIP_DEFLATED)
-    before = names_in(tmp_path)
-    with pytest.raises(UserError, match=message):
+        archive.writestr(f"eval_bundle/{name}", bytes(2_000_000 if "zeros" in name else 1))
+    with pytest.raises(UserError, match=why):
         install(path, base / "eval_bundle")
-    assert names_in(base) == [] and names_in(tmp_path) == before and not Path("/outside").exists()
+    assert names_in(base) == []
 
 
 def test_what_a_bundle_does_not_need_is_not_unpacked(folder, tmp_path):
@@ -280,11 +281,13 @@ def test_what_a_bundle_does_not_need_is_not_unpacked(folder, tmp_path):
     assert names_in(tmp_path / "eval_bundle") == ["core.yaml", "eval_data", "eval_meta_data.csv"]
 
 
-@pytest.mark.parametrize(("faults", "status"), [([], 0), (["404"], 2)])
-def test_the_command_puts_the_bundle_into_base_dir(public, tmp_path, faults, status):
+@pytest.mark.parametrize("faults", [[], ["404"]], ids=str)
+def test_the_command_puts_the_bundle_into_base_dir(public, tmp_path, monkeypatch, capsys, faults):
     public.faults["eval_bundle.zip"] = faults
     arguments = ["--name=core", f"--base_dir={tmp_path / 'base'}", f"--mirror={public.url}"]
-    done = python_m(["scripts.download", *arguments])
-    assert done.returncode == status and "Traceback" not in done.stderr
-    assert (tmp_path / "base" / "eval_bundle").exists() == (status == 0)
-    assert ("eval_bundle: 2 tasks" in done.stdout) == (status == 0)
+    monkeypatch.setattr(sys, "argv", ["download", *arguments])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # the script sets its own
+    with pytest.raises(UserError, match="404") if faults else contextlib.nullcontext():
+        runpy.run_module("scripts.download", run_name="__main__")
+    assert (tmp_path / "base" / "eval_bundle").exists() == (not faults)
+    assert ("eval_bundle: 2 tasks" in capsys.readouterr().out) == (not faults)
