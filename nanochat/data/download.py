@@ -27,10 +27,9 @@ from nanochat.terminal import bar, is_terminal
 
 HOST = "https://huggingface.co"
 ANSWER_S = 8.0  # seconds for the connection to the Hub, and again for its first answer
-ATTEMPTS = 3  # to get the files that did not come, after the library's own attempts for each of them
-MOST_FAILED = 4  # files; more failures in an attempt mean that it is not the files
+MOST_FAILED = 4  # files; more failures mean that it is not the files
 STALE_S = 3600.0  # seconds; an unfinished file that has not grown for so long is left from a kill
-PAUSE_S = 1.0  # seconds between two attempts; in the background each further pause doubles,
+PAUSE_S = 1.0  # seconds before the second attempt in the background; each further pause doubles,
 LONGEST_PAUSE_S = 60.0  # up to this
 
 
@@ -73,29 +72,25 @@ def fetch(
     compare: also those that are here and have changed since, or differ from the Hub's. Raises UserError if a
     file cannot be had or the folder cannot be written; what has come stays.
     """
-
-    def missing() -> list[str]:
-        return [name for name in files if not (folder / name).exists()]
-
-    left, attempt = files if compare else missing(), 1
-    while left:
-        try:
-            commit = look_up(repo, revision).sha
-        except UserError as error:
-            if missing():
-                raise
-            print(f"{folder} has all files; not compared with the Hub's: {error}", file=sys.stderr)
-            return
-        with writing(folder):
-            failed, left = _get_all(repo, left, commit, folder, workers)
-        if failed and (attempt == ATTEMPTS or all(_status(e) in (401, 403, 404) for e in failed.values())):
-            name, error = next(iter(failed.items()))
-            raise UserError(
-                f"{len(left)} of {len(files)} files did not come into {folder}: {name} cannot be had from "
-                f"{_route(endpoint())}: {_why(error, repo)}; the same command goes on"
-            ) from error
-        time.sleep(PAUSE_S if failed else 0)
-        attempt += 1
+    missing = [name for name in files if not (folder / name).exists()]
+    wanted = files if compare else missing
+    if not wanted:
+        return
+    try:
+        commit = look_up(repo, revision).sha
+    except UserError as error:
+        if missing:
+            raise
+        print(f"{folder} has all files; not compared with the Hub's: {error}", file=sys.stderr)
+        return
+    with writing(folder):
+        failed, left = _get_all(repo, wanted, commit, folder, workers)
+    if failed:
+        name, error = next(iter(failed.items()))
+        raise UserError(
+            f"{len(left)} of {len(files)} files did not come into {folder}: {name} cannot be had from "
+            f"{_route(endpoint())}: {_why(error, repo)}; the same command goes on"
+        ) from error
 
 
 def _get_all(

@@ -26,20 +26,13 @@ REPO = "somebody/texts"
 ZERO, ONE, TWO = (f"shard_{i:05d}.parquet" for i in range(3))
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(download, "PAUSE_S", 0.01)
-
-
 def check_whole(hub, folder, *names) -> None:
     """The files are there as the Hub has them, and nothing else that is not hidden."""
     assert {name: (folder / name).read_bytes() for name in names} == {name: hub.files[name] for name in names}
     assert {path.name for path in folder.iterdir() if path.name != ".cache"} == set(names)
 
 
-@pytest.mark.parametrize(
-    "faults", [[], ["drops"], ["cut"], ["503"], ["cut", "500"], ["429"], ["drops", "cut"]], ids=str
-)
+@pytest.mark.parametrize("faults", [[], ["429"], ["drops", "drops"]], ids=str)
 def test_the_right_bytes_arrive_whatever_passes(hub, tmp_path, faults):
     hub.faults[ONE] = list(faults)
     fetch(REPO, [ZERO, ONE], tmp_path)
@@ -62,12 +55,10 @@ def test_after_a_break_only_the_rest_comes(hub, tmp_path, monkeypatch):
     ("404", "404"), ("403", "403.*HF_TOKEN"), ("401", "HF_TOKEN"), ("500", "HTTP 500"), ("cut", "size"),
 ])  # fmt: skip
 def test_a_file_that_never_comes_is_told_with_its_reason_and_the_others_arrive(hub, tmp_path, fault, reason):
-    hub.faults[ONE] = [fault] * 99
+    hub.faults[ONE] = [fault]
     with pytest.raises(UserError, match=f"1 of 3 files .*{ONE}.*{hub.url}.*{reason}"):
         fetch(REPO, [ZERO, ONE, TWO], tmp_path)
     check_whole(hub, tmp_path, ZERO, TWO)
-    assert len(hub.got(ONE)) == (1 if fault.startswith("4") else download.ATTEMPTS)
-    hub.faults.clear()
     fetch(REPO, [ZERO, ONE, TWO], tmp_path)
     assert len(hub.got(ZERO)) == 1
     check_whole(hub, tmp_path, ZERO, ONE, TWO)
@@ -169,7 +160,7 @@ def test_unfinished_files_of_killed_downloads_go(hub, tmp_path):
 
 def command(base_dir: Path, *arguments: str, **environment: str) -> subprocess.Popen:
     """python -m scripts.download, with a data set of 4 shards as climbmix."""
-    script = "import runpy; from nanochat.data import download, public; download.PAUSE_S = 0.01\n"
+    script = "import runpy; from nanochat.data import public\n"
     script += f"public.PUBLIC['climbmix'] = public.Public('{REPO}', 4)\n"
     script += "runpy.run_module('scripts.download', run_name='__main__', alter_sys=True)\n"
     line = [sys.executable, "-W", "ignore", "-c", script, f"--base_dir={base_dir}", *arguments]

@@ -283,7 +283,7 @@ def test_what_a_bundle_does_not_need_is_not_unpacked(folder, tmp_path):
 
 @pytest.mark.parametrize("faults", [[], ["404"]], ids=str)
 def test_the_command_puts_the_bundle_into_base_dir(public, tmp_path, monkeypatch, capsys, faults):
-    public.faults["eval_bundle.zip"] = faults
+    public.faults["eval_bundle.zip"] = list(faults)
     arguments = ["--name=core", f"--base_dir={tmp_path / 'base'}", f"--mirror={public.url}"]
     monkeypatch.setattr(sys, "argv", ["download", *arguments])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # the script sets its own
