@@ -155,10 +155,12 @@ def _library():
     and a download by Xet may stand still without a time-out (xet-core issue 898). HF_HUB_DISABLE_XET=0 in the
     environment allows it.
     """
-    os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
+    import huggingface_hub.constants
     import huggingface_hub.errors
     import huggingface_hub.utils
 
+    if "HF_HUB_DISABLE_XET" not in os.environ:
+        huggingface_hub.constants.HF_HUB_DISABLE_XET = True
     return huggingface_hub
 
 

@@ -103,6 +103,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         content = self.server.files[name]
         digest = hashlib.sha256(content).hexdigest()
         headers = {"ETag": f'"{digest}"', "X-Repo-Commit": self.server.commit, "Accept-Ranges": "bytes"}
+        headers |= {
+            "X-Xet-Hash": digest,
+            "X-Xet-Refresh-Route": "/no/xet/here",
+        }  # as the Hub offers, not a mirror
         faults = self.server.faults.get(name, []) if self.command == "GET" else []
         fault = faults.pop(0) if faults else ""
         if fault.isdigit():
