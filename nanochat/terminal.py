@@ -2,7 +2,6 @@
 
 import os
 import sys
-import threading
 import time
 
 QUICK_S = 3.0  # seconds; work that is done sooner leaves no line in a log file
@@ -69,43 +68,6 @@ class LogLines:
 
     def _print(self, text: str):
         print_line(f"{self.description}: {text}", sys.stderr)
-
-
-class DownloadBar:
-    """One bar over the bytes of all files. A file of unknown size counts as the mean of the known ones."""
-
-    def __init__(self, files: int, hidden: bool = False):
-        self._bar = bar(f"0/{files} files", "B", hidden=hidden)
-        self._files, self._done = files, 0
-        self._sizes: dict[str, int] = {}  # bytes of each file, once known
-        self._arrived: dict[str, int] = {}  # bytes of each file that are here
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> "DownloadBar":
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self._bar.__exit__(*exception)
-
-    def expect(self, name: str, size: int | None) -> None:
-        """The size of a file in bytes, if the server gave it."""
-        with self._lock:
-            if size:
-                self._sizes[name] = size
-                self._bar.total = sum(self._sizes.values()) * self._files // len(self._sizes)
-
-    def arrived(self, name: str, size: int) -> None:
-        """`size` bytes of a file are here: fewer than before if the file starts again."""
-        with self._lock:
-            self._bar.update(size - self._arrived.get(name, 0))
-            self._arrived[name] = size
-
-    def file_done(self, failed: int) -> None:
-        """One more file is complete or given up; `failed` is how many have been given up so far."""
-        self._done += 1
-        self._bar.set_description_str(
-            f"{self._done - failed}/{self._files} files" + (f", {failed} failed" if failed else "")
-        )
 
 
 def print_line(text: str, stream):

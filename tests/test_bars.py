@@ -11,7 +11,7 @@ from nanochat import terminal as bars
 from nanochat.data import bpe
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import PATTERN
-from nanochat.terminal import DownloadBar, bar, short
+from nanochat.terminal import bar, short
 
 
 @pytest.fixture
@@ -49,23 +49,6 @@ def test_work_that_fails_is_not_said_to_be_done(capsys, clock):
         progress.update(5)
         raise OSError
     assert capsys.readouterr().err.splitlines() == ["importing: 5 B after 10 s"]
-
-
-def test_a_download_names_its_files_and_counts_bytes_that_come_again_once(capsys, clock):
-    with DownloadBar(2) as progress:
-        progress.expect("a", 1000)
-        progress.arrived("a", 600)
-        progress.arrived("a", 100)  # the server starts it again
-        clock.now += 5
-        progress.arrived("a", 1000)
-        progress.file_done(failed=0)
-        progress.expect("b", 3000)
-        progress.arrived("b", 500)
-        progress.file_done(failed=1)
-    assert capsys.readouterr().err.splitlines() == [
-        "0/2 files: 1k of 2k B after 5 s",  # b may be as large as a
-        "1/2 files, 1 failed: 1.5k B in 5 s",
-    ]
 
 
 @pytest.mark.parametrize("number, said", [

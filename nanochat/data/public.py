@@ -4,14 +4,13 @@ How many a run reads follows from its horizon at the first start, and the checkp
 epoch they come in the order of their numbers, so training can begin when the first one is there.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from nanochat import UserError
-from nanochat.data import background_download
 from nanochat.data.amount import LARGEST_VOCABULARY, estimate_tokens
 from nanochat.data.dataset import Dataset
+from nanochat.data.download import BackgroundDownload
 from nanochat.data.parquet import Documents, RowGroups
 from nanochat.data.streaming_shards import Arrival, ArrivingShards
 from nanochat.data.tokenizer import Tokenizer
@@ -21,7 +20,6 @@ from nanochat.data.tokenizer import Tokenizer
 # speedrun.sh of 2025-10-13), and 150 shards for 7 billion tokens of climbmix (dev/LOG.md, 2026-03-04): the
 # same number twice.
 TOKENS_PER_SHARD = 46_700_000
-HOST = "https://huggingface.co"
 
 
 @dataclass(frozen=True)
@@ -39,11 +37,6 @@ class Public:
     def validation(self) -> str:
         """The name of the validation shard."""
         return self.file(self.shards - 1)
-
-    def urls(self, files: list[str], mirror: str | None = None) -> dict[str, str]:
-        """{name: address}. mirror: a host with the same paths (None: the variable HF_ENDPOINT, else HOST)."""
-        root = (mirror or os.environ.get("HF_ENDPOINT") or HOST).rstrip("/")
-        return {file: f"{root}/datasets/{self.repo}/resolve/main/{file}" for file in files}
 
     def shards_for(self, tokens: int) -> int:
         """About how many training shards hold `tokens` tokens: at least 1, at most all.
@@ -131,10 +124,10 @@ class PublicDataset(Dataset):
         self.arrival.belong_to(machine.is_main, stop, longest_s)
         if self.download and machine.local_rank == 0:
             missing = [path.name for path in self.train_shards[self.here :]]
-            background_download.start(self.public.urls(missing), self.arrival)
+            BackgroundDownload(self.public.repo, missing, self.arrival).start()
 
     def close(self, machine) -> None:
-        background_download.stop()
+        self.arrival.closed.set()
         if reasons := [said for said in machine.all_gather(self.arrival.given_up) if said]:
             raise UserError(reasons[0])
 

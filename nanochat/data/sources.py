@@ -2,6 +2,7 @@
 
     dataset = open_dataset("embedded", base_dir=base_dir)     # the running Python's standard library
     dataset = open_dataset("my_texts/", base_dir=base_dir)    # your files or folders, imported once
+    dataset = open_dataset("hf:OWNER/NAME", base_dir=base_dir)    # the same of a data set on the Hub
     dataset = open_dataset("climbmix", base_dir=base_dir)     # public shards, after the command
                                                               # python -m scripts.download --name=climbmix
     for text in dataset.train_texts(): ...
@@ -21,9 +22,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from nanochat import UserError
-from nanochat.data.background_download import fetch
+from nanochat.data import hub
 from nanochat.data.dataset import Dataset, build, open_built
-from nanochat.data.download import CHECKSUMS, read_checksums
+from nanochat.data.download import fetch
 from nanochat.data.parquet import footer_digest
 from nanochat.data.public import PUBLIC, PublicDataset, command
 from nanochat.data.streaming_shards import PATIENCE_S, Arrival, ArrivingShards
@@ -45,9 +46,10 @@ def open_dataset(
 ) -> Dataset:
     """The data set of the settings `data`, `val_data` and `text_field`; it is built at the first use.
 
-    `data` is "embedded", a name in PUBLIC, or paths with commas between them. `val_data` are the paths of
-    the validation split. `text_field` is the field of JSON objects, or the column of parquet files, that
-    holds the text. Raises UserError if files are missing, damaged or without text, or if a split is empty.
+    `data` is "embedded", a name in PUBLIC, "hf:OWNER/NAME" (see hub.py), or paths with commas between them.
+    `val_data` are the paths of the validation split. `text_field` is the field of JSON objects, or the column
+    of parquet files, that holds the text. Raises UserError if files are missing, damaged or without text, or
+    if a split is empty.
 
     Of public data: `tokens(vocab_size)` is how many tokens the run reads, and `tokens()` about how many. With
     download="on" the validation shard and the first training shard are downloaded here.
@@ -66,7 +68,11 @@ def open_dataset(
     val_files = find_files("val_data", val_data)[0] if val_data is not None else []
     if str(data) in PUBLIC:
         return _open_public(str(data), base_dir / "data" / str(data), val_files, tokens, download == "on")
-    files, others = find_files("data", data)
+    if str(data).startswith(hub.PREFIX):
+        data, files = hub.local_files(str(data), base_dir, tokens)
+        others = 0
+    else:
+        files, others = find_files("data", data)
     in_place = text_field == "text" and all(path.suffix == ".parquet" for path in files + val_files)
     if in_place and not val_files:
         val_files = _pinned_validation(files)
@@ -190,7 +196,7 @@ def _check_twins(train_shards: list[Path], val_shards: list[Path]) -> None:
             if filecmp.cmp(train, val, shallow=False):
                 raise UserError(
                     f"the training shard {train} and the validation shard {val} have the same content; "
-                    f"remove one (if they were downloaded: both and {CHECKSUMS}, then download again)"
+                    "remove one (if they were downloaded: both, then download again)"
                 )
 
 
@@ -215,7 +221,7 @@ def _pinned_validation(files: list[Path]) -> list[Path]:
 def _open_public(
     name: str, folder: Path, val_files: list[Path], tokens: Callable | None, download: bool
 ) -> PublicDataset:
-    """The shards of a folder that checksums.json lists, up to the first one that is missing."""
+    """The shards of a folder, up to the first one that is missing."""
     public = PUBLIC[name]
     if any(path.suffix != ".parquet" for path in val_files):
         raise UserError(
@@ -224,15 +230,15 @@ def _open_public(
     at_start = {} if val_files else {public.validation: "validation split"}
     at_start |= {public.file(0): "first training shard"}
     if download:
-        fetch(public.urls([*at_start]), folder)
+        fetch(public.repo, [*at_start], folder)
     needed = public.shards_for(tokens()) if tokens else None
     how = command(name, needed or 8) + (", or give --download=on" if needed and not download else "")
     arrival = Arrival(folder, how, PATIENCE_S if download else 0)
-    checksums, here = read_checksums(folder), 0
-    while here < public.shards - 1 and arrival.is_here(folder / public.file(here), checksums):
+    here = 0
+    while here < public.shards - 1 and (folder / public.file(here)).exists():
         here += 1
     for file, what in at_start.items():
-        if not arrival.is_here(folder / file, checksums):
+        if not (folder / file).exists():
             horizon = f" (the horizon needs {needed} training shards, {here} are there)" if needed else ""
             raise UserError(f"{folder} lacks {file}, the {what}{horizon}; get it: {how}")
     train = [folder / public.file(number) for number in range(here)]

@@ -3,11 +3,12 @@
     shards = ArrivingShards(paths, Arrival(folder, ...))
     loader = TrainLoader(shards, ...)      # begins as soon as the first shard is in its folder
 
-Three sides meet here. The download (`background_download.py`, or another process) puts shards into the
-folder. The loader's thread waits for them. The training loop prints what the other two have to say, and ends
-the run if no shard comes for long.
+Three sides meet here. The download (`download.py`, or another process) puts shards into the folder. The
+loader's thread waits for them. The training loop prints what the other two have to say, and ends the run if
+no shard comes for long.
 """
 
+import itertools
 import math
 import queue
 import sys
@@ -17,12 +18,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from nanochat import UserError
-from nanochat.data.download import read_checksums
 from nanochat.data.parquet import RowGroups
 from nanochat.terminal import duration, is_terminal, print_line
 
 LOOK_S = 0.2  # seconds between two looks for a shard
 MENTION_S = 2.0  # seconds of waiting for a shard after which the console says so
+UNFINISHED = ".cache/huggingface/download/**/*.incomplete"  # how huggingface_hub names a file that grows
 PATIENCE_S = 600.0  # seconds without a new byte of any shard after which a run that waits for one ends
 
 
@@ -39,6 +40,7 @@ class Arrival:
         self.problem = ""  # why the last attempt to download failed
         self.given_up = ""  # why the run has to end: one sentence
         self._news: queue.SimpleQueue = queue.SimpleQueue()  # lines that the training loop prints
+        self.closed = threading.Event()  # set when the run ends, for the download
         self._enabled, self._stop = False, None
 
     def belong_to(self, enabled: bool, stop, longest_s: float) -> None:
@@ -71,20 +73,11 @@ class Arrival:
         if self._stop:
             self._stop.ask("missing text")
 
-    def is_here(self, shard: Path, checksums: dict | None = None) -> bool:
-        """Whether a shard is complete. Raises UserError if its size is not the recorded one."""
-        if not shard.exists():
-            return False
-        entry = (checksums or read_checksums(self.folder)).get(shard.name)
-        if entry and entry["bytes"] != shard.stat().st_size:
-            raise UserError(f"{shard} has changed since its download; get it again: {self.how}")
-        return entry is not None
-
     def wait(self, shard: Path, cancelled: threading.Event) -> None:
         """Return when a shard is here. Raises UserError if it does not come."""
         began = moved = time.monotonic()
         most, mentioned = self._bytes(), False
-        while not self.is_here(shard):
+        while not shard.exists():
             waited = time.monotonic() - began
             if time.monotonic() - moved >= self.patience_s or waited >= self.longest_s:
                 why = f" ({self.problem})" if self.problem else ""
@@ -106,7 +99,7 @@ class Arrival:
     def _bytes(self) -> int:
         """Bytes of all shards, complete or not."""
         total = 0
-        for path in self.folder.glob("shard_*.parquet*"):
+        for path in itertools.chain(self.folder.glob("shard_*.parquet"), self.folder.glob(UNFINISHED)):
             try:
                 total += path.stat().st_size
             except OSError:  # it has just got its name

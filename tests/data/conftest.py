@@ -1,9 +1,10 @@
-"""Real text for the tests of the loader and of the validation batches."""
+"""Real text for the tests of the loader and of the validation batches, and a small Hub."""
 
 import json
 from pathlib import Path
 
 import pytest
+from hub_server import hub  # noqa: F401 (a fixture)
 from shards import write_shard
 
 from nanochat.data.tokenizer import train

@@ -26,12 +26,9 @@ LENGTHS = [(7 * i) % 23 + 1 for i in range(240)]
 
 @pytest.fixture
 def corpus(tmp_path, monkeypatch) -> Corpus:
-    """6 shards of 4 row groups of 10 documents, listed in checksums.json."""
+    """6 shards of 4 row groups of 10 documents."""
     monkeypatch.setattr(arriving, "LOOK_S", 0.01)
-    corpus = Corpus(tmp_path / "in", LENGTHS, 10, 6)
-    sizes = {path.name: {"bytes": path.stat().st_size, "sha256": ""} for path in corpus.shards}
-    (tmp_path / "in" / "checksums.json").write_text(json.dumps(sizes))
-    return corpus
+    return Corpus(tmp_path / "in", LENGTHS, 10, 6)
 
 
 @pytest.fixture
@@ -200,7 +197,8 @@ def test_a_loader_that_waits_can_be_closed(corpus, short):
 def test_a_wait_lasts_while_bytes_come_and_is_mentioned_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(arriving, "LOOK_S", 0.01)
     monkeypatch.setattr(arriving, "MENTION_S", 0.05)
-    shard, part = tmp_path / "shard_00001.parquet", tmp_path / "shard_00001.parquet.part"
+    shard, part = tmp_path / "shard_00001.parquet", tmp_path / ".cache/huggingface/download/a.incomplete"
+    part.parent.mkdir(parents=True)
     arrival = Arrival(tmp_path, "command", patience_s=1)
     arrival.belong_to(True, Stop(), longest_s=60)
     pool = ThreadPoolExecutor()
@@ -209,7 +207,6 @@ def test_a_wait_lasts_while_bytes_come_and_is_mentioned_once(tmp_path, monkeypat
         time.sleep(0.1)
         part.write_bytes(b"x" * size)
         arrival.print_news()
-    (tmp_path / "checksums.json").write_text('{"shard_00001.parquet": {"bytes": 15, "sha256": ""}}')
     part.rename(shard)
     waiting.result(10)  # no error
     said = capsys.readouterr().out
