@@ -20,10 +20,9 @@ from nanochat import UserError, optim
 from nanochat.data.loader import TrainLoader
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import open_tokenizer
-from nanochat.diagnostics import precision_cost
+from nanochat.diagnostics import precision_cost, scaled_rates
 from nanochat.diagnostics.precision_page import page
 from nanochat.diagnostics.recorder import record_step
-from nanochat.diagnostics.step import scaled_rates
 from nanochat.files import user_path
 from nanochat.gpt import GPT
 from nanochat.machine import precision, runtime

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from nanochat import UserError, optim
-from nanochat.diagnostics.step import training_step
+from nanochat.diagnostics import training_step
 from nanochat.engine import cast_weights, generate
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine import precision, runtime

@@ -5,8 +5,8 @@ from helpers import ROOT
 
 import configurator
 from nanochat import optim
+from nanochat.diagnostics import scaled_rates
 from nanochat.diagnostics.recorder import Record, record_step
-from nanochat.diagnostics.step import scaled_rates
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine import precision
 

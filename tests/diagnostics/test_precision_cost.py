@@ -7,8 +7,7 @@ from safetensors.torch import save_file
 from small_model import BF16, CPU, DEFAULTS, F32, gpt
 
 from nanochat import UserError
-from nanochat.diagnostics import precision_cost
-from nanochat.diagnostics.step import scaled_rates
+from nanochat.diagnostics import precision_cost, scaled_rates
 from nanochat.machine import runtime
 
 RATES, _ = scaled_rates(DEFAULTS, gpt().config, batch_tokens=32, steps=100)

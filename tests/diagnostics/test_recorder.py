@@ -8,9 +8,9 @@ from small_model import BF16, CPU, F16, F32, gpt, optimizer_of, record_gpt
 import nanochat.gpt
 import nanochat.ops.loss
 from nanochat.diagnostics import recorder as recorder_module
+from nanochat.diagnostics import training_step
 from nanochat.diagnostics.precision_page import statements
 from nanochat.diagnostics.recorder import Record, Recorder, record_step
-from nanochat.diagnostics.step import training_step
 from nanochat.machine import precision
 from nanochat.machine.precision import name_of
 
