@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanochat import UserError
 from nanochat.run.metrics import Metrics, read_metrics
-from nanochat.run.report import charts, find_run, read_run, run_page, summary, write_report
+from nanochat.run.report import charts, read_run, run_page, summary, write_report
 
 SAMPLES = [
     "def f(x):\n    return x",
@@ -196,16 +195,6 @@ def test_nothing_is_read_through_a_link(tmp_path, name):
     else:
         assert read_run(tmp_path / "run", said.append).config == {}
     assert len(said) == 1 and "link" in said[0]
-
-
-def test_a_run_is_found_by_folder_or_tag_and_else_a_sentence_says_what_there_is(tmp_path):
-    (tmp_path / "base_checkpoints" / "d4").mkdir(parents=True)
-    assert find_run("d4", tmp_path) == tmp_path / "base_checkpoints" / "d4"
-    assert find_run(str(tmp_path), tmp_path) == tmp_path
-    with pytest.raises(UserError, match=r"there is no run d5; .*: d4"):
-        find_run("d5", tmp_path)
-    with pytest.raises(UserError, match="has no metrics"):
-        read_run(tmp_path)
 
 
 def test_what_is_left_comes_from_progress_in_a_run_of_minutes_and_from_steps_in_others(tmp_path):

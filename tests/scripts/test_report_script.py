@@ -47,7 +47,8 @@ def test_one_folder_gets_its_page_again_and_several_get_one_of_their_own(folders
     page = tmp_path / "page.html"
     report(folders[0], f"--out={page}")
     assert "<h1>one</h1>" in page.read_text()
-    report(*folders, f"--out={page}")
+    (tmp_path / "base_checkpoints").symlink_to(tmp_path)
+    report("one", *folders[1:], f"--out={page}", f"--base_dir={tmp_path}")  # the first one by its tag
     assert "Comparison of runs" in page.read_text()
     assert "report.html" not in os.listdir(folders[1])
     report(folders[2])
@@ -58,7 +59,7 @@ def test_what_is_no_run_is_refused_with_a_sentence(folders, tmp_path, report):
     for arguments, words in (
         ([], "name 1 to"),
         ([str(tmp_path)], "has no metrics.jsonl"),
-        ([f"{tmp_path}/three"], "there is no run"),
+        (["three"], "there is no run three"),
         ([folders[0], f"--out={tmp_path}"], "give another place with --out"),
         ([folders[0], f"--out={tmp_path}/no/page.html"], "give another place with --out"),
     ):

@@ -151,6 +151,10 @@ def _values(chart: Chart, x_of: dict) -> str:
     for group in dict.fromkeys(curve.group for curve in chart.curves):
         curves = [curve for curve in chart.curves if curve.group == group]
         points = chosen_of(list(zip(x_of[group][axis], *(c.y for c in curves), strict=True)), TABLE_ROWS)
-        rows = [[f"{x:,.0f}", *("" if y is None else f"{y:.5g}" for y in ys)] for x, *ys in points]
+        rows = [[f"{x:,.0f}", *map(_cell, ys)] for x, *ys in points]
         made.append(table([head, *(c.name for c in curves)], rows, numbers=True))
     return "".join(made)
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}" if abs(value) >= 1e5 else f"{value:.5g}"

@@ -62,11 +62,11 @@ def _header(run: Run, final: bool) -> str:
     made += f'<p class="lead">{e(summary.lead(run))}</p>'
     if finished:
         return made
-    detail = f"{run.num_steps:,}" + (f" of {run.num_iterations:,}" if run.num_iterations else "") + " steps"
-    share = run.share_done or 0
-    bar = (
-        f'<progress value="{share:.4f}">{100 * share:.0f} %</progress>' if run.share_done is not None else ""
-    )
+    share, planned = run.share_done, run.num_iterations
+    detail, bar = f"{run.num_steps:,}" + (f" of {planned:,}" if planned else "") + " steps", ""
+    if share is not None:
+        detail += f", {100 * share:.0f} %"
+        bar = f'<progress value="{share:.4f}" aria-label="share done"></progress>'
     if not final and (left := summary.time_left(run)):
         detail += f", about {duration(left)} to go"
     return f"{made}<p>{bar} <small>{e(detail)}</small></p>"
@@ -176,7 +176,7 @@ def _numbers(runs, names, price_per_hour) -> str:
         found.append({f"{name}, {unit}" if unit else name: value for name, value, unit, _ in entries})
     columns = list(dict.fromkeys(column for values in found for column in values))
     rows = [[name, *(values.get(c, "") for c in columns)] for name, values in zip(names, found, strict=True)]
-    best, note = set(), "The runs have other texts or targets, so no value is the best of them"
+    best, note = set(), "No value is bold: the texts, tokens or targets of the runs differ"
     if len({_task_of(run) for run in runs}) == 1:
         note = "Bold: the best of them"
         for i, column in enumerate(columns, start=1):

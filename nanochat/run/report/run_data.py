@@ -146,7 +146,7 @@ def read_run(folder, say=lambda warning: None) -> Run:
     columns, others = {name: array("d") for name in COLUMNS}, []
     for record in _records(folder / "metrics.jsonl", say):
         progress = number(record.get("progress"))
-        run.progress = run.progress if progress is None else progress
+        run.progress = run.progress if progress is None else min(max(progress, 0.0), 1.0)
         if "loss" not in record:
             others.append(record)
             continue
