@@ -17,7 +17,6 @@ import numpy as np
 
 from nanochat import UserError
 from nanochat.files import open_plain, user_path
-from nanochat.run.metrics import EVALUATIONS
 from nanochat.terminal import counted
 
 MAX_CONFIG_BYTES = 2**22
@@ -195,16 +194,11 @@ def _records(path: Path, say):
                 record = json.loads(line)
             except (ValueError, RecursionError):
                 record = None
-            if _is_record(record):
+            step = record.get("step") if isinstance(record, dict) else None
+            if type(step) is int and 0 <= step < 2**53:
                 yield record
             else:
                 damaged.append(line_number)
     if damaged:
         which = ", ".join(map(str, damaged[:20])) + (" ..." if len(damaged) > 20 else "")
         say(f"warning: {path}: {counted(len(damaged), 'damaged line', 'damaged lines')} skipped ({which})")
-
-
-def _is_record(record) -> bool:
-    if not isinstance(record, dict) or type(record.get("step")) is not int or not 0 <= record["step"] < 2**53:
-        return False
-    return "loss" in record or any(name in record for name in EVALUATIONS)
