@@ -14,14 +14,14 @@ MAX_MARKS = 300
 AXES = {"step": "Steps", "tokens": "Tokens", "time": "Time"}  # what curves can be drawn against
 X_COLUMNS = {"step": "step", "tokens": "tokens", "time": "train_time_s"}
 CHANCE = "mean of centred scores: 0 = chance, 1 = all right"
-STEP_CHARTS = (  # id, title, unit, column, factor, name of the curve, color
+STEP_CHARTS = (  # id, title, unit, column, factor, name of the curve and its color in a chart of one run
     ("loss", "Training loss", "nats per token, smoothed", "loss", 1.0, "loss", 0),
     ("grad", "Gradient norm", "before clipping, smoothed", "grad_norm", 1.0, "norm", 3),
     ("lr", "Learning rate", "as a share of the full rate", "lr_multiplier", 1.0, "factor", 2),
     ("speed", "Throughput", "tokens/s, smoothed", "tok_per_sec", 1.0, "tokens/s", 6),
     ("wait", "Wait for data", "ms a step, smoothed", "data_wait_s", 1000.0, "wait", 4),
 )
-RECORD_CHARTS = (  # id, title, unit, attribute of the run, key of its records, color
+RECORD_CHARTS = (  # id, title, unit, part of the run, key of its records, color
     ("bpb", "Validation", "bits per byte", "evals", "val_bpb", 1),
     ("own", "Own tasks", CHANCE, "tasks", "own_score", 5),
     ("core", "CORE", CHANCE, "tasks", "core", 0),
@@ -58,39 +58,47 @@ class Chart:
 def charts_of(runs: list[Run], names: list[str]) -> tuple[list[Chart], dict]:
     """(charts, {group: {axis: x values}}) of one run, or of several laid over each other.
 
-    With several runs, `names` are those of the curves, which have no bands. A chart without values is left
-    out.
+    With several runs, `names` name the curves, which have no bands. A chart without values is left out.
     """
     alone = len(runs) == 1
-    all_ends = [bin_ends(len(run.steps["step"]), BINS if alone else BINS_OF_SEVERAL) for run in runs]
-    x_of, charts = {}, []
-    for i, (run, ends) in enumerate(zip(runs, all_ends, strict=True)):
-        x_of[f"steps{i}"] = {axis: exact(run.steps[column][ends]) for axis, column in X_COLUMNS.items()}
+    ends = [bin_ends(len(run.steps["step"]), BINS if alone else BINS_OF_SEVERAL) for run in runs]
+    x_of = {}
+    for i, run in enumerate(runs):
+        x_of[f"steps{i}"] = {axis: exact(run.steps[column][ends[i]]) for axis, column in X_COLUMNS.items()}
         for group in ("evals", "tasks"):
             records = chosen_of(getattr(run, group), BINS_OF_SEVERAL)
-            columns = X_COLUMNS.items()
-            x_of[f"{group}{i}"] = {axis: [number(r.get(column)) for r in records] for axis, column in columns}
-    for id, title, unit, column, factor, own_name, color in STEP_CHARTS:
-        chart = Chart(f"chart-{id}", title, unit, [])
-        for i, (run, ends) in enumerate(zip(runs, all_ends, strict=True)):
-            name, shade = (own_name, color) if alone else (names[i], i)
-            curve = step_curve(run.steps[column] * factor, ends, name, f"steps{i}", shade, id != "lr", alone)
-            chart.curves.append(curve)
-        chart.log = id not in ("loss", "lr") and spans(chart)
-        if alone and id in ("loss", "grad"):
-            chart.marks = marks(runs[0], all_ends[0])
-        charts.append(chart)
-    for id, title, unit, group, key, color in RECORD_CHARTS:
-        chart = Chart(f"chart-{id}", title, unit, [])
-        for i, run in enumerate(runs):
-            y = [number(r.get(key)) for r in chosen_of(getattr(run, group), BINS_OF_SEVERAL)]
-            name, shade = (title.lower(), color) if alone else (names[i], i)
-            chart.curves.append(Curve(name, f"{group}{i}", y, shade, dots=True))
-        charts.insert(1 if id == "bpb" else len(charts), chart)
+            columns = {axis: [number(r.get(name)) for r in records] for axis, name in X_COLUMNS.items()}
+            x_of[f"{group}{i}"] = columns
+    charts = [_step_chart(runs, names, ends, *chart) for chart in STEP_CHARTS]
+    of_records = [_record_chart(runs, names, *chart) for chart in RECORD_CHARTS]
+    charts = [charts[0], of_records[0], *charts[1:], *of_records[1:]]
     if alone:
         chart, x_of["position"] = position_chart(runs[0])
         charts.append(chart)
     return [c for c in charts if any(y is not None for curve in c.curves for y in curve.y)], x_of
+
+
+def _step_chart(runs, names, ends, id, title, unit, column, factor, own_name, color) -> Chart:
+    chart, alone = Chart(f"chart-{id}", title, unit, []), len(runs) == 1
+    for i, run in enumerate(runs):
+        name, shade = (own_name, color) if alone else (names[i], i)
+        values = run.steps[column] * factor
+        chart.curves.append(step_curve(values, ends[i], name, f"steps{i}", shade, id != "lr", band=alone))
+    chart.log = id not in ("loss", "lr") and spans(chart)
+    if alone and id in ("loss", "grad"):
+        chart.marks = marks(runs[0], ends[0])
+    return chart
+
+
+def _record_chart(runs, names, id, title, unit, group, key, color) -> Chart:
+    chart = Chart(f"chart-{id}", title, unit, [])
+    for i, run in enumerate(runs):
+        y = [number(r.get(key)) for r in chosen_of(getattr(run, group), BINS_OF_SEVERAL)]
+        name, shade = (
+            (title if title.isupper() else title.lower(), color) if len(runs) == 1 else (names[i], i)
+        )
+        chart.curves.append(Curve(name, f"{group}{i}", y, shade, dots=True))
+    return chart
 
 
 def bin_ends(length: int, most: int = BINS) -> np.ndarray:

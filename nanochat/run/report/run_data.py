@@ -113,7 +113,7 @@ def number(value) -> float | None:
 
 
 def text(value) -> str:
-    """A plain value as a text of bounded length. Control characters are replaced: they could hide some."""
+    """A plain value as a text of bounded length. Control characters are replaced: they could hide text."""
     cut = str(value)[:MAX_TEXT] if isinstance(value, str) or number(value) is not None else ""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in cut)
 
