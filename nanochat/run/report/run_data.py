@@ -19,7 +19,7 @@ from nanochat import UserError
 from nanochat.files import open_plain, user_path
 from nanochat.terminal import counted
 
-MAX_CONFIG_BYTES = 2**22
+MAX_CONFIG_BYTES, MAX_LINE_BYTES = 2**22, 2**22
 MAX_TEXT = 4000  # characters of a sample or a value; the rest is cut
 COLUMNS = (  # of training records
     "step", "loss", "lr_multiplier", "grad_norm", "step_time_s", "data_wait_s", "tok_per_sec", "mfu",
@@ -187,8 +187,8 @@ def _records(path: Path, say):
     """The whole records of a metrics.jsonl, line by line: a long run's records would fill much memory."""
     damaged = []
     with os.fdopen(open_plain(path, os.O_RDONLY), "rb") as file:
-        for line_number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):  # its writer was killed, or is still writing
+        for line_number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=1):
+            if not line.endswith(b"\n"):  # it is too long, or its writer was killed or is still writing
                 break
             try:
                 record = json.loads(line)
