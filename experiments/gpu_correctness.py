@@ -91,7 +91,7 @@ def train(config, weights, batches, machine, dtype, compiled, backend="inductor"
     """The losses of one step a batch, from those weights."""
     import configurator
     from nanochat import optim
-    from nanochat.diagnostics.step import scaled_rates, training_step
+    from nanochat.diagnostics import scaled_rates, training_step
     from nanochat.gpt import GPT
     from nanochat.ops import attention
 

@@ -34,7 +34,7 @@ import configurator
 from nanochat import UserError, checkpoint, optim
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import open_tokenizer
-from nanochat.diagnostics.step import scaled_rates
+from nanochat.diagnostics import scaled_rates
 from nanochat.files import user_path
 from nanochat.gpt import GPT
 from nanochat.machine import precision, runtime

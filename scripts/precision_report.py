@@ -20,10 +20,9 @@ from nanochat import UserError, optim
 from nanochat.data.loader import TrainLoader
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import open_tokenizer
-from nanochat.diagnostics import precision_cost
+from nanochat.diagnostics import precision_cost, scaled_rates
 from nanochat.diagnostics.precision_page import page
 from nanochat.diagnostics.recorder import record_step
-from nanochat.diagnostics.step import scaled_rates
 from nanochat.files import user_path
 from nanochat.gpt import GPT
 from nanochat.machine import precision, runtime
@@ -139,47 +138,6 @@ def costs() -> str:
     return cost_page(trained, inferred, dataset)
 
 
-def against(value, base) -> str:
-    return f"x {value / base:.2f}" if base else "-"
-
-
-def memory_cells(row, base) -> str:
-    """Three cells: the process's peak, the part since the model was made, and that part over the base's."""
-    own, base_own = (r["peak"] - r["before"] for r in (row, base))
-    return f"{row['peak'] / 2**30:.2f} GiB | {own / 2**30:.2f} GiB | {against(own, base_own)}"
-
-
-def training_table(rows: list[dict]) -> str:
-    """Markdown; each row is compared with the first."""
-    base = rows[0]
-    lines = [
-        "| training in | tokens/s | | memory | of weights and step | | loss | difference |",
-        "|:--|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    for row in rows:
-        loss = "-" if row["loss"] is None else f"{row['loss']:.4f}"
-        apart = "-" if None in (row["loss"], base["loss"]) else f"{row['loss'] - base['loss']:+.4f}"
-        speed = f"{row['tok_per_sec']:,.0f} | {against(row['tok_per_sec'], base['tok_per_sec'])}"
-        lines.append(f"| {row['name']} | {speed} | {memory_cells(row, base)} | {loss} | {apart} |")
-    return "\n".join(lines)
-
-
-def inference_table(rows: list[dict]) -> str:
-    base = rows[0]
-    lines = [
-        "| inference in | read, tokens/s | | generated, tokens/s | | memory | of weights and batch | | "
-        "logits off by up to | same likeliest token |",
-        "|:--|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    for row in rows:
-        speeds = " | ".join(f"{row[k]:,.4g} | {against(row[k], base[k])}" for k in ("read", "generate"))
-        lines.append(
-            f"| {row['name']} | {speeds} | {memory_cells(row, base)} | {row['deviation']:.3g} | "
-            f"{100 * row['same_choice']:.1f} % |"
-        )
-    return "\n".join(lines)
-
-
 def cost_page(trained: list[dict], inferred: list[dict], dataset) -> str:
     """Both tables, and how to read them."""
     parameters = scaling.on_meta(config).parameter_counts()["total"]
@@ -193,12 +151,12 @@ def cost_page(trained: list[dict], inferred: list[dict], dataset) -> str:
         "and step* is the part since the model was made, whose float32 weights take "
         f"{4 * parameters / 2**30:.2f} GiB."
         + (f" Some had no time for all steps and have no loss: {', '.join(short)}." if short else ""),
-        training_table(trained),
+        precision_cost.training_table(trained),
         "Inference uses the weights of the first row. *Autocast* keeps float32 weights and casts them at "
         "every call; *cast once* stores them in the precision, as chat.py does. *Off* compares the logits "
         "with those of the first row, over all positions of one row of tokens; the largest of these is "
         f"{inferred[0]['size']:.3g}.",
-        inference_table(inferred),
+        precision_cost.inference_table(inferred),
     ]
     return "\n\n".join(parts) + "\n"
 

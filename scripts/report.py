@@ -12,7 +12,7 @@ from pathlib import Path
 
 import configurator
 from nanochat import UserError
-from nanochat.files import user_path
+from nanochat.files import replacing, user_path
 from nanochat.run.report import (
     MOST_RUNS,
     comparison_page,
@@ -20,7 +20,6 @@ from nanochat.run.report import (
     read_run,
     run_page,
     write_files,
-    write_page,
 )
 
 out: str | None = None  # file to write (none = the run's report.html; comparison.html here for several runs)
@@ -38,16 +37,16 @@ folders = [find_run(name, user_path("base_dir", base_dir)) for name in dict.from
 if not 1 <= len(folders) <= MOST_RUNS:
     raise UserError(f"name 1 to {MOST_RUNS} runs, such as: python -m scripts.report d4")
 price = price_per_hour if price_per_hour >= 0 else None
-path = user_path("out", out) if out else Path("comparison.html") if len(folders) > 1 else None
+path = user_path("out", out) if out else Path("comparison.html")
 try:
-    runs = [read_run(folder, warn) for folder in folders]
-    if path is None:
-        path = runs[0].folder / "report.html"
-        write_files(runs[0], not runs[0].goes_on, price)
-    elif len(runs) == 1:
-        write_page(path, run_page(runs[0], not runs[0].goes_on, price))
+    run, *others = runs = [read_run(folder, warn) for folder in folders]
+    if not others and not out:
+        path = run.folder / "report.html"
+        write_files(run, not run.goes_on, price)
     else:
-        write_page(path, comparison_page(runs, price))
+        page = comparison_page(runs, price) if others else run_page(run, not run.goes_on, price)
+        with replacing(path) as file:
+            file.write(page.encode())
 except OSError as error:
     reason = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     raise UserError(f"no report ({reason}); give another place with --out=FILE") from error

@@ -87,14 +87,14 @@ class Browser:
             self.events.append(reply)
         raise RuntimeError(f"the browser does not answer {method}")
 
-    def look(self, width=1280, height=900, dark=False, script=True, media="screen"):
+    def look(self, width=1280, height=900, dark=False, script=True):
         """How the next page is seen."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width, height=height, deviceScaleFactor=1, mobile=width < 600,
         )  # fmt: skip
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", media=media, features=[scheme])
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Emulation.setScriptExecutionDisabled", value=not script)
 
     def open(self, path: Path):
@@ -106,14 +106,8 @@ class Browser:
             if event := self._receive(max(0.1, end - time.monotonic())):
                 self.events.append(event)
             assert time.monotonic() < end, "the page did not load"
-        self.wait(0.2)
-
-    def wait(self, seconds: float):
-        """Collect what happens meanwhile."""
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            if event := self._receive(left):
-                self.events.append(event)
+        while event := self._receive(0.2):
+            self.events.append(event)
 
     @property
     def requests(self) -> list[str]:
@@ -134,16 +128,13 @@ class Browser:
     def mouse(self, kind: str, x: float, y: float, **more):
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
 
-    def key(self, name: str, text: str = ""):
+    def key(self, name: str):
         for kind in ("keyDown", "keyUp"):
-            more = {"text": text} if text and kind == "keyDown" else {}
-            self.call("Input.dispatchKeyEvent", type=kind, key=name, code=name, **more)
+            self.call("Input.dispatchKeyEvent", type=kind, key=name, code=name)
 
-    def picture(self, path: Path, whole=True):
-        """A PNG of the page, from top to bottom if `whole`."""
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=whole)
-        if whole:
-            size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-            clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-            shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
+    def picture(self, path: Path):
+        """A PNG of the whole page."""
+        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
         Path(path).write_bytes(base64.b64decode(shot["data"]))

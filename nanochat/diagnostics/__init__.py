@@ -1,1 +1,47 @@
-"""Which operator ran in which dtype, and what each precision costs on this machine."""
+"""What runs in which precision and what that costs: the recorder of operators, its page, the measurements.
+
+They share the training step of scripts/base_train.py as one function, for one micro-step on one process. The
+script writes its step out. tests/diagnostics/test_step.py compares the losses of the two to the last digit.
+"""
+
+import contextlib
+import math
+
+import torch
+
+from nanochat import optim
+from nanochat.machine.precision import autocast
+from nanochat.plan import scaling
+
+
+def training_step(
+    model, optimizer, scaler, dtype, inputs, targets, grad_clip=1.0, at=contextlib.nullcontext
+) -> torch.Tensor:
+    """Forward, backward, clip, update -> the loss, a 0-dim tensor.
+
+    inputs, targets (B, T) int64. `at(phase)` is the context in which a phase runs: "forward", "backward",
+    "clip", "optimizer". The gradients stay: clear them with `optimizer.zero_grad(set_to_none=True)`.
+    """
+    with at("forward"), autocast(inputs.device, dtype):
+        loss = model(inputs, targets)
+    with at("backward"):
+        scaler.scale(loss).backward()
+    with at("clip"):
+        scaler.unscale_(optimizer)
+        max_norm = grad_clip if grad_clip > 0 else math.inf
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optim.skip_if_not_finite(optimizer, grad_norm)
+    with at("optimizer"):
+        scaler.step(optimizer)
+        scaler.update()
+    return loss
+
+
+def scaled_rates(defaults: dict, config, batch_tokens: int, steps: int) -> tuple[dict[str, float], float]:
+    """(rates, weight decay) as scripts/base_train.py scales its defaults to a model and a run of that length.
+
+    `defaults` holds the script's settings by name: configurator.defaults("scripts/base_train.py").
+    """
+    horizon = scaling.derive_horizon(config, steps, -1, -1, batch_tokens, 0)
+    scaled = scaling.scaled_rates(defaults, config.width, horizon)
+    return scaled.rates, scaled.weight_decay

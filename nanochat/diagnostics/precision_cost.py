@@ -20,7 +20,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from nanochat import UserError, optim
-from nanochat.diagnostics.step import training_step
+from nanochat.diagnostics import training_step
+from nanochat.diagnostics.precision_page import markdown_table
 from nanochat.engine import cast_weights, generate
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine import precision, runtime
@@ -60,12 +61,9 @@ class Training:
 
     def turn(self, steps: int, seconds: float) -> dict:
         """Make at least two steps, then more, up to `steps`, until `seconds` have passed."""
-        began, times, losses = time.perf_counter(), [], []
-        while len(losses) < steps and (len(losses) < 2 or time.perf_counter() - began < seconds):
-            started = time.perf_counter()
-            losses.append(self.step())
-            self.machine.synchronize()
-            times.append(time.perf_counter() - started)
+        times, losses = [], []
+        while len(losses) < steps and (len(losses) < 2 or sum(times) < seconds):
+            times.append(_seconds(self.machine, lambda: losses.append(self.step())))
         return {"seconds": times[1:], "losses": losses}  # the first step of a turn warms up
 
     def save(self, path: str) -> dict:
@@ -85,14 +83,6 @@ class Inference:
                 tensor.copy_(file.get_tensor(name))
         self.rows = load_file(job["tokens"])["tokens"][-1, :, :-1].contiguous().to(machine.device)
 
-    def timed(self, function) -> float:
-        function()  # warms up
-        self.machine.synchronize()
-        began = time.perf_counter()
-        function()
-        self.machine.synchronize()
-        return time.perf_counter() - began
-
     @torch.inference_mode()
     def read(self, rows):
         with precision.autocast(rows.device, self.dtype):
@@ -100,14 +90,24 @@ class Inference:
 
     def turn(self, tokens: int) -> dict:
         prompt = self.rows[0, :PROMPT].tolist()
-        return {
-            "read": self.timed(lambda: self.read(self.rows)),
-            "generate": self.timed(lambda: list(generate(self.model, prompt, tokens, self.dtype))),
+        ways = {
+            "read": lambda: self.read(self.rows),
+            "generate": lambda: list(generate(self.model, prompt, tokens, self.dtype)),
         }
+        # The second call counts: the first warms up
+        return {name: [_seconds(self.machine, way) for _ in range(2)][1] for name, way in ways.items()}
 
     def logits(self, path: str) -> dict:
         save_file({"logits": self.read(self.rows[:1]).float().cpu()}, path)
         return {}
+
+
+def _seconds(machine, function) -> float:
+    machine.synchronize()
+    began = time.perf_counter()
+    function()
+    machine.synchronize()
+    return time.perf_counter() - began
 
 
 def work():
@@ -133,42 +133,36 @@ def work():
 
 
 class Worker:
-    """A process that does a job: `wait()` until it is ready, then `ask()` it to run its methods."""
+    """A process that does a job: `receive()` that it is ready, then `ask()` it to run its methods."""
 
     def __init__(self, name: str, **job):
         self.name, self.job, self.answers = name, job, []
-        command = [sys.executable, "-c", "from nanochat.diagnostics.precision_cost import work; work()"]
+        command = [sys.executable, "-c", f"from {__name__} import work; work()"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._send(job)
 
     def _send(self, message):
-        try:
+        with contextlib.suppress(BrokenPipeError):  # the process has ended, which receive() tells
             self.process.stdin.write(json.dumps(message) + "\n")
             self.process.stdin.flush()
-        except BrokenPipeError:
-            self._receive()
 
-    def _receive(self):
-        line = self.process.stdout.readline()
-        if not line:
-            raise UserError(
-                f"the process that measures {self.name} ended with status {self.process.wait()}; its own "
-                "message is above. If memory ran out, lower --depth or --device_batch_size"
-            )
-        return json.loads(line)
+    def receive(self) -> dict:
+        if line := self.process.stdout.readline():
+            return json.loads(line)
+        raise UserError(
+            f"the process that measures {self.name} ended with status {self.process.wait()}; its own message "
+            "is above. If memory ran out, lower --depth or --device_batch_size"
+        )
 
-    def wait(self):
-        self._receive()
-
-    def ask(self, name, **arguments):
+    def ask(self, name, **arguments) -> dict:
         self._send([name, arguments])
-        return self._receive()
+        return self.receive()
 
     def turn(self, **arguments):
         self.answers.append(self.ask("turn", **arguments))
 
     def close(self):
-        with contextlib.suppress(BrokenPipeError):  # the process has ended already
+        with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         self.process.wait()
 
@@ -182,7 +176,7 @@ def working(jobs):
             workers.append(Worker(name, **job))
             stack.callback(workers[-1].close)
         for worker in workers:
-            worker.wait()
+            worker.receive()
         yield workers
 
 
@@ -250,21 +244,61 @@ def measure_inference(names, folder, config, device, rounds, new_tokens, say=pri
             say(f"inference, round {round_number + 1} of {rounds}")
             for worker in workers:
                 worker.turn(tokens=new_tokens)
-        rows, base = [], None
-        for worker in workers:
-            read, made = (statistics.median(a[key] for a in worker.answers) for key in ("read", "generate"))
-            shape = load_file(common["tokens"])["tokens"].shape
-            row = {
-                "name": worker.name,
-                "read": shape[1] * (shape[2] - 1) / read,
-                "generate": new_tokens / made,
-            }
-            row |= worker.ask("memory")
-            worker.ask("logits", path=str(folder / "logits.safetensors"))
-            logits = load_file(str(folder / "logits.safetensors"))["logits"]
-            base = logits if base is None else base
-            row["deviation"] = (logits - base).abs().max().item()
-            row["size"] = base.abs().max().item()
-            row["same_choice"] = (logits.argmax(-1) == base.argmax(-1)).double().mean().item()
-            rows.append(row)
-        return rows
+        return _inference_rows(workers, folder, new_tokens)
+
+
+def _inference_rows(workers, folder, new_tokens) -> list[dict]:
+    rows, base, shape = [], None, load_file(folder / "tokens.safetensors")["tokens"].shape
+    for worker in workers:
+        read, made = (statistics.median(a[key] for a in worker.answers) for key in ("read", "generate"))
+        memory = worker.ask("memory")
+        worker.ask("logits", path=str(folder / "logits.safetensors"))
+        logits = load_file(folder / "logits.safetensors")["logits"]
+        base = logits if base is None else base
+        row = {
+            "name": worker.name,
+            "read": shape[1] * (shape[2] - 1) / read,
+            "generate": new_tokens / made,
+            "deviation": (logits - base).abs().max().item(),
+            "size": base.abs().max().item(),
+            "same_choice": (logits.argmax(-1) == base.argmax(-1)).double().mean().item(),
+        }
+        rows.append(row | memory)
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------------
+# Tables as Markdown. Each row is compared with the first
+
+
+def against(value, base) -> str:
+    return f"x {value / base:.2f}" if base else "-"
+
+
+def _memory(row, base) -> list[str]:
+    """The process's peak, the part since the model was made, and that part over the base's."""
+    own, base_own = (r["peak"] - r["before"] for r in (row, base))
+    return [f"{row['peak'] / 2**30:.2f} GiB", f"{own / 2**30:.2f} GiB", against(own, base_own)]
+
+
+def training_table(rows: list[dict]) -> str:
+    head = ["training in", "tokens/s", "", "memory", "of weights and step", "", "loss", "difference"]
+    base, lines = rows[0], []
+    for row in rows:
+        speed = [f"{row['tok_per_sec']:,.0f}", against(row["tok_per_sec"], base["tok_per_sec"])]
+        losses = ["-", "-"]
+        if row["loss"] is not None:
+            losses = [f"{row['loss']:.4f}", f"{row['loss'] - base['loss']:+.4f}"]
+        lines.append([row["name"], *speed, *_memory(row, base), *losses])
+    return markdown_table(head, lines)
+
+
+def inference_table(rows: list[dict]) -> str:
+    head = ["inference in", "read, tokens/s", "", "generated, tokens/s", "", "memory", "of weights and batch"]
+    head += ["", "logits off by up to", "same likeliest token"]
+    base, lines = rows[0], []
+    for row in rows:
+        speeds = [cell for k in ("read", "generate") for cell in (f"{row[k]:,.4g}", against(row[k], base[k]))]
+        logits = [f"{row['deviation']:.3g}", f"{100 * row['same_choice']:.1f} %"]
+        lines.append([row["name"], *speeds, *_memory(row, base), *logits])
+    return markdown_table(head, lines)

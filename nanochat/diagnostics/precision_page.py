@@ -3,17 +3,18 @@
 import re
 from collections import Counter, defaultdict
 
-from nanochat.diagnostics.recorder import PHASES, Op, Record
+from nanochat.diagnostics.recorder import PHASES, Record
 from nanochat.machine.precision import name_of
 
 NORMS = {"mean", "rsqrt", "_fused_rms_norm", "native_layer_norm", "native_group_norm", "native_batch_norm"}
 CROSS_ENTROPY = {"_log_softmax", "nll_loss_forward", "nll_loss2d_forward"}
+SOFTMAX = {"_softmax", "_safe_softmax"}
 OUR_CROSS_ENTROPY = {"softmax", "log_"}  # in the phase "loss": loss.py writes it out
 FUSED_ATTENTION = ("scaled_dot_product", "_flash_attention", "_efficient_attention")
 _FLASH = (
-    "fused attention, which never holds the whole matrix of scores. By {source} it sums the products of its "
-    "inputs in float32 and keeps scores and softmax in float32. It rounds the probabilities to the inputs' "
-    "dtype for the second product, and sums that in float32 too"
+    "fused attention, which never holds the whole matrix of scores. By its source it sums the products of "
+    "its inputs in float32 and keeps scores and softmax in float32. It rounds the probabilities to the "
+    "inputs' dtype for the second product, and sums that in float32 too"
 )
 GLOSSARY = {
     "_foreach_copy_": "copies a list of tensors",
@@ -23,12 +24,8 @@ GLOSSARY = {
     "_log_softmax": "with nll_loss_forward: the cross-entropy",
     "_scaled_dot_product_cudnn_attention": "fused attention of cuDNN, which does not document its inside",
     "_scaled_dot_product_efficient_attention": "fused attention; we did not read its source",
-    "_scaled_dot_product_flash_attention": _FLASH.format(
-        source="FlashAttention-2's source (flash_fwd_kernel.h)"
-    ),
-    "_scaled_dot_product_flash_attention_for_cpu": _FLASH.format(
-        source="PyTorch's source (FlashAttentionKernel.cpp)"
-    ),
+    "_scaled_dot_product_flash_attention": _FLASH,
+    "_scaled_dot_product_flash_attention_for_cpu": _FLASH,
     "_softmax": "softmax",
     "_to_copy": "a cast: a copy in another dtype (or, if the dtypes are equal, on another device)",
     "addmm": "matrix product plus bias",
@@ -61,12 +58,15 @@ def percent(part, whole) -> str:
     return f"{min(max(100 * part / whole, 0.1), 99.9):.1f} %"
 
 
-def compute_dtypes(ops) -> list:
-    return [op.dtype for op in ops if op.dtype is not None]
+def dtypes_of(ops) -> str:
+    """The names of the dtypes that these operators compute in."""
+    return names_of(op.dtype for op in ops if op.dtype is not None)
 
 
-def is_attention(op: Op) -> bool:
-    return any(word in op.name for word in FUSED_ATTENTION)
+def markdown_table(head: list, rows: list[list], text=(0,)) -> str:
+    """Rows as Markdown; columns are aligned as numbers but for those in `text`."""
+    marks = [":--" if i in text else "--:" for i in range(len(head))]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in [head, marks, *rows])
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -86,39 +86,33 @@ def _flops(record):
     for phase in PHASES:
         flops = Counter()
         for op in record.ops:
-            if op.phase == phase:
+            if op.phase == phase and op.flops:
                 flops[op.dtype] += op.flops
-        total = sum(flops.values())
-        shares = [f"{percent(n, total)} in {name_of(d)}" for d, n in flops.most_common() if n]
-        if shares:
-            shares[0] = shares[0].replace(" in ", f" of {phase} FLOPs ran in ", 1)
-            yield ", ".join(shares) + "."
+        if flops:
+            first, *others = [(percent(n, flops.total()), name_of(d)) for d, n in flops.most_common()]
+            rest = "".join(f", {share} in {name}" for share, name in others)
+            yield f"{first[0]} of {phase} FLOPs ran in {first[1]}{rest}."
 
 
 def _attention(record):
     by_name = defaultdict(list)
     for op in record.ops:
-        if op.phase != "backward" and is_attention(op):
+        if op.phase != "backward" and any(word in op.name for word in FUSED_ATTENTION):
             by_name[op.name].append(op)
     for name, ops in by_name.items():
-        inputs, outputs, kept = ([d for op in ops for d in part(op)] for part in _ATTENTION_PARTS)
-        kept = [d for d in kept if d.is_floating_point]
         phases = ", ".join(dict.fromkeys(op.phase for op in ops))
-        extra = f" For the backward pass it kept the logarithm of the softmax's sums in {names_of(kept)}."
+        inputs = names_of(d for op in ops for d in op.inputs[:3])
+        outputs = names_of(d for op in ops for d in op.outputs[:1])
+        kept = names_of(d for op in ops for d in op.outputs[1:2] if d.is_floating_point)
+        extra = f" For the backward pass it kept the logarithm of the softmax's sums in {kept}." * bool(kept)
         yield (
-            f"Attention ran as one fused operator, `{name}` (in {phases}). It took q, k and v in "
-            f"{names_of(inputs)} and gave its result in {names_of(outputs)}.{extra if kept else ''} "
-            "The record does not see the softmax and the two products inside; the list of names says what is "
-            "known of them."
+            f"Attention ran as one fused operator, `{name}` (in {phases}). It took q, k and v in {inputs} "
+            f"and gave its result in {outputs}.{extra} The record does not see the softmax and the two "
+            "products inside; the list of names says what is known of them."
         )
-    softmaxes = [
-        op for op in record.ops if op.phase == "forward" and op.name in ("_softmax", "_safe_softmax")
-    ]
+    softmaxes = [op for op in record.ops if op.phase == "forward" and op.name in SOFTMAX]
     if softmaxes:
-        yield f"Softmax outside of fused operators took and gave {names_of(compute_dtypes(softmaxes))}."
-
-
-_ATTENTION_PARTS = (lambda op: op.inputs[:3], lambda op: op.outputs[:1], lambda op: op.outputs[1:2])
+        yield f"Softmax outside of fused operators took and gave {dtypes_of(softmaxes)}."
 
 
 def _forward_parts(record):
@@ -128,44 +122,45 @@ def _forward_parts(record):
     ours = [op for op in forward if op.phase == "loss" and op.name in OUR_CROSS_ENTROPY]
     cross_entropy = [op for op in forward if op.name in CROSS_ENTROPY] + ours
     for subject, ops in (
-        ("norms (the mean of squares and its root)", norms),
-        ("the residual stream (sums in `blocks.*`)", residual),
-        ("cross-entropy", cross_entropy),
+        ("Norms (the mean of squares and its root)", norms),
+        ("The residual stream (sums in `blocks.*`)", residual),
+        ("Cross-entropy", cross_entropy),
     ):
         if ops:
-            yield f"{subject[0].upper()}{subject[1:]} ran in {names_of(compute_dtypes(ops))}."
+            yield f"{subject} ran in {dtypes_of(ops)}."
     if record.loss_dtype:
         yield f"The loss came out in {name_of(record.loss_dtype)}."
 
 
-def _backward(record):
+def _backward_products(record):
     early = [op for op in record.ops if op.phase == "loss" and op.flops]
     products = early + [op for op in record.ops if op.phase == "backward" and op.flops]
-    matched = [(op, record.ops[op.differentiates]) for op in products if op.differentiates is not None]
-    matched = [(op, forward) for op, forward in matched if forward.flops]
-    other = [(op, forward) for op, forward in matched if op.dtype != forward.dtype]
-    if matched and not other:
+    pairs = [(op, record.ops[op.differentiates]) for op in products if op.differentiates is not None]
+    pairs = [(op, forward) for op, forward in pairs if forward.flops]
+    other = [(op, forward) for op, forward in pairs if op.dtype != forward.dtype]
+    count = len(pairs)
+    if other:
+        op, forward = other[0]
         yield (
-            f"Each backward matmul ran in the dtype of its forward matmul ({len(matched)} of "
-            f"{len(matched)}, attention included)."
+            f"{len(other)} of {count} backward matmuls ran in another dtype than their forward matmul, such "
+            f"as `{op.module or op.name}`: {name_of(forward.dtype)} forward, {name_of(op.dtype)} backward."
         )
-    elif other:
-        example, forward = other[0]
-        yield (
-            f"{len(other)} of {len(matched)} backward matmuls ran in another dtype than their forward "
-            f"matmul, such as `{example.module or example.name}`: {name_of(forward.dtype)} forward, "
-            f"{name_of(example.dtype)} backward."
-        )
+    elif pairs:
+        said = "Each backward matmul ran in the dtype of its forward matmul"
+        yield f"{said} ({count} of {count}, attention included)."
     if early:
         modules = ", ".join(dict.fromkeys(f"`{op.module}`" for op in early))
-        sums = [op for op in record.ops if op.phase == "loss" and op.name == "add_"]
-        added = f" The parts of the weight's gradient were added in {names_of(compute_dtypes(sums))}."
+        sums = dtypes_of(op for op in record.ops if op.phase == "loss" and op.name == "add_")
+        added = f" The parts of the weight's gradient were added in {sums}." if sums else ""
         yield (
-            f"{len(early)} of them (of {modules}) ran with the loss, in {names_of(compute_dtypes(early))}, "
-            f"because the logits are at hand there.{added if sums else ''}"
+            f"{len(early)} of them (of {modules}) ran with the loss, in {dtypes_of(early)}, because the "
+            f"logits are at hand there.{added}"
         )
-    if len(matched) < len(products):
-        yield f"{len(products) - len(matched)} backward matmuls have no recorded forward matmul."
+    if count < len(products):
+        yield f"{len(products) - count} backward matmuls have no recorded forward matmul."
+
+
+def _backward(record):
     rest = [op for op in record.ops if op.differentiates is not None and not (op.cast or op.is_view)]
     same = sum(op.dtype == record.ops[op.differentiates].dtype for op in rest)
     if rest:
@@ -182,23 +177,23 @@ def _patterns(names) -> list[str]:
 
 def _weight_casts(record):
     for phase in ("forward", "generation", "chat"):
-        casts = Counter(op.parameter for op in record.ops if op.phase == phase and op.parameter)
-        if not any(op.phase == phase for op in record.ops) or not record.parameters:
+        ops = [op for op in record.ops if op.phase == phase]
+        if not ops or not record.parameters:
             continue
-        to = [op.cast[1] for op in record.ops if op.phase == phase and op.parameter]
-        named = _patterns(casts)
-        named = f" ({', '.join(named)})" if len(named) <= 3 else ""
-        never = _patterns(name for name in record.parameters if name not in casts)
-        never = f"; not cast: {', '.join(never)}" if 0 < len(never) <= 3 else ""
         when = "the forward pass" if phase == "forward" else f"{phase} of {record.generated} tokens"
+        casts = Counter(op.parameter for op in ops if op.parameter)
         if not casts:
             yield f"No parameter was cast in {when}."
             continue
+        to = names_of(op.cast[1] for op in ops if op.parameter)
+        named, never = _patterns(casts), _patterns(name for name in record.parameters if name not in casts)
+        named = f" ({', '.join(named)})" if len(named) <= 3 else ""
+        never = f"; not cast: {', '.join(never)}" if 0 < len(never) <= 3 else ""
         low, high = min(casts.values()), max(casts.values())
         times = {1: "once", 2: "twice"}.get(low, f"{low} times") if low == high else f"{low} to {high} times"
         yield (
-            f"{len(casts)} of {len(record.parameters)} parameters{named} were cast to {names_of(to)} "
-            f"in {when}, each {times}{never}."
+            f"{len(casts)} of {len(record.parameters)} parameters{named} were cast to {to} in {when}, each "
+            f"{times}{never}."
         )
     back = [op for op in record.ops if op.cast and op.differentiates is not None]
     back = [op.cast for op in back if record.ops[op.differentiates].parameter]
@@ -210,22 +205,21 @@ def _weight_casts(record):
 
 
 def _lasting(record):
-    lasting = {"parameters": record.parameters, ".grad": record.gradients, "optimizer state": record.state}
+    lasting = {"Parameters": record.parameters, "`.grad`": record.gradients, "optimizer state": record.state}
     dtypes = {what: names_of(named.values()) for what, named in lasting.items() if named}
     if len(dtypes) == 3 and len(set(dtypes.values())) == 1:
-        yield f"Parameters, `.grad` and optimizer state: {dtypes['parameters']}."
+        yield f"Parameters, `.grad` and optimizer state: {dtypes['Parameters']}."
     elif dtypes:
-        said = "; ".join(f"{what}: {dtype}" for what, dtype in dtypes.items())
-        yield said[0].upper() + said[1:] + "."
+        yield "; ".join(f"{what}: {dtype}" for what, dtype in dtypes.items()) + "."
 
 
 def _update(record):
     norm = [op for op in record.ops if op.phase == "clip" and "norm" in op.name]
     adamw = [op for op in record.ops if op.phase == "optimizer" and "adam" in op.name]
     if norm:
-        yield f"The gradient's norm, for clipping, was computed in {names_of(compute_dtypes(norm))}."
+        yield f"The gradient's norm, for clipping, was computed in {dtypes_of(norm)}."
     if adamw:
-        yield f"AdamW's update (`{adamw[0].name}`) ran in {names_of(compute_dtypes(adamw))}."
+        yield f"AdamW's update (`{adamw[0].name}`) ran in {dtypes_of(adamw)}."
     if any(op.phase == "backward" for op in record.ops):
         scale = record.loss_scale
         yield (
@@ -233,59 +227,54 @@ def _update(record):
         )
 
 
+PARTS = (
+    _autocast, _flops, _attention, _forward_parts, _backward_products, _backward, _weight_casts, _lasting,
+    _update,
+)  # fmt: skip
+
+
 def statements(record: Record) -> list[str]:
     """What the record says, as sentences."""
-    parts = (_autocast, _flops, _attention, _forward_parts, _backward, _weight_casts, _lasting, _update)
-    return [sentence for part in parts for sentence in part(record)]
+    return [sentence for part in PARTS for sentence in part(record)]
 
 
 # ------------------------------------------------------------------------------------------------------
 # Tables
 
 
-def rows(record: Record, phase: str) -> list[dict]:
-    """One row for each kind of call in a phase, in the order of first calls. Layers share rows.
-
-    Views are left out: they compute nothing.
-    """
+def rows(record: Record, phase: str) -> list[list]:
+    """[operation, module, inputs, output, calls, FLOPs], one row for each kind of call in a phase, in the
+    order of first calls. Layers share rows. Views are left out: they compute nothing."""
     table = {}
-    ops = [op for op in record.ops if op.phase == phase]
-    total = sum(op.flops for op in ops)
-    for op in ops:
-        if op.is_view:
-            continue
-        module = without_layer(op.module)
-        inputs, outputs = (", ".join(dict.fromkeys(map(name_of, d))) for d in (op.inputs, op.outputs))
-        key = op.name, module, inputs, outputs
-        row = table.setdefault(key, dict(zip(("operation", "module", "inputs", "output"), key, strict=True)))
-        row["calls"] = row.get("calls", 0) + 1
-        row["flops"] = row.get("flops", 0) + op.flops
-    for row in table.values():
-        row["share"] = percent(row["flops"], total) if row["flops"] else ""
-    return list(table.values())
+    for op in record.ops:
+        if op.phase == phase and not op.is_view:
+            dtypes = (", ".join(dict.fromkeys(map(name_of, d))) for d in (op.inputs, op.outputs))
+            row = table.setdefault((op.name, without_layer(op.module), *dtypes), [0, 0])
+            row[0] += 1
+            row[1] += op.flops
+    return [[*key, *row] for key, row in table.items()]
 
 
 def table(record: Record, phase: str) -> str:
-    lines = ["| operation | module | inputs | output | calls | FLOPs |", "|:--|:--|:--|:--|--:|--:|"]
-    for row in rows(record, phase):
-        module = f"`{row['module']}`" if row["module"] else ""
-        lines.append(
-            f"| `{row['operation']}` | {module} | {row['inputs']} | {row['output']} | {row['calls']} | "
-            f"{row['share']} |"
-        )
-    return "\n".join(lines)
+    found = rows(record, phase)
+    total = sum(flops for *_, flops in found)
+    shown = [
+        [f"`{name}`", f"`{module}`" if module else "", *rest, percent(flops, total) if flops else ""]
+        for name, module, *rest, flops in found
+    ]
+    return markdown_table(["operation", "module", "inputs", "output", "calls", "FLOPs"], shown, (0, 1, 2, 3))
 
 
 def summary(record: Record) -> str:
     """One row a phase: calls that compute, casts among them, FLOPs, and the dtypes of these."""
-    lines = ["| phase | calls | of these casts | GFLOPs | FLOPs run in |", "|:--|--:|--:|--:|:--|"]
+    found = []
     for phase in PHASES:
         ops = [op for op in record.ops if op.phase == phase and not op.is_view]
         if ops:
             flops, casts = sum(op.flops for op in ops), sum(op.cast is not None for op in ops)
-            dtypes = names_of(compute_dtypes(op for op in ops if op.flops))
-            lines.append(f"| {phase} | {len(ops)} | {casts} | {flops / 1e9:.3g} | {dtypes or '-'} |")
-    return "\n".join(lines)
+            dtypes = dtypes_of(op for op in ops if op.flops) or "-"
+            found.append([phase, len(ops), casts, f"{flops / 1e9:.3g}", dtypes])
+    return markdown_table(["phase", "calls", "of these casts", "GFLOPs", "FLOPs run in"], found, (0, 4))
 
 
 HOW_TO_READ = """\

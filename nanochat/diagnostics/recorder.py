@@ -10,6 +10,7 @@ import contextlib
 import copy
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +19,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 import nanochat.gpt
 import nanochat.ops.loss
-from nanochat.diagnostics.step import training_step
+from nanochat.diagnostics import training_step
 from nanochat.engine import cast_weights, generate
 
 PHASES = ("forward", "loss", "backward", "clip", "optimizer", "generation", "chat")
@@ -195,7 +196,8 @@ class Record:
 def _loss_apart(recorder):
     """While this is active, what follows the head's product in a chunk is in the phase "loss": the loss, and
     the gradients of that product, which loss.py makes at once."""
-    whole, losses, gradients = _functions_of_the_loss()
+    loss = nanochat.ops.loss
+    whole, losses, gradients = loss.softcapped_cross_entropy, loss.chunk_losses, loss.head_gradients
 
     def at_head(*args, **kwargs):
         with recorder.at(module="head"):
@@ -217,24 +219,11 @@ def _loss_apart(recorder):
         finally:
             recorder.gradients_of = None
 
-    _replace_functions_of_the_loss(at_head, at_loss, at_gradients)
-    try:
+    with (
+        mock.patch.object(nanochat.gpt, "softcapped_cross_entropy", at_head),
+        mock.patch.multiple(loss, chunk_losses=at_loss, head_gradients=at_gradients),
+    ):
         yield
-    finally:
-        _replace_functions_of_the_loss(whole, losses, gradients)
-
-
-def _functions_of_the_loss():
-    return (
-        nanochat.gpt.softcapped_cross_entropy,
-        nanochat.ops.loss.chunk_losses,
-        nanochat.ops.loss.head_gradients,
-    )
-
-
-def _replace_functions_of_the_loss(whole, losses, gradients):
-    nanochat.gpt.softcapped_cross_entropy = whole
-    nanochat.ops.loss.chunk_losses, nanochat.ops.loss.head_gradients = losses, gradients
 
 
 def record_step(model, optimizer, scaler, dtype, inputs, targets, prompt=(), max_tokens=2, grad_clip=1.0):
@@ -244,55 +233,33 @@ def record_step(model, optimizer, scaler, dtype, inputs, targets, prompt=(), max
     changes the model. Tokens are generated twice: under autocast, as base_train.py makes its samples, and
     with a copy whose weights are cast once, as chat.py does it.
     """
-    recorder = Recorder(model)
+    recorder, generated = Recorder(model), 0
     scale = scaler.get_scale() if scaler.is_enabled() else None
+
+    def note_at_backward(module, arguments, loss):
+        loss.register_hook(recorder.note_autocast)
+
+    note = model.register_forward_hook(note_at_backward)
     with recorder.recording(), _loss_apart(recorder):
-        with _backward_noted(recorder):
-            loss = training_step(model, optimizer, scaler, dtype, inputs, targets, grad_clip, at=recorder.at)
+        loss = training_step(model, optimizer, scaler, dtype, inputs, targets, grad_clip, at=recorder.at)
+        note.remove()
         if prompt:
             with recorder.at("generation"):
-                generated = list(generate(model, list(prompt), max_tokens, dtype))
+                generated = len(list(generate(model, list(prompt), max_tokens, dtype)))
     if prompt:
-        _record_chat(recorder, prompt, max_tokens, dtype)
+        chat = Recorder(cast_weights(copy.deepcopy(model), dtype))
+        with chat.recording(), chat.at("chat"):
+            list(generate(chat.model, list(prompt), max_tokens))
+        recorder.ops += chat.ops
+        recorder.autocast |= chat.autocast
+    kept = {f"{i}/{key}": t for i, state in enumerate(optimizer.state.values()) for key, t in state.items()}
     return Record(
         recorder.ops,
         {name: p.dtype for name, p in model.named_parameters()},
         {name: p.grad.dtype for name, p in model.named_parameters() if p.grad is not None},
-        _state_dtypes(optimizer),
+        {name: t.dtype for name, t in kept.items() if isinstance(t, torch.Tensor)},
         dict(recorder.autocast),
         loss.dtype,
         scale,
-        len(generated) if prompt else 0,
+        generated,
     )
-
-
-@contextlib.contextmanager
-def _backward_noted(recorder):
-    """While this is active, the recorder also notes autocast when the backward pass begins."""
-
-    def hook(model, arguments, loss):
-        loss.register_hook(recorder.note_autocast)
-
-    handle = recorder.model.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _record_chat(recorder, prompt, max_tokens, dtype):
-    """Record how a copy of the model with cast weights generates."""
-    cast = Recorder(cast_weights(copy.deepcopy(recorder.model), dtype))
-    with cast.recording(), cast.at("chat"):
-        list(generate(cast.model, list(prompt), max_tokens))
-    recorder.ops += cast.ops
-    recorder.autocast |= cast.autocast
-
-
-def _state_dtypes(optimizer) -> dict[str, torch.dtype]:
-    return {
-        f"{i}/{key}": value.dtype
-        for i, state in enumerate(optimizer.state.values())
-        for key, value in state.items()
-        if isinstance(value, torch.Tensor)
-    }

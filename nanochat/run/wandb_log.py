@@ -18,41 +18,37 @@ class WandbLog:
         step, values = record["step"], {}
         for name, value in record.items():
             if name == "samples":
-                values[name] = self._table(step, value)
+                values[name] = _table(step, value)
             elif isinstance(value, dict):
                 values |= {f"{name}/{part}": v for part, v in value.items() if v is not None}
             elif value is not None:
                 values[name] = value
-        self._try(lambda: self.run.log(values, step=step))
-
-    def new_config(self, changed: dict):
-        self._try(lambda: self.run.config.update(changed, allow_val_change=True))
+        self._call("log", values, step=step)
 
     def finish(self):
         """Upload the run's report and end the run."""
         for name in REPORT_FILES:
             if (path := self.folder / name).is_file():
-                self._try(
-                    lambda path=path: self.run.save(str(path), base_path=str(self.folder), policy="now")
-                )
-        self._try(lambda: self.run.finish())
+                self._call("save", str(path), base_path=str(self.folder), policy="now")
+        self._call("finish")
 
-    def _table(self, step: int, samples: list[str]):
-        import wandb
-
-        rows = [[step, text.encode("utf-8", "replace").decode()] for text in samples]
-        return wandb.Table(columns=["step", "sample"], data=rows)
-
-    def _try(self, call):
-        """Do this, unless wandb has failed before."""
+    def _call(self, method: str, *values, **options):
+        """Call a method of the wandb run, unless one has failed before."""
         if self.run is None:
             return
         try:
-            call()
+            getattr(self.run, method)(*values, **options)
         except Exception as error:  # its service can fail in many ways
             self.run = None
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             print(f"warning: wandb has failed ({reason}); the run goes on without it", file=sys.stderr)
+
+
+def _table(step: int, samples: list[str]):
+    import wandb
+
+    rows = [[step, text.encode("utf-8", "replace").decode()] for text in samples]
+    return wandb.Table(columns=["step", "sample"], data=rows)
 
 
 def start_wandb(run: str, config: dict, folder, run_id: str | None, say=print):
@@ -68,25 +64,17 @@ def start_wandb(run: str, config: dict, folder, run_id: str | None, say=print):
     except ImportError:
         say("wandb is not installed, so nothing is logged there: pip install wandb, or leave --run out")
         return None
+    options = {"project": "nanochat", "name": run, "config": config, "dir": str(folder), "id": run_id}
+    options |= {"resume": "allow", "settings": wandb.Settings(silent=True, console="off", init_timeout=20)}
     mode = os.environ.get("WANDB_MODE")
-    options = {
-        "project": "nanochat",
-        "name": run,
-        "config": config,
-        "dir": str(folder),
-        "id": run_id,
-        "resume": "allow",
-        "settings": wandb.Settings(silent=True, console="off", init_timeout=20),
-    }
     if mode is None and not _has_key():
         say("wandb has no API key here: logging offline (wandb login; wandb sync uploads it later)")
         mode = "offline"
     try:
         wandb_run = wandb.init(**options, mode=mode)
     except Exception as error:  # a network can fail in many ways; training goes on without it
-        say(
-            f"wandb cannot be reached ({type(error).__name__}): logging offline (wandb sync uploads it later)"
-        )
+        reason = type(error).__name__
+        say(f"wandb cannot be reached ({reason}): logging offline (wandb sync uploads it later)")
         wandb.teardown()  # its service still holds the id of the attempt that failed
         wandb_run = wandb.init(**options, mode="offline")
     return WandbLog(wandb_run, folder)

@@ -5,15 +5,14 @@ from helpers import ROOT
 
 import configurator
 from nanochat import optim
+from nanochat.diagnostics import scaled_rates
 from nanochat.diagnostics.recorder import Record, record_step
-from nanochat.diagnostics.step import scaled_rates
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine import precision
 
 CPU = torch.device("cpu")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DEFAULTS = configurator.defaults(ROOT / "scripts" / "base_train.py")
-PAGE = (ROOT / "docs" / "precision.md").read_text(encoding="utf-8")
 
 
 def gpt(depth=2, width=32) -> GPT:

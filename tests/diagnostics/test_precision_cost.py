@@ -7,8 +7,7 @@ from safetensors.torch import save_file
 from small_model import BF16, CPU, DEFAULTS, F32, gpt
 
 from nanochat import UserError
-from nanochat.diagnostics import precision_cost
-from nanochat.diagnostics.step import scaled_rates
+from nanochat.diagnostics import precision_cost, scaled_rates
 from nanochat.machine import runtime
 
 RATES, _ = scaled_rates(DEFAULTS, gpt().config, batch_tokens=32, steps=100)
@@ -35,7 +34,7 @@ def test_a_measuring_process_that_is_killed_between_turns_ends_the_measurement_w
 
 def test_a_measuring_process_that_dies_ends_the_measurement_with_a_sentence():
     with pytest.raises(UserError, match="the process that measures nothing ended with status 1"):
-        precision_cost.Worker("nothing", kind="unheard of", device_type="cpu", seed=0).wait()
+        precision_cost.Worker("nothing", kind="unheard of", device_type="cpu", seed=0).receive()
 
 
 def test_inference_with_cast_weights_holds_them_in_that_dtype_and_gives_float32_logits(tmp_path, tokens):

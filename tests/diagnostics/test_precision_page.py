@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 from helpers import run
-from small_model import BF16, F16, F32, PAGE, gpt, record_gpt
+from small_model import BF16, F16, F32, gpt, record_gpt
 
-import nanochat.ops.loss
 from nanochat.diagnostics.precision_page import page, percent, rows, statements, summary
 from nanochat.diagnostics.recorder import PHASES, Op, Record
 from nanochat.machine.precision import name_of
@@ -15,46 +14,30 @@ from nanochat.machine.precision import name_of
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 def test_the_statements_about_our_model_in_each_precision(dtype):
-    low, muon = name_of(dtype), "bfloat16" if dtype == BF16 else "float32"
-    said = statements(record_gpt(dtype))
-    expected = [
-        f"100 % of forward FLOPs ran in {low}.",
-        f"100 % of loss FLOPs ran in {low}.",
-        f"100 % of backward FLOPs ran in {low}.",
-        f"100 % of optimizer FLOPs ran in {muon}.",
-        f"100 % of generation FLOPs ran in {low}.",
-        f"100 % of chat FLOPs ran in {low}.",
-        "Norms (the mean of squares and its root) ran in float32.",
-        f"The residual stream (sums in `blocks.*`) ran in {low}.",
-        "Cross-entropy ran in float32.",
-        "The loss came out in float32.",
-        "Each backward matmul ran in the dtype of its forward matmul (38 of 38, attention included).",
-        f"2 of them (of `head`) ran with the loss, in {low}, because the logits are at hand there. "
-        "The parts of the weight's gradient were added in float32.",
-        "Parameters, `.grad` and optimizer state: float32.",
-        "The gradient's norm, for clipping, was computed in float32.",
-        "AdamW's update (`_fused_adamw_`) ran in float32.",
-        "GradScaler multiplied the loss by 65,536." if dtype == F16 else "No GradScaler was used.",
-    ]
-    if dtype == F32:
-        off = "off in forward, off in loss, off in backward, off in generation, off in chat"
-        expected += [f"Autocast was {off}."]
-        whiles = ("the forward pass", "generation of 2 tokens", "chat of 2 tokens")
-        expected += [f"No parameter was cast in {what}." for what in whiles]
-    else:
-        expected += [
-            f"Autocast was on in forward ({low}), off in loss, off in backward, "
-            f"on in generation ({low}), off in chat."
-        ]
-        way = f"computed in {low} and cast to float32 on their way to `.grad`"
-        expected += [f"21 gradients of cast parameters were {way}."]  # the head's parts are added in float32
-    assert [s for s in expected if s not in said] == []
-
-
-def test_the_page_quotes_what_the_report_says_of_such_a_model(monkeypatch):
-    monkeypatch.setattr(nanochat.ops.loss, "chunk_rows", lambda *_, **__: 8)  # as there: 4 chunks
-    for sentence in statements(record_gpt(BF16, depth=4, width=64)):
-        assert f"- {sentence}\n" in PAGE, sentence
+    low, said = name_of(dtype), statements(record_gpt(dtype))
+    for words, expected in (
+        ("of forward FLOPs ran", low),
+        ("of loss FLOPs ran", low),
+        ("of backward FLOPs ran", low),
+        ("of optimizer FLOPs ran", "bfloat16" if dtype == BF16 else "float32"),
+        ("of generation FLOPs ran", low),
+        ("of chat FLOPs ran", low),
+        ("Norms", "float32"),
+        ("residual stream", low),
+        ("Cross-entropy", "float32"),
+        ("loss came out", "float32"),
+        ("with the loss because", f"`head`) ran with the loss, in {low}"),
+        ("Each backward matmul", "38 of 38"),
+        ("optimizer state", "float32"),
+        ("for clipping", "float32"),
+        ("AdamW's update", "float32"),
+        ("GradScaler", "65,536" if dtype == F16 else "No "),
+        ("cast in the forward pass" if dtype == F32 else "cast to", "No " if dtype == F32 else low),
+        ("Autocast was", "off in forward" if dtype == F32 else f"on in forward ({low}), off in loss, off in"),
+    ):
+        found = [sentence for sentence in said if set(words.split()) <= set(re.split(r"[ ,.:]+", sentence))]
+        assert found and all(expected in sentence for sentence in found), (words, found)
+    assert not any("16" in sentence for sentence in said) or dtype != F32
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -88,24 +71,14 @@ def test_with_all_dtypes_swapped_every_sentence_says_the_other_dtype(record):
     assert len(with_dtypes) >= 15 and not set(with_dtypes) & set(statements(other))
 
 
-FLIPS = [  # phase, the operators whose dtype is flipped, and what sentences then say
-    ("loss", lambda op: op.name == "softmax", ["Cross-entropy ran in bfloat16 and float32."]),
-    (
-        "forward",
-        lambda op: (op.name, op.module) == ("rsqrt", "blocks.1"),
-        ["its root) ran in float32 and bfloat16."],
-    ),
-    ("forward", lambda op: op.module == "head" and op.flops, ["of forward FLOPs ran in"]),
-    ("forward", lambda op: "attention" in op.name, ["q, k and v in float32"]),
-    ("forward", lambda op: (op.name, op.module) == ("add", "blocks.1"), ["ran in bfloat16 and float32."]),
-    (
-        "loss",
-        lambda op: op.module == "head" and op.flops,
-        ["2 of 38 backward matmuls ran in another dtype", "`head`: bfloat16 forward, float32 backward."],
-    ),
-    ("clip", lambda op: "norm" in op.name, ["norm, for clipping, was computed in bfloat16."]),
-    ("optimizer", lambda op: "adamw" in op.name, ["AdamW's update (`_fused_adamw_`) ran in bfloat16."]),
-    ("optimizer", lambda op: op.name == "bmm", ["of optimizer FLOPs ran in"]),
+FLIPS = [  # phase, the operators whose dtype is flipped, and what a sentence then says
+    ("loss", lambda op: op.name == "softmax", "Cross-entropy ran in bfloat16 and float32."),
+    ("forward", lambda op: (op.name, op.module) == ("rsqrt", "blocks.1"), "ran in float32 and bfloat16."),
+    ("forward", lambda op: op.module == "head" and op.flops, "of forward FLOPs ran in"),
+    ("forward", lambda op: "attention" in op.name, "q, k and v in float32"),
+    ("forward", lambda op: (op.name, op.module) == ("add", "blocks.1"), "ran in bfloat16 and float32."),
+    ("loss", lambda op: op.module == "head" and op.flops, "`head`: bfloat16 forward, float32 backward."),
+    ("optimizer", lambda op: "adamw" in op.name, "(`_fused_adamw_`) ran in bfloat16."),
 ]
 
 
@@ -116,7 +89,7 @@ def test_a_flipped_dtype_flips_its_sentence_and_leaves_the_others(record, phase,
     assert any(flipped)
     ops = [swap_op(op) if flip else op for op, flip in zip(record.ops, flipped, strict=True)]
     changed = [s for s in statements(replace(record, ops=ops)) if s not in before]
-    assert all(any(words in s for s in changed) for words in says)
+    assert any(says in s for s in changed)
     assert len(changed) <= 4  # a forward product also has its part in three sentences about others
     for shares in (re.findall(r"([\d.]+) %", s) for s in changed if "FLOPs ran" in s):
         assert len(shares) == 2 or phase == "loss"  # all its products are of the head
@@ -124,7 +97,7 @@ def test_a_flipped_dtype_flips_its_sentence_and_leaves_the_others(record, phase,
 
 
 def test_a_parameter_gradient_or_state_in_another_dtype_is_told(record):
-    for what, name in (("parameters", "Parameters"), ("gradients", ".grad"), ("state", "optimizer state")):
+    for what, name in (("parameters", "Parameters"), ("gradients", "`.grad`"), ("state", "optimizer state")):
         named = dict(getattr(record, what))
         named[next(iter(named))] = F16
         said = next(s for s in statements(replace(record, **{what: named})) if s.startswith("Parameters"))
@@ -157,16 +130,13 @@ def test_only_all_and_none_are_said_to_be_all_and_none():
 def test_tables_hold_every_call_that_computes_once(record):
     for phase in PHASES:
         ops = [op for op in record.ops if op.phase == phase and not op.is_view]
-        assert sum(row["calls"] for row in rows(record, phase)) == len(ops) > 0
-        assert sum(row["flops"] for row in rows(record, phase)) == sum(op.flops for op in ops)
+        calls, flops = ([row[i] for row in rows(record, phase)] for i in (-2, -1))
+        assert sum(calls) == len(ops) > 0 and sum(flops) == sum(op.flops for op in ops)
         assert re.search(rf"^\| {phase} \| {len(ops)} \|", summary(record), re.MULTILINE)
-    up = [row for row in rows(record, "forward") if row["module"] == "blocks.*.mlp.up" and row["flops"]]
-    assert [(row["operation"], row["inputs"], row["output"], row["calls"]) for row in up] == [
-        ("mm", "bfloat16", "bfloat16", 2)
-    ]
+    up = [row[:5] for row in rows(record, "forward") if row[1] == "blocks.*.mlp.up" and row[-1]]
+    assert up == [["mm", "blocks.*.mlp.up", "bfloat16", "bfloat16", 2]]
     text = page(record, "Title", ["a fact"])
-    for phase in PHASES:
-        assert f"\n## {phase.capitalize()}\n" in text
+    assert all(f"\n## {phase.capitalize()}\n" in text for phase in PHASES)
     assert all(f"- {s}\n" in text for s in statements(record))
 
 

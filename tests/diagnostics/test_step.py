@@ -11,7 +11,7 @@ from nanochat import optim
 from nanochat.data.loader import TrainLoader
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import open_tokenizer
-from nanochat.diagnostics.step import scaled_rates, training_step
+from nanochat.diagnostics import scaled_rates, training_step
 from nanochat.gpt import GPT
 from nanochat.machine import precision
 from nanochat.ops.subword import spell

@@ -1,13 +1,19 @@
-"""report.md and its plot: whole, readable, and with the samples as the model wrote them."""
+"""A run's folder is read as it is, damaged or not, and gets its report.html, report.md and loss.png."""
 
 import json
+import math
 import os
+import re
+import subprocess
+import sys
 
-import matplotlib.image
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nanochat.run.metrics import Metrics
-from nanochat.run.report import write_report
+from nanochat.run.report import charts, read_run, run_page, summary, write_report
 
 SAMPLES = [
     "def f(x):\n    return x",
@@ -18,28 +24,35 @@ SAMPLES = [
     "`````` six",
     "naïve ünïcode \ufffd 🐍",
 ]
+FILES = ["loss.png", "report.html", "report.md"]
+
+
+def write_records(folder, *records):
+    log = Metrics(folder)
+    for record in records:
+        log.write(record)
+    log.close()
 
 
 def make_run(folder, steps=40, every=10, samples=(), plan=()):
-    log = Metrics(folder)
+    records = []
     for step in range(steps):
         if step % every == 0:
-            log.write({"step": step, "val_bpb": 3 - step / steps, "tokens": step * 512})
-        log.write(
-            {
-                "step": step,
-                "loss": 8.0 - step / 10,
-                "step_time_s": 0.1 if step else 9.0,  # the first one compiles
-                "data_wait_s": 0.001,
-                "tok_per_sec": 5120 if step else 57,
-                "mfu": 0.25 if step else 0.003,
-                "tokens": (step + 1) * 512,
-                "flops": (step + 1) * 10**9,
-            }
-        )
-    log.write({"step": steps, "val_bpb": 1.23456, "tokens": steps * 512, "samples": samples})
-    log.close()
+            records.append({"step": step, "val_bpb": 3 - step / steps, "tokens": step * 512})
+        record = {"step": step, "loss": 8.0 - step / 10, "data_wait_s": 0.001, "tokens": (step + 1) * 512}
+        record |= {"flops": (step + 1) * 10**9, "train_time_s": 9 + 0.1 * step}
+        speed = {"step_time_s": 0.1, "tok_per_sec": 5120, "mfu": 0.25}
+        compiles = {"step_time_s": 9.0, "tok_per_sec": 57, "mfu": 0.003}
+        records.append(record | (speed if step else compiles))
+    records.append({"step": steps, "val_bpb": 1.23456, "tokens": steps * 512, "samples": samples})
+    write_records(folder, *records)
     (folder / "config.json").write_text(json.dumps({"plan": plan}))
+
+
+def report_of(folder, final=True) -> str:
+    """The report.md that a run's folder gets."""
+    write_report(folder, final, say=pytest.fail)
+    return (folder / "report.md").read_text(encoding="utf-8")
 
 
 def fenced_blocks(markdown):
@@ -58,68 +71,44 @@ def fenced_blocks(markdown):
     return blocks
 
 
-def test_each_sample_is_in_a_code_block_of_its_own(tmp_path):
-    make_run(tmp_path, samples=SAMPLES)
-    write_report(tmp_path, final=True)
-    blocks = fenced_blocks((tmp_path / "report.md").read_text(encoding="utf-8"))
-    assert len(blocks) == len(SAMPLES)
-    for block, sample in zip(blocks, SAMPLES, strict=True):
-        if "````" not in sample:
-            assert block == sample
-        assert block.replace(" ", "") == sample.replace(" ", "")
-
-
-def test_the_report_holds_title_plan_validation_and_what_the_run_did(tmp_path):
+def test_the_report_holds_title_plan_results_scores_and_samples(tmp_path):
     (run := tmp_path / "Run d4").mkdir()
-    make_run(run, samples=["x"], plan=["batch: 512 tokens", "dtype: float32"])
-    write_report(run, final=True)
-    text = (run / "report.md").read_text(encoding="utf-8")
-    assert text.startswith("# Run d4\n")
-    assert "- batch: 512 tokens\n- dtype: float32\n" in text
-    assert "| 40 | 20,480 | 1.2346 |" in text  # the last evaluation, in the table
-    assert "1.2346 bits per byte" in text and "![" in text and "(loss.png)" in text
-    assert "| steps | 40 |" in text and "20,480" in text
-    assert "100 ms, 5,120 tokens/s" in text and "25.0 %" in text  # of a typical step, not of the first
-    assert "4.1500 nats" in text  # the mean of the last two of forty
-    assert "still going on" not in text
+    make_run(run, samples=SAMPLES, plan=["batch: 512 tokens", "dtype: float32"])
+    scores = {"own_score": 0.125, "own_tasks": {"complete the | bracket": 0.75}}
+    scores |= {"core": 0.25, "core_tasks": {"a": -0.5}}
+    write_records(
+        run, {"step": 40, "loss_by_position": {"1-16": 4.25, "17-64": 3.5}, "val_bpb": 1.5} | scores
+    )
+    before = os.listdir(run)
+    text = report_of(run)
+    assert text.startswith("# Run d4\n") and "- batch: 512 tokens\n- dtype: float32\n" in text
+    for cells in (
+        ("40", "20,480", "1.2346"), ("validation", "1.5000"), ("steps", "40"), ("training loss", "4.1000"),
+        ("MFU", "25.0 %"), ("tokens per second", "5,120"), ("own tasks", "0.125"), ("CORE", "0.250"),
+        ("1-16", "4.2500"), ("complete the \\| bracket", "75.0 %"), ("CORE: a", "-50.0 %"),
+    ):  # fmt: skip
+        assert any(line.startswith(f"| {' | '.join(cells)}") for line in text.splitlines()), cells
+    blocks = fenced_blocks(text)
+    assert [b.replace(" ", "") for b in blocks] == [s.replace(" ", "") for s in SAMPLES]
+    assert all(b == s for b, s in zip(blocks, SAMPLES, strict=True) if "````" not in s)
+    assert "(loss.png)" in text and (run / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert sorted(os.listdir(run)) == sorted([*before, *FILES])
 
 
 def test_the_report_of_an_unfinished_run_says_so_and_is_rewritten(tmp_path):
     make_run(tmp_path, samples=["first words"])
-    write_report(tmp_path, final=False)
-    assert "still going on" in (tmp_path / "report.md").read_text(encoding="utf-8")
-    log = Metrics(tmp_path)
-    log.write({"step": 41, "samples": ["second words"]})
-    log.close()
-    write_report(tmp_path, final=True)
-    text = (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert "first words" not in text and "second words" in text
+    assert "still going on" in report_of(tmp_path, final=False)
+    write_records(tmp_path, {"step": 41, "samples": ["second words"]})
+    text = report_of(tmp_path)
+    assert "first words" not in text and "second words" in text and "still going on" not in text
 
 
-def test_the_plot_is_a_png_with_something_on_it(tmp_path):
-    make_run(tmp_path)
-    write_report(tmp_path, final=True)
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    pixels = matplotlib.image.imread(tmp_path / "loss.png")
-    assert pixels.shape[0] > 300 and pixels.shape[1] > 600
-    reddish = (pixels[..., 0] > 0.7) & (pixels[..., 1] < 0.3)
-    bluish = (pixels[..., 2] > 0.6) & (pixels[..., 0] < 0.4)
-    assert reddish.sum() > 50 and bluish.sum() > 50  # validation, and the loss
-
-
-def test_the_report_leaves_no_other_file_than_its_three(tmp_path):
-    make_run(tmp_path, samples=SAMPLES)
-    before = os.listdir(tmp_path)
-    write_report(tmp_path, final=True)
-    assert {path.name for path in tmp_path.iterdir()} == {*before, "loss.png", "report.md", "report.html"}
-
-
-@pytest.mark.parametrize("fails_at", ["loss.png", "report.md", "report.html"])
+@pytest.mark.parametrize("fails_at", FILES)
 def test_a_report_that_fails_leaves_the_one_before_and_says_so(tmp_path, monkeypatch, fails_at):
     make_run(tmp_path, samples=["old words"])
-    write_report(tmp_path, final=False)
-    before = {name: (tmp_path / name).read_bytes() for name in ("loss.png", "report.md", "report.html")}
-    replace = os.replace
+    report_of(tmp_path, final=False)
+    before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
+    replace, said = os.replace, []
 
     def die(source, target):
         if os.path.basename(target) == fails_at:
@@ -127,50 +116,143 @@ def test_a_report_that_fails_leaves_the_one_before_and_says_so(tmp_path, monkeyp
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", die)
-    said = []
     write_report(tmp_path, final=True, say=said.append)
     assert len(said) == 1 and "no report" in said[0], "one line says why there is no report"
     assert (tmp_path / fails_at).read_bytes() == before[fails_at]
-    assert b"old words" in (tmp_path / "report.md").read_bytes()
+    assert sorted(os.listdir(tmp_path)) == sorted(before)
 
 
 @pytest.mark.parametrize("records", [[], [{"step": 0, "val_bpb": 3.0, "tokens": 0}]])
 def test_the_report_before_the_first_step_has_no_plot(tmp_path, records):
-    log = Metrics(tmp_path)
-    for record in records:
-        log.write(record)
-    log.close()
-    write_report(tmp_path, final=False)
-    text = (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert "No step" in text and "loss.png" not in text
-    assert not (tmp_path / "loss.png").exists()
+    write_records(tmp_path, *records)
+    assert "before its first step" in (text := report_of(tmp_path, final=False))
+    assert "loss.png" not in text and not (tmp_path / "loss.png").exists()
 
 
-def test_steps_with_a_loss_that_is_not_a_number_are_left_out_of_the_report(tmp_path):
+def test_the_report_is_imported_without_the_large_packages_that_it_may_not_need():
+    code = "import sys, nanochat.run.report; print({'pyarrow', 'matplotlib', 'wandb'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
+
+
+# ------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def test_damaged_lines_are_named_and_the_rest_is_read(tmp_path):
     make_run(tmp_path)
-    log = Metrics(tmp_path)
-    log.write({"step": 40, "loss": float("nan"), "step_time_s": 0.1})
-    log.write({"step": 41, "val_bpb": float("nan"), "tokens": 1})
-    log.close()
-    write_report(tmp_path, final=True)
-    text = (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert "nan" not in text.lower() and "None" not in text
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_bytes().splitlines()
+    lines[5:5] = [b'{"step": 3, "loss": ', b'{"step": "3", "loss": 1.0}', b"[" * 200_000, b"[]"]
+    path.write_bytes(b"\n".join([*lines, b'{"step": 99, "loss": 1.0}']))  # the last line is not whole
+    said = []
+    run = read_run(tmp_path, said.append)
+    assert len(said) == 1 and "(6, 7, 8, 9)" in said[0]
+    assert run.steps["step"].tolist() == list(range(40)) and [r["step"] for r in run.evals] == [
+        0,
+        10,
+        20,
+        30,
+        40,
+    ]
+    assert run.steps["loss"].tolist() == [8.0 - step / 10 for step in range(40)]
+    assert run.steps["mfu"].tolist() == [0.003] + 39 * [0.25]
 
 
-def test_the_report_holds_task_scores_and_the_loss_by_position(tmp_path):
+WRONG = [None, True, 1e400, "x", [], {}, [[1]], {"a": {"b": 1}}, 10**400]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=range(len(WRONG)))
+def test_values_of_a_wrong_type_count_as_missing(tmp_path, wrong):
     make_run(tmp_path)
-    log = Metrics(tmp_path)
-    by_position = {"1-16": 4.25, "17-64": 3.5, "65-256": 3.0}
-    scores = {
-        "own_score": 0.125,
-        "own_tasks": {"complete the | bracket": 0.75},
-        "core": 0.25,
-        "core_tasks": {"a": -0.5},
-    }
-    log.write({"step": 41, "val_bpb": 1.5, "tokens": 1, "loss_by_position": by_position, **scores})
-    log.close()
-    write_report(tmp_path, final=True)
-    text = (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert "| 1-16 | 4.2500 |\n| 17-64 | 3.5000 |\n| 65-256 | 3.0000 |" in text
-    assert "| own tasks | 0.1250" in text and "| CORE | 0.2500" in text
-    assert "| complete the \\| bracket | 75.0 % |\n| CORE: a | -50.0 % |" in text
+    names = ["settings", "identity", "derived", "plan", "versions", "device", "git_commit", "world_size"]
+    (tmp_path / "config.json").write_text(json.dumps(dict.fromkeys(names, wrong)))
+    more = ["tokens", "train_time_s", "own_tasks", "loss_by_position", "skipped", "progress"]
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        for name in ("loss", "val_bpb", "own_score", "samples", "core"):
+            file.write(json.dumps({"step": 50, name: wrong} | dict.fromkeys(more, wrong)) + "\n")
+            file.write(json.dumps({"step": wrong, name: 1.0}) + "\n")
+    report_of(tmp_path)
+    for config in (None, json.dumps(wrong), "{"):
+        if config:
+            (tmp_path / "config.json").write_text(config)
+        run = read_run(tmp_path)
+        text = summary.markdown(run, True)
+        assert "| validation | 1.2346" in text
+        assert not re.search(r"\bnan\b|\binf\b|None", text + run_page(run, True))
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json"])
+def test_nothing_is_read_through_a_link(tmp_path, name):
+    said = []
+    for folder in ("other", "run"):
+        (tmp_path / folder).mkdir()
+        make_run(tmp_path / folder)
+    (tmp_path / "run" / name).unlink()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "other" / name)
+    if name == "metrics.jsonl":
+        write_report(tmp_path / "run", final=True, say=said.append)
+        assert not (tmp_path / "run" / "report.html").exists()
+    else:
+        assert read_run(tmp_path / "run", said.append).config == {}
+    assert len(said) == 1 and "link" in said[0]
+
+
+def test_what_is_left_comes_from_progress_in_a_run_of_minutes_and_from_steps_in_others(tmp_path):
+    step = {"step": 49, "loss": 1.0, "train_time_s": 30.0}
+    for derived, progress, share, left in (
+        ({"num_iterations": 100}, {}, 0.5, 30),
+        ({"num_iterations": 100}, {"progress": 0.49}, 0.5, 30),
+        ({"num_iterations": 51, "minutes": 2}, {"progress": 0.25}, 0.25, 90),
+        ({"num_iterations": 51, "minutes": 2}, {}, None, None),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"derived": derived}))
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(step | progress) + "\n")
+        run = read_run(tmp_path)
+        assert (run.share_done, summary.time_left(run)) == (share, left)
+        write_records(tmp_path, {"step": 50, "val_bpb": 1.0} | progress)
+        assert not read_run(tmp_path).is_complete
+        derived |= {} if "minutes" in derived else {"num_iterations": 50}
+        (tmp_path / "config.json").write_text(json.dumps({"derived": derived}))
+        write_records(tmp_path, {"step": 50, "val_bpb": 1.0, "progress": 1.0})
+        assert read_run(tmp_path).is_complete
+
+
+# ------------------------------------------------------------------------------------------------------
+# Curves
+
+values = st.lists(st.floats(-1e6, 1e6) | st.just(math.nan), min_size=1, max_size=60)
+
+
+@given(values, st.integers(1, 20))
+def test_thinned_curves_keep_the_extremes_and_the_last_value_of_each_bin(numbers, most):
+    ends = charts.bin_ends(len(numbers), most)
+    assert ends[-1] == len(numbers) - 1 and len(ends) == min(len(numbers), most)
+    curve = charts.step_curve(np.array(numbers), ends, "", "")
+    for i, (start, end) in enumerate(zip([0, *ends[:-1] + 1], ends, strict=True)):
+        inside = [v for v in numbers[start : end + 1] if not math.isnan(v)]
+        found = curve.low[i], curve.high[i]
+        assert found == (pytest.approx((min(inside), max(inside)), rel=1e-5) if inside else (None, None))
+        assert curve.y[i] == (None if math.isnan(numbers[end]) else pytest.approx(numbers[end], rel=1e-5))
+
+
+@given(st.integers(1, 400))
+def test_a_smoothed_curve_is_the_mean_of_neighbours(length):
+    numbers = np.sin(np.arange(length)) * 3
+    numbers[::7] = math.nan
+    half = min(length // 60, 50)
+    for i, got in enumerate(charts.smooth(numbers)):
+        near = [v for v in numbers[max(0, i - half) : i + half + 1] if not math.isnan(v)]
+        assert got == pytest.approx(sum(near) / len(near)) if near else math.isnan(got)
+
+
+def test_spikes_and_skipped_steps_are_marked_where_they_are(tmp_path):
+    make_run(tmp_path)
+    write_records(
+        tmp_path,
+        {"step": 40, "loss": 9.0, "spike": True, "skipped": 0},
+        {"step": 41, "loss": math.nan, "spike": False, "skipped": 1},
+        {"step": 42, "loss": 4.0, "spike": False, "skipped": 1},
+    )
+    run = read_run(tmp_path)
+    assert charts.marks(run, charts.bin_ends(43)) == [("spike", 40), ("skipped", 41)]
+    assert charts.marks(run, charts.bin_ends(43, 10)) == [("spike", 9), ("skipped", 9)]

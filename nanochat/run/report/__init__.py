@@ -1,23 +1,12 @@
-"""What a run's folder shows to people: report.html, report.md and its plot, made from metrics.jsonl and
+"""What a run's folder shows to people: report.html, report.md and loss.png, made from metrics.jsonl and
 config.json. `write_report` makes them during a run; scripts/report.py makes them again and compares runs."""
 
-from nanochat.run.report.comparison import MOST_RUNS, comparison_page
-from nanochat.run.report.markdown import write_markdown
-from nanochat.run.report.page import write_page
+from nanochat.files import replacing
+from nanochat.run.report.pages import MOST_RUNS, comparison_page, run_page
 from nanochat.run.report.run_data import Run, find_run, read_run
-from nanochat.run.report.run_page import run_page
+from nanochat.run.report.summary import loss_png, markdown
 
-__all__ = [
-    "MOST_RUNS",
-    "Run",
-    "comparison_page",
-    "find_run",
-    "read_run",
-    "run_page",
-    "write_files",
-    "write_page",
-    "write_report",
-]
+__all__ = ["MOST_RUNS", "comparison_page", "find_run", "read_run", "run_page", "write_files", "write_report"]
 
 
 def write_report(folder, final: bool, say=print):
@@ -34,6 +23,14 @@ def write_report(folder, final: bool, say=print):
 
 
 def write_files(run: Run, final: bool, price_per_hour: float | None = None):
-    """report.html, report.md and loss.png of a run that was read from its folder. Raises OSError."""
-    write_page(run.folder / "report.html", run_page(run, final, price_per_hour))
-    write_markdown(run, final)
+    """report.html, report.md and, once there is a step, loss.png of a run that was read from its folder.
+
+    A link in the place of such a file is replaced and not followed. Raises OSError.
+    """
+    picture = loss_png(run)
+    contents = {"loss.png": picture} if picture else {}
+    page = run_page(run, final, price_per_hour, picture)
+    contents |= {"report.html": page.encode(), "report.md": markdown(run, final).encode()}
+    for name, content in contents.items():
+        with replacing(run.folder / name) as file:
+            file.write(content)

@@ -1,9 +1,9 @@
 // Numbers of a report as people read them: with units, as durations, as ticks of an axis.
 "use strict";
 function compact(v) {
-  for (const [unit, name] of [[1e12, " T"], [1e9, " B"], [1e6, " M"], [1e4, " k"]])
+  for (const [unit, name] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]])
     if (Math.abs(v) >= unit && Math.abs(v) < 1e16)
-      return +(v / (name === " k" ? 1e3 : unit)).toPrecision(4) + name;
+      return +(v / (name === "k" ? 1e3 : unit)).toPrecision(4) + name;
   if (Number.isInteger(v)) return v.toLocaleString("en");
   return Math.abs(v) < 1e-4 ? v.toExponential(2) : String(+v.toPrecision(4));
 }

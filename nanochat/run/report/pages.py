@@ -1,0 +1,218 @@
+"""report.html, the page of one run, and the page that lays runs over each other."""
+
+import base64
+from pathlib import Path
+
+from nanochat.run.report import charts, elements, summary
+from nanochat.run.report.elements import card, code, e, figure, grid, table
+from nanochat.run.report.run_data import Run, number, text
+from nanochat.run.report.summary import plan_lines, shown_value, task_scores
+from nanochat.terminal import duration, short
+
+MOST_RUNS = 24  # beside each other
+MOST_SAMPLES = 30  # sets of samples on a page
+MOST_COLUMNS = 5  # evaluations in the table of tasks
+BEST = {"validation": min, "training loss": min, "CORE": max, "own tasks": max, "exact match": max}
+CONTROLS = '<div id="controls" class="controls" hidden></div>'
+SLIDER = (
+    '<div id="travel" class="travel" hidden><label for="travel-input">Through time</label>'
+    '<input id="travel-input" type="range" min="0" max="1" value="0"><output></output></div>'
+)
+
+
+def run_page(run: Run, final: bool, price_per_hour: float | None = None, picture=b"") -> str:
+    """The whole page. final: False means that the run goes on, and the page reloads itself.
+
+    picture: a PNG for browsers without JavaScript, which show no charts.
+    """
+    drawn, x_of = charts.charts_of([run], [run.name])
+    figures = {chart.id: figure(chart, x_of) for chart in drawn}
+    tasks = [figures.pop(id) for id in ("chart-own", "chart-core") if id in figures]
+    position = figures.pop("chart-position", "")
+    image = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+    still = f'<noscript><img src="{image}" alt="Loss and bits per byte"></noscript>' if picture else ""
+    sections = [
+        ("curves", "Curves", CONTROLS + still + grid([*figures.values()]) if figures else ""),
+        ("tasks", "Tasks", grid([*tasks, _tasks(run)])),
+        ("position", "Does it use its context?", _position(run, position)),
+        ("samples", "What it writes", _samples(run)),
+        ("settings", "Changed settings", _settings(run)),
+        (
+            "plan",
+            "Plan",
+            card(table(["what", "how much, and why"], [_split(line) for line in plan_lines(run)])),
+        ),
+        ("environment", "Environment", _environment(run)),
+        (
+            "repeat",
+            "Do it again",
+            f'<div class="command">{code(summary.command(run))}</div>' * bool(run.settings()),
+        ),
+    ]
+    glance = elements.tiles(summary.at_a_glance(run, price_per_hour))
+    title = f"{run.name}: nanochat report"
+    return elements.document(title, _header(run, final), sections, drawn, x_of, glance, not final)
+
+
+def _header(run: Run, final: bool) -> str:
+    """Name, state, and the run in one sentence."""
+    finished = final and (run.is_complete or run.share_done is None)
+    state = "finished" if finished else "stopped" if final else "running"
+    made = f'<div class="top"><h1>{e(run.name)}</h1><span class="badge {state}">{state}</span></div>'
+    made += f'<p class="lead">{e(summary.lead(run))}</p>'
+    if finished:
+        return made
+    share, planned = run.share_done, run.num_iterations
+    detail, bar = f"{run.num_steps:,}" + (f" of {planned:,}" if planned else "") + " steps", ""
+    if share is not None:
+        detail += f", {100 * share:.0f} %"
+        bar = f'<progress value="{share:.4f}" aria-label="share done"></progress>'
+    if not final and (left := summary.time_left(run)):
+        detail += f", about {duration(left)} to go"
+    return f"{made}<p>{bar} <small>{e(detail)}</small></p>"
+
+
+def _tasks(run: Run) -> str:
+    shown = [r for r in charts.chosen_of(run.tasks, MOST_COLUMNS) if task_scores(r)]
+    names = dict.fromkeys(name for r in reversed(shown) for name in task_scores(r))
+    head = ["task", *(f"step {r['step']:,}" for r in shown)]
+    rows = [[name, *(_percent(task_scores(r).get(name)) for r in shown)] for name in names]
+    note = "Answers that are right, of our own tasks, where chance is above 0 %; CORE's scores are centred."
+    return card(table(head, rows, note, numbers=True))
+
+
+def _percent(score) -> str:
+    return "" if score is None else f"{100 * score:.1f} %"
+
+
+def _position(run: Run, drawn: str) -> str:
+    if not drawn:
+        return ""
+    by = summary.last_by_position(run)
+    (first, worst), (last, best) = next(iter(by.items())), list(by.items())[-1]
+    said = f"With {last} tokens of context the loss is {best:.3f} nats per token, with {first} "
+    said += f"it is {worst:.3f}. A curve that falls to the right shows a model that uses what it has read."
+    rows = [[label, f"{loss:.4f}"] for label, loss in by.items()]
+    side = card(table(["tokens of context", "nats per token"], rows, "Last evaluation", numbers=True))
+    return f"<p>{e(said)}</p>{grid([drawn, side])}"
+
+
+def _samples(run: Run) -> str:
+    sets = []
+    for i, record in enumerate(charts.chosen_of(run.samples, MOST_SAMPLES)[::-1]):
+        tokens = number(record.get("tokens"))
+        title = f"after {record['step']:,} steps" + (f", {short(tokens)} tokens" if tokens else "")
+        sets.append(
+            f'<details class="sample-set" data-step="{record["step"]}"{" open" * (i == 0)}>'
+            f'<summary>{title}</summary><div class="samples">{"".join(map(code, record["samples"]))}</div>'
+            "</details>"
+        )
+    return SLIDER + "\n".join(sets) if sets else ""
+
+
+def _settings(run: Run) -> str:
+    if not run.settings():
+        return ""
+    defaults = summary.defaults_of(summary.script_of(run))
+    rows = [
+        [n, shown_value(s["value"]), shown_value(defaults[n]) if n in defaults else "", s.get("source", "")]
+        for n, s in summary.changed_settings(run, defaults).items()
+    ]
+    changed = table(["setting", "value", "default", "given by"], rows) or "<p>None.</p>"
+    every = [[name, shown_value(s["value"]), s.get("source", "")] for name, s in run.settings().items()]
+    every = table(["setting", "value", "given by"], every)
+    return card(changed, f"<details><summary>All settings</summary>{every}</details>")
+
+
+def _split(line: str) -> list[str]:
+    name, _, why = line.partition(": ")
+    return [name, why]
+
+
+def _environment(run: Run) -> str:
+    identity = run.section("identity")
+    rows = [["device", run.config.get("device")], ["processes", run.config.get("world_size")]]
+    rows += list(run.section("versions").items())[:20]
+    rows += [["git commit", run.config.get("git_commit")]]
+    rows += [[name, identity.get(name)] for name in ("data", "tokenizer", "seed")]
+    return card(table(["what", "which"], [row for row in rows if text(row[1])]))
+
+
+# ------------------------------------------------------------------------------------------------------
+# Several runs
+
+
+def comparison_page(runs: list[Run], price_per_hour: float | None = None) -> str:
+    """The whole page, for two runs or more."""
+    names = unique_names(runs)
+    drawn, x_of = charts.charts_of(runs, names)
+    figures = [figure(chart, x_of) for chart in drawn]
+    sections = [
+        ("numbers", "Numbers", _numbers(runs, names, price_per_hour)),
+        ("curves", "Curves", CONTROLS + grid(figures) if figures else ""),
+        ("settings", "What differs", _differences(runs, names)),
+        ("samples", "What they write", _last_samples(runs, names)),
+    ]
+    lead = f"{len(runs)} runs beside each other: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}."
+    head = f'<h1>Comparison of runs</h1><p class="lead">{e(lead)}</p>'
+    return elements.document("Comparison of runs: nanochat report", head, sections, drawn, x_of)
+
+
+def unique_names(runs: list[Run]) -> list[str]:
+    """The runs' names; with as many parent folders as it takes to tell them apart."""
+    paths = [Path(run.folder).resolve().parts for run in runs]
+    for depth in range(1, max(map(len, paths)) + 1):
+        names = [text("/".join(parts[-depth:]))[:120] for parts in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{run.name} ({i})" for i, run in enumerate(runs, start=1)]
+
+
+def _numbers(runs, names, price_per_hour) -> str:
+    """A table of what each run has at a glance; the best values are bold where they can be compared."""
+    found = []
+    for run in runs:
+        entries = summary.at_a_glance(run, price_per_hour)
+        found.append({f"{name}, {unit}" if unit else name: value for name, value, unit, _ in entries})
+    columns = list(dict.fromkeys(column for values in found for column in values))
+    rows = [[name, *(values.get(c, "") for c in columns)] for name, values in zip(names, found, strict=True)]
+    best, note = set(), "No value is bold: the texts, tokens or targets of the runs differ"
+    if len({_task_of(run) for run in runs}) == 1:
+        note = "Bold: the best of them"
+        for i, column in enumerate(columns, start=1):
+            if choose := BEST.get(column.partition(",")[0]):
+                most = choose(float(row[i]) for row in rows if row[i])
+                best |= {(n, i) for n, row in enumerate(rows) if row[i] and float(row[i]) == most}
+    return card(table(["run", *columns], rows, note, numbers=True, best=best))
+
+
+def _task_of(run: Run) -> tuple:
+    """What must be the same if losses and scores are to be compared: the text, its tokens, the targets."""
+    identity, loss_on = run.section("identity"), run.settings().get("loss_on", {})
+    return text(identity.get("data")), text(identity.get("tokenizer")), text(loss_on.get("value"))
+
+
+def _differences(runs, names) -> str:
+    """Settings and surroundings that are not the same in all runs."""
+    rows = []
+    for name in dict.fromkeys(name for run in runs for name in run.settings()):
+        values = [run.settings().get(name) for run in runs]
+        rows.append([name, *("(missing)" if v is None else shown_value(v["value"]) for v in values)])
+    for name in ("device", "world_size", "git_commit"):
+        rows.append([name.replace("_", " "), *(text(run.config.get(name)) for run in runs)])
+    for part, left_out in (("versions", ()), ("identity", ("model", "seed", "total_batch_size"))):
+        for name in dict.fromkeys(name for run in runs for name in run.section(part) if name not in left_out):
+            rows.append([name, *(text(run.section(part).get(name)) for run in runs)])
+    rows = [row for row in rows if len(set(row[1:])) > 1][:200]
+    nothing = "<p>Nothing: settings, text, tokenizer, versions and machine are the same.</p>"
+    return card(table(["what", *names], rows)) or nothing
+
+
+def _last_samples(runs, names) -> str:
+    made = []
+    for run, name in zip(runs, names, strict=True):
+        if run.samples:
+            title = f"{e(name)}, after {run.samples[-1]['step']:,} steps"
+            texts = "".join(map(code, run.samples[-1]["samples"][:4]))
+            made.append(f'<details><summary>{title}</summary><div class="samples">{texts}</div></details>')
+    return "\n".join(made)
