@@ -13,6 +13,7 @@ from nanochat.machine import precision
 CPU = torch.device("cpu")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DEFAULTS = configurator.defaults(ROOT / "scripts" / "base_train.py")
+PAGE = (ROOT / "docs" / "precision.md").read_text(encoding="utf-8")
 
 
 def gpt(depth=2, width=32) -> GPT:

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from helpers import ROOT
-from small_model import BF16, F16
+from small_model import BF16, F16, PAGE
 
 import experiments.autocast_rules as rules
 import experiments.precision_experiments as experiments
@@ -20,6 +20,8 @@ def test_bfloat16_has_float32s_range_and_float16_more_digits():
         "1 + 5 + 10",
     ]
     assert table["float16"][6] == "inf" and table["bfloat16"][6] == "70144"
+    for line in experiments.formats().splitlines():
+        assert line in PAGE
 
 
 def test_autocasts_lists_asked_of_fake_tensors_are_those_of_the_real_cpu():
@@ -54,6 +56,8 @@ def test_a_weight_is_cast_once_in_a_context_unless_the_cache_is_off():
     assert counted["one call"] == counted["three calls in one context"] == 1
     assert counted["three contexts of one call"] == 3
     assert counted["three calls in one context, `cache_enabled=False`"] == 3
+    for name, count in counted.items():
+        assert f"| {name} | {count} |" in PAGE
 
 
 def test_gradients_underflow_in_float16_without_scaling_and_in_nothing_else():
@@ -95,9 +99,11 @@ def test_an_overflow_changes_no_weight_and_halves_the_scale():
 
 
 @pytest.mark.slow
-def test_the_command_of_the_experiments_prints_its_tables():
+def test_the_command_of_the_experiments_prints_the_tables_of_the_page():
     command = [sys.executable, "-m", "experiments.precision_experiments"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
     assert len(rows) > 70
+    quoted = {line.split(" | ")[0] for line in PAGE.splitlines() if line.startswith("| ")}
+    assert {row[0] for row in rows} <= quoted  # figures differ between machines

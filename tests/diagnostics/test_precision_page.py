@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 from helpers import run
-from small_model import BF16, F16, F32, gpt, record_gpt
+from small_model import BF16, F16, F32, PAGE, gpt, record_gpt
 
+import nanochat.ops.loss
 from nanochat.diagnostics.precision_page import page, percent, rows, statements, summary
 from nanochat.diagnostics.recorder import PHASES, Op, Record
 from nanochat.machine.precision import name_of
@@ -48,6 +49,12 @@ def test_the_statements_about_our_model_in_each_precision(dtype):
         way = f"computed in {low} and cast to float32 on their way to `.grad`"
         expected += [f"21 gradients of cast parameters were {way}."]  # the head's parts are added in float32
     assert [s for s in expected if s not in said] == []
+
+
+def test_the_page_quotes_what_the_report_says_of_such_a_model(monkeypatch):
+    monkeypatch.setattr(nanochat.ops.loss, "chunk_rows", lambda *_, **__: 8)  # as there: 4 chunks
+    for sentence in statements(record_gpt(BF16, depth=4, width=64)):
+        assert f"- {sentence}\n" in PAGE, sentence
 
 
 # ------------------------------------------------------------------------------------------------------
