@@ -15,7 +15,7 @@ import numpy as np
 import configurator
 from nanochat import UserError
 
-table = "docs/ablation_runs.md"  # that scripts/ablate.py wrote
+table = "experiments/results/ablations.md"  # that scripts/ablate.py wrote
 least = 5  # variants that two series have to share [3..1000]
 
 Series = dict[str, float]  # by variant: its difference to the baseline, in bits per byte

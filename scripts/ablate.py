@@ -45,7 +45,7 @@ depths = ""  # separated by commas (empty = the list's)
 seeds = 3  # trainings of every variant, with the seeds 0, 1, ... [1..1000]
 more = ""  # settings of base_train for all variants, as on its command line
 jobs = -1  # trainings at a time (-1 = one a core; with a GPU 1) [-1, 1..1024]
-table: str | None = "docs/ablation_runs.md"  # gets the rows (none = no file)
+table: str | None = "experiments/results/ablations.md"  # gets the rows (none = no file)
 json = False  # print one JSON object as the last line
 base_dir = "~/.cache/nanochat"  # where data, tokenizers and results are (environment: NANOCHAT_BASE_DIR)
 
