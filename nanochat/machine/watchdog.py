@@ -104,8 +104,10 @@ class Peer:
 
     def has_ended(self, round_: int) -> bool:
         """Whether it has, without a goodbye. round_: how often this process has looked at the signs."""
-        if self.last in (GOODBYE, FAILED) or self.pid is None:
-            return self.last == FAILED or (self.last != GOODBYE and self.silent_s > SILENT_S)
+        if self.last in (GOODBYE, FAILED):
+            return self.last == FAILED
+        if self.pid is None:
+            return self.silent_s > SILENT_S
         if self._gone_at is None and is_gone(self.pid):
             self._gone_at = round_
         return self._gone_at is not None and round_ >= self._gone_at + 2  # its goodbye would have been heard
