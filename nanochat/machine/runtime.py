@@ -32,6 +32,7 @@ DATA_SHEET_TFLOPS = [
     ("RTX 4090", 165.2), ("RTX 3090", 71), ("V100", 125), ("T4", 65), ("MI300X", 1307),
 ]  # fmt: skip
 
+PROJECT = Path(__file__).resolve().parent.parent.parent
 EAGER_STEPS = 10  # of a run on a CPU, before it compiles
 # Settings that can be paths, which differ between machines
 PATHS = {"data", "val_data", "tokenizer", "init_from", "core_bundle", "base_dir", "out_dir"}
@@ -334,11 +335,14 @@ def eager_steps(setting: str, machine: Machine, plan, before: dict) -> int:
     return EAGER_STEPS if setting == "auto" and plan.fits_eager else 0
 
 
-def git_commit() -> str | None:
-    """The commit of the current folder's working tree, with "+" if files differ from it; None outside git."""
+def git_commit(checkout: Path = PROJECT) -> str | None:
+    """The commit of this project, with "+" if files differ from it; None if its folder is no git checkout."""
     command = ["git", "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"]
+    where = {"cwd": checkout, "env": os.environ | {"GIT_CEILING_DIRECTORIES": str(checkout.parent)}}
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=5, **where
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 

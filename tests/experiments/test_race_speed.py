@@ -9,6 +9,7 @@ import torch
 from experiments import peer_run, race_score, race_speed
 from nanochat.data.parquet import iterate_documents
 from nanochat.data.sources import open_dataset
+from nanochat.data.tokenizer import Tokenizer
 
 
 def slow_bits_per_byte(table, documents, bos, length, token_bytes) -> float:
@@ -141,7 +142,6 @@ def test_a_race_with_a_tiny_peer(tmp_path, monkeypatch):
     peer = tmp_path / "peer"
     for file, content in (
         ("scripts/base_train.py", PEER_TRAIN),
-        ("nanochat/dataloader.py", ""),
         ("nanochat/gpt.py", PEER_GPT),
     ):
         (peer / file).parent.mkdir(parents=True, exist_ok=True)
@@ -160,7 +160,7 @@ def test_a_race_with_a_tiny_peer(tmp_path, monkeypatch):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "peer", "race.png", "recipe.py", "texts"]
     dataset = open_dataset(tmp_path / "texts", base_dir=tmp_path / "base")
     (text,) = (tmp_path / "base" / "tokenizers").glob("*/peer-*")
-    tokenizer = race_speed.Tokenizer.load(text / "tokenizer" / "tokenizer.json")
+    tokenizer = Tokenizer.load(text / "tokenizer" / "tokenizer.json")
     val = "".join(iterate_documents(dataset.val_shards))
     documents = list(iterate_documents([text / "base_data_climbmix" / peer_run.VALIDATION]))
     assert sum(map(len, documents)) == len(val)
