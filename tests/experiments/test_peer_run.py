@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import fake_peer
 import pytest
 import torch
 from helpers import ROOT, python_m
@@ -17,30 +18,10 @@ from nanochat.data.parquet import iterate_documents
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import train
 
-# Prints as the peer's script does, and says with what it was started
-BASE_TRAIN = """
-import json, os, sys
-import rustbpe
-held = bytearray(80 << 20)
-held[::4096] = b"x" * len(held[::4096])
-names = "NANOCHAT_BASE_DIR", "NANOCHAT_DTYPE"
-base = os.environ["NANOCHAT_BASE_DIR"]
-found = sorted(os.listdir(base + "/base_data_climbmix")), sorted(os.listdir(base + "/tokenizer"))
-print(json.dumps([sys.argv[1:], {name: os.environ.get(name) for name in names}, *found]))
-if "--depth=13" in sys.argv:
-    sys.exit("no such depth")
-for step, speed in enumerate(["900", "1,000", "3,000", "2,000"]):
-    print(f"step {step:05d}/00004 (25.00%) | loss: {8 - step}.5 | lrm: 1.00 | dt: {step}25.00ms | "
-          f"tok/sec: {speed} | bf16_mfu: 0.00 | epoch: 1 pq: 0 rg: 0 | total time: 0.00m")
-"""
-
 
 @pytest.fixture
 def checkout(tmp_path) -> Path:
-    for file, content in (("scripts/base_train.py", BASE_TRAIN), ("nanochat/gpt.py", "")):
-        (tmp_path / "peer" / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "peer" / file).write_text(content)
-    return tmp_path / "peer"
+    return fake_peer.checkout(tmp_path / "peer")
 
 
 def functions(count: int) -> str:

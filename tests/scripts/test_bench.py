@@ -4,6 +4,7 @@ import json
 import subprocess
 from pathlib import Path
 
+import fake_peer
 import pytest
 from helpers import python_m
 
@@ -96,61 +97,9 @@ def test_loader_compares_packing_with_raw_encoding_of_the_same_documents(texts):
         assert row["packed_over_raw"] == pytest.approx(ratio) and 0.05 < ratio < 5
 
 
-# Stand in for the peer: one that takes a known time for an update and for each token that it writes
-PEER = {
-    "scripts/base_train.py": "",
-    "nanochat/flash_attention.py": "USE_FA3 = False",
-    "nanochat/gpt.py": """
-import time, torch
-
-class GPTConfig(dict):
-    def __init__(self, **sizes):
-        super().__init__(sizes)
-        assert (sizes["n_layer"], sizes["n_embd"], sizes["vocab_size"]) == (1, 64, 512)
-
-class GPT(torch.nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.empty(3))
-
-    def init_weights(self):
-        torch.nn.init.ones_(self.weight)
-
-    def setup_optimizer(self, weight_decay):
-        return self
-
-    def step(self):
-        assert self.weight.grad is not None
-        time.sleep(0.5)
-
-    def num_scaling_params(self):
-        return {"total": 3}
-
-    def estimate_flops(self):
-        return 1
-""",
-    "nanochat/engine.py": """
-import time
-from nanochat.checkpoint_manager import load_model
-
-class Engine:
-    def __init__(self, model, tokenizer):
-        assert tokenizer.get_bos_token_id() == -1
-
-    def generate(self, tokens, num_samples, max_tokens, temperature, top_k):
-        for _ in range(max_tokens):
-            time.sleep(0.01)
-            yield [0] * num_samples, [1] * num_samples
-""",
-}
-
-
 @pytest.fixture
 def peer(tmp_path) -> str:
-    for name, content in PEER.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(content)
-    return f"--peer={tmp_path}"
+    return f"--peer={fake_peer.checkout(tmp_path)}"
 
 
 def test_optimizer_is_timed_in_turns_with_the_peers(peer):
