@@ -187,16 +187,7 @@ def summary(results: dict[str, dict]) -> list[str]:
     for name, row in results.items():
         state = "skipped" if "skipped" in row else "ok" if row["ok"] else "FAILED"
         words = row.get("skipped") or row.get("error") or ""
-        facts = (
-            "tok_per_sec",
-            "mfu",
-            "ours_over_peer",
-            "peak_gib",
-            "expected_gib",
-            "tflops",
-            "bpb",
-            "stall_s",
-        )
+        facts = ("tok_per_sec", "mfu", "ours_over_peer", "peak_gib", "expected_gib")
         words = words or "  ".join(f"{key} {row[key]}" for key in facts if key in row)
         lines.append(f"{name:18} {state:8} {row['seconds']:6.1f} s  {words}".rstrip())
     return lines

@@ -36,12 +36,6 @@ def test_a_change_of_one_kind_is_that_of_its_own_weights_alone():
     assert others == [0] * len(others)
 
 
-def test_the_rates_are_those_of_a_run_and_meet_the_settings_at_the_reference_width():
-    at_reference = {name: coordinates.DEFAULTS[name] for name in dial_rates(768)}
-    assert dial_rates(768) == pytest.approx(at_reference)
-    assert dial_rates(192)["unembedding_lr"] == pytest.approx(4 * at_reference["unembedding_lr"])
-
-
 def test_the_table_and_the_picture_show_the_exponent_of_everything_that_is_measured(tmp_path):
     exponents = dict(zip(MEASURED, (i / 4 - 1 for i in range(9)), strict=True))
     made_up = {name: {w: 3 * w**a for w in (128, 256, 512)} for name, a in exponents.items()}
