@@ -1,19 +1,19 @@
 """Do the learning rates fit every width? A coordinate check, as of muP (arXiv 2203.03466).
 
-    python -m experiments.coordinates                          # table and picture of docs/scale.md: 3 minutes
+    python -m experiments.coordinates                          # table and picture of docs/scale.md: minutes
     python -m experiments.coordinates --steps=10 --widest=512 --picture=none
 
 If the rates suit every width, the first steps change logits and residual stream by as much in a wide model as
-in a narrow one. So models of one depth train for a few steps, each on fresh rows of bytes. Then the change on
-other rows of the text is measured, the root mean square (RMS) of it, and a line is fitted to
-log(change) against log(width). Its slope is 0 where the rates fit; a slope of 0.5 doubles the change where
-the width is four times as large. The rules are the dial's (scaling.scaled_rates), and to compare with them
-the rule before it. Muon and its rate are the same in both.
+in a narrow one. So models of one depth train for a few steps with the rates that scaling.scaled_rates gives
+them, each on fresh rows of bytes. The change is measured on other rows of the text, as its root mean square
+(RMS), and a line is fitted to log(change) against log(width). Its slope is 0 where the rates fit; a slope of
+0.5 doubles the change where the width is four times as large.
 """
 
 import math
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import configurator
@@ -30,8 +30,7 @@ seeds = 3  # models of a width to take the mean of; above width 256 fewer, down 
 widest = 1024  # the largest width; the smallest is 128 [256..8192]
 picture: str | None = "docs/coordinates.png"  # the file to draw (none = no picture)
 
-DEPTH, HEAD_DIM, ROWS = 4, 64, 8
-NARROWEST, OLD_WIDEST = 128, 512  # the second of the rule before: a wide model takes most of the time
+DEPTH, HEAD_DIM, ROWS, NARROWEST = 4, 64, 8, 128
 DEFAULTS = configurator.defaults(Path(configurator.__file__).parent / "scripts" / "base_train.py")
 # A run whose rates at width 768 are those of the settings: the batch and the tokens of the reference model.
 # It has 100 steps, so its warm-up has 10.
@@ -54,23 +53,11 @@ MEASURED = {
 READERS, WRITERS = ("query", "key", "value", "up"), ("out", "down")
 GATES = ("value_gate", "head_gate", "x_before_gate")
 
-# ------------------------------------------------------------------------------------------------------
-# Rates
-
 
 def dial_rates(width: int) -> dict[str, float]:
-    """The rates of the dial: the head's goes as 1 / width."""
+    """The rates that a run of that width gets: the head's goes as 1 / width."""
     return scaling.scaled_rates(DEFAULTS, width, HORIZON).rates
 
-
-def old_rates(width: int) -> dict[str, float]:
-    """The rule before: AdamW's rates for embeddings and head go as 1 / sqrt(width)."""
-    factor = (width / scaling.REFERENCE_WIDTH) ** -0.5
-    changed = {name: DEFAULTS[name] * factor for name in ("embedding_lr", "unembedding_lr")}
-    return dial_rates(width) | changed
-
-
-RULES = {"dial": dial_rates, "old": old_rates}
 
 # ------------------------------------------------------------------------------------------------------
 # One model
@@ -158,12 +145,12 @@ def widths_up_to(widest: int) -> list[int]:
     return [NARROWEST * 2**i for i in range(int(math.log2(widest / NARROWEST)) + 1)]
 
 
-def measure(rule: str, widths: list[int], steps: int, seeds: int) -> dict[str, dict[int, float]]:
-    """{name of MEASURED: {width: RMS of the change, mean over the seeds}} with the rates of a rule."""
+def measure(widths: list[int], steps: int, seeds: int, rates_of=dial_rates) -> dict[str, dict[int, float]]:
+    """{name of MEASURED: {width: RMS of the change, mean over the seeds}}; rates_of(width) are the rates."""
     found: dict[str, dict[int, float]] = {name: {} for name in MEASURED}
     for width in widths:
         models = max(1, min(seeds, seeds * 384 // width))  # the parts of a wide model average out
-        runs = [changes(width, RULES[rule](width), steps, seed) for seed in range(models)]
+        runs = [changes(width, rates_of(width), steps, seed) for seed in range(models)]
         for name in MEASURED:
             found[name][width] = sum(run[name] for run in runs) / models
     return found
@@ -171,60 +158,41 @@ def measure(rule: str, widths: list[int], steps: int, seeds: int) -> dict[str, d
 
 def slope(sizes: dict[int, float]) -> float:
     """The exponent a of size ~ width**a, by least squares on the logarithms. sizes: {width: size}."""
-    x = [math.log(width) for width in sizes]
-    y = [math.log(size) for size in sizes.values()]
-    middle = sum(x) / len(x)
-    return sum((a - middle) * b for a, b in zip(x, y, strict=True)) / sum((a - middle) ** 2 for a in x)
+    return float(np.polyfit(np.log(list(sizes)), np.log(list(sizes.values())), 1)[0])
 
 
-def table(found: dict[str, dict]) -> str:
-    """found: {rule: what `measure` returns}."""
-    widths = list(found["dial"]["logits"])
-    head = f"| change of | {' | '.join(map(str, widths))} | slope | slope with the old rule |"
-    lines = [head, "|:--|" + "--:|" * (len(widths) + 2)]
+def table(found: dict[str, dict[int, float]]) -> str:
+    """found: what `measure` returns."""
+    widths = list(found["logits"])
+    lines = [f"| change of | {' | '.join(map(str, widths))} | slope |", "|:--|" + "--:|" * (len(widths) + 1)]
     for name, words in MEASURED.items():
-        sizes, old = found["dial"][name], found["old"][name]
-        cells = " | ".join(f"{size:.3g}" for size in sizes.values())
-        lines.append(f"| {words} | {cells} | {slope(sizes):+.2f} | {slope(old):+.2f} |")
+        cells = " | ".join(f"{size:.3g}" for size in found[name].values())
+        lines.append(f"| {words} | {cells} | {slope(found[name]):+.2f} |")
     return "\n".join(lines)
 
 
-def plot(found: dict[str, dict], path: Path):
-    """Each change against width, divided by that at the smallest width; one panel for each rule. Raises
-    OSError if it cannot be written."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+def plot(found: dict[str, dict[int, float]], path: Path):
+    """Each change against width, divided by that at the smallest. Raises OSError if it cannot be written."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2, sharex=True, sharey=True)
-    titles = {"dial": "the dial: head ~ width^-1", "old": "before: head, embeddings ~ width^-1/2"}
-    for axes, (rule, title) in zip(panels, titles.items(), strict=True):
-        for name, words in MEASURED.items():
-            widths, sizes = zip(*found[rule][name].items(), strict=True)
-            axes.plot(widths, [size / sizes[0] for size in sizes], "o-", label=words, markersize=4)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2)
-        ticks = list(found["dial"]["logits"])
-        axes.set_xticks(ticks, map(str, ticks))
-        axes.set_yticks([0.5, 1, 2], ["1/2", "1", "2"])
-        axes.set(xlabel="width", title=title)
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel(f"change, against that at width {ticks[0]}")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize="small")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name, words in MEASURED.items():
+        widths, sizes = zip(*found[name].items(), strict=True)
+        axes.plot(widths, [size / sizes[0] for size in sizes], "o-", label=words, markersize=4)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(widths, map(str, widths))
+    axes.set_yticks([0.5, 1, 2], ["1/2", "1", "2"])
+    axes.set(xlabel="width", ylabel=f"change, against that at width {widths[0]}")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right center", fontsize="small")
     figure.savefig(path, dpi=110)
-
-
-def main():
-    found = {
-        "dial": measure("dial", widths_up_to(widest), steps, seeds),
-        "old": measure("old", widths_up_to(min(widest, OLD_WIDEST)), steps, seeds),
-    }
-    print(table(found))
-    if picture:
-        plot(found, Path(picture))
 
 
 if __name__ == "__main__":
     configurator.configure(globals())
-    main()
+    found = measure(widths_up_to(widest), steps, seeds)
+    print(table(found))
+    if picture:
+        plot(found, Path(picture))

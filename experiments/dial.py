@@ -81,12 +81,9 @@ def width_of(depth: int, flops: float) -> int:
 
 
 def new_figure(height: float):
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(10, height), layout="constrained")
 
 
 def plot_widths(path: Path):

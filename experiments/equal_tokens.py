@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Literal
 
 import configurator
-from experiments import peer_run, race_speed
+from experiments import peer_run, race_score
+from experiments.sides import ROOT, peer_folder
 from nanochat import UserError
 from nanochat.files import user_path
 from nanochat.machine.runtime import sources_fingerprint
@@ -51,7 +52,6 @@ jobs = -1  # runs at a time (-1 = one a core) [-1, 1..1024]
 plot: str | None = None  # the picture to draw (none = no picture)
 base_dir = "~/.cache/nanochat"  # where data, tokenizers and results are (environment: NANOCHAT_BASE_DIR)
 
-ROOT = Path(__file__).resolve().parent.parent
 SIDES = {"ours": "this project", "peer": "karpathy/nanochat"}
 
 
@@ -98,7 +98,7 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         done_s, checkpoints = OURS_OR_PEER[self.side](self)
         steps = [int(path.stem.rpartition("_")[2]) for path in checkpoints]
-        values = race_speed.score(self.side, checkpoints, job, checkout)
+        values = race_score.score(self.side, checkpoints, job, checkout)
         found = [(step * self.batch, done_s[step - 1], bpb) for step, bpb in zip(steps, values, strict=True)]
         speed = self.batch * len(done_s) / done_s[-1]
         temporary = self.folder / "result.tmp"
@@ -111,13 +111,10 @@ class Run:
 
 def our_command(run: Run) -> list:
     chosen = {"depth": run.depth, "total_batch_size": run.batch, "num_iterations": run.steps}
-    chosen |= {"max_seq_len": max_seq_len, "seed": run.seed, "dtype": dtype, "save_minutes": -1}
-    chosen |= dict.fromkeys(("eval_every", "core_metric_every", "sample_every"), -1)
-    chosen |= {"eval_tokens": 1, "sample_prompts": "", "save_every": max(1, run.steps // points)}
-    chosen |= {"keep_checkpoints": -1, "base_dir": base_path, "out_dir": run.folder / "run"}
-    chosen |= peer_run.our_settings(text)
-    arguments = (f"--{name}={value}" for name, value in chosen.items())
-    return [sys.executable, "-m", "scripts.base_train", *arguments, *more.split()]
+    chosen |= {"max_seq_len": max_seq_len, "seed": run.seed, "dtype": dtype}
+    chosen |= {"save_every": max(1, run.steps // points), "keep_checkpoints": -1}
+    chosen |= {"base_dir": base_path, "out_dir": run.folder / "run"}
+    return [*peer_run.our_command(chosen | peer_run.our_settings(text)), *more.split()]
 
 
 def train_ours(run: Run) -> tuple[list[float], list[Path]]:
@@ -197,11 +194,9 @@ def table(runs: list[Run]) -> str:
 def draw(runs: list[Run], batch: int, path: Path):
     """The peer's best and our runs with `batch`: bits per byte against tokens, and against seconds. Raises
     OSError if the picture cannot be written."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, sharey=True)
     styles = dict(zip(sorted({run.depth for run in runs}), ("-", "--", ":", "-."), strict=False))
     shown = [run for run in runs if run.side == "ours" and run.batch == batch and run.result]
@@ -232,12 +227,12 @@ if __name__ == "__main__":
         Run("peer", d, batch, 0) for d in wanted_depths for batch in numbers("peer_batches", peer_batches)
     ]
     runs += [Run("ours", d, batch, seed) for seed in range(seeds) for d in wanted_depths for batch in ours]
-    checkout, base_path = peer_run.check(peer), user_path("base_dir", base_dir).resolve()
+    checkout, base_path = peer_folder(peer), user_path("base_dir", base_dir).resolve()
     text = peer_run.text_of(data, vocab_size, base_path, val_data, cut=False)
     sources = {"ours": sources_fingerprint(ROOT), "peer": sources_fingerprint(checkout)}
     job = text / f"job-{max_seq_len}"  # the text to score
     job.mkdir(exist_ok=True)
-    race_speed.write_job(text, job, max_seq_len)
+    race_score.write_job(text, job, max_seq_len)
     os.environ["OMP_NUM_THREADS"] = "1"  # for what is started below
     failed = train_all(runs, jobs if jobs > 0 else os.cpu_count() or 1)
     print(table(runs))

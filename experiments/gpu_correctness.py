@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from experiments.gpu_parts import ROOT, Skipped
+from experiments.gpu_parts import Skipped
+from experiments.sides import ROOT, Batches, Ours
 
 FIRST_STEPS = 5  # of 30 that are compared tightly; later ones amplify rounding
 # Largest relative difference of a step's loss from float32 on a CPU: of the first steps, of all
@@ -143,8 +144,6 @@ def attention(job: dict) -> dict:
 
 def waits(job: dict) -> dict:
     """Three optimizer steps with the real loader in which anything that waits for the GPU is an error."""
-    from experiments.gpu_step import Batches, Ours
-
     step_job = {
         "device": job["device"], "depth": 2, "aspect_ratio": 64, "head_dim": 64, "max_seq_len": 256,
         "vocab_size": job["vocab_size"], "window_pattern": "SL", "rows": 2, "total_batch_size": 1024,

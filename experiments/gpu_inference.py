@@ -1,19 +1,19 @@
 """A part of `python -m scripts.bench --what=gpu`: a save, an evaluation and a sample of one model."""
 
-import shutil
+import os
 import statistics
 import tempfile
 import time
+from pathlib import Path
 
 import torch
 
 from experiments.gpu_parts import each, model_job
+from experiments.sides import Ours, write
 
 
 def save_evaluate_sample(job: dict, depth: int) -> dict:
     """All three with one model, not compiled; the sample last, since it casts the weights."""
-    from experiments.gpu_step import Ours
-
     side = Ours(model_job(job, depth, compile=False) | {"rows": 2 if job["small"] else 16})
     return each(
         save=lambda: save(side),
@@ -22,7 +22,7 @@ def save_evaluate_sample(job: dict, depth: int) -> dict:
     )
 
 
-def evaluation(side, small: bool) -> dict:
+def evaluation(side: Ours, small: bool) -> dict:
     """Tokens a second of bits per byte on rows of random tokens, as base_train evaluates."""
     from nanochat.evals.bits_per_byte import bits_per_byte
 
@@ -43,46 +43,56 @@ def evaluation(side, small: bool) -> dict:
     return {"tok_per_sec": tokens / min(times[1:]), "first_s": times[0], "bpb": bpb, "tokens": tokens}
 
 
-def save(side) -> dict:
+def save(side: Ours) -> dict:
     """How long a step stands still for a save in the background, and how long that takes."""
-    from nanochat import checkpoint
-
     tensors = {"model": side.model.state_dict(), "optimizer": side.optimizer.named_state()}
     size = sum(t.nbytes for kind in tensors.values() for t in kind.values())
-    stalls, whole = [], []
+    side.machine.synchronize()
     with tempfile.TemporaryDirectory() as place:
-        if shutil.disk_usage(place).free < 2.2 * size:
-            raise OSError(f"two checkpoints of {size / 1e9:.1f} GB do not fit on the disk of {place}")
-        saver = checkpoint.AsyncSaver(place)
-        saver.reserve(**tensors)
+        times = save_times(tensors, Path(place), rounds=3)
+    return {name: statistics.median(taken) for name, taken in times.items()} | {"gb": size / 1e9}
+
+
+def save_times(tensors: dict, place: Path, rounds: int, blocking: bool = False) -> dict[str, list[float]]:
+    """Seconds that a step stands still for a save in the background (`stall_s`) and that it takes in all
+    (`background_s`); with `blocking` also those of a save that is waited for, and of a bare write."""
+    from nanochat import checkpoint
+
+    times = {"stall_s": [], "background_s": []} | ({"blocking_s": [], "bare_write_s": []} if blocking else {})
+
+    def seconds(action, *arguments, **keywords) -> float:
+        began = time.perf_counter()
+        action(*arguments, **keywords)
+        return time.perf_counter() - began
+
+    saver = checkpoint.AsyncSaver(place)
+    saver.reserve(**tensors)
+    for step in range(1, rounds + 1):
         saver.wait()
-        for step in (1, 2, 3):
-            side.machine.synchronize()
-            began = time.perf_counter()
-            saver.submit(step, **tensors, state={})
-            stalls.append(time.perf_counter() - began)
-            saver.wait()
-            whole.append(time.perf_counter() - began)
-            checkpoint.prune(place, 1)
-        saver.close()
-    return {"stall_s": statistics.median(stalls), "whole_s": statistics.median(whole), "gb": size / 1e9}
+        times["stall_s"].append(seconds(saver.submit, step, **tensors, state={}))
+        times["background_s"].append(times["stall_s"][-1] + seconds(saver.wait))
+        if blocking:
+            times["blocking_s"].append(seconds(checkpoint.save, place, step, **tensors, state={}))
+            times["bare_write_s"].append(seconds(bare_write, tensors, place / "bare"))
+            (place / "bare").unlink()
+        checkpoint.prune(place, 1)
+    saver.close()
+    return times
 
 
-def sample(side, small: bool) -> dict:
-    """Tokens a second that the model writes after a prompt of 16, one row and eight."""
-    from nanochat.engine import cast_weights, generate_batch
+def bare_write(tensors: dict, path: Path):
+    """The same bytes in one file, synced."""
+    with open(path, "wb") as file:
+        for tensor in (tensor for kind in tensors.values() for tensor in kind.values()):
+            file.write(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+        file.flush()
+        os.fsync(file.fileno())
 
-    model = cast_weights(side.model, side.dtype).requires_grad_(False)
-    with torch.no_grad():
-        for p in model.parameters():  # a fresh model's projections are zero, and its logits all alike
-            p.add_(0.05 * torch.randn_like(p))
+
+def sample(side: Ours, small: bool) -> dict:
+    """Tokens a second that the model writes after a short prompt, one row and eight."""
     count, speeds = 16 if small else 128, {}
     for rows in (1, 8):
-        times = []
-        for _ in range(2 if small else 3):
-            began = time.perf_counter()
-            prompts = [list(range(1, 17))] * rows
-            written = len(list(generate_batch(model, prompts, count, temperature=0.8, top_k=50)))
-            times.append(time.perf_counter() - began)
-        speeds[f"tok_per_sec_batch_{rows}"] = rows * written / min(times[1:])
+        times = [write(side, None, rows, count)["seconds"] for _ in range(2 if small else 3)]
+        speeds[f"tok_per_sec_batch_{rows}"] = rows * count / min(times[1:])
     return speeds

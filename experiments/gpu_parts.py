@@ -6,23 +6,20 @@ figures, ready for JSON. It may raise whatever it likes: each runs in a process 
 
 import contextlib
 import importlib.metadata
-import json
 import os
 import platform
 import shutil
 import statistics
 import subprocess
-import sys
 import sysconfig
 import tempfile
 from pathlib import Path
 
 import torch
 
+from experiments.sides import Side
 from experiments.step_split import time_split
 
-ROOT = Path(__file__).resolve().parent.parent
-STEP = Path(__file__).with_name("gpu_step.py")
 PACKAGES = ["triton", "flash-attn", "flash_attn_3", "flash-attn-4", "kernels", "torchao", "numpy"]
 
 
@@ -99,7 +96,7 @@ def nvidia_smi() -> str:
 
 
 def model_job(job: dict, depth: int, **more) -> dict:
-    """The job of gpu_step.py: a model as base_train makes it, or a tiny one for tests on a CPU."""
+    """The job of sides.py: a model as base_train makes it, or a tiny one for tests on a CPU."""
     shape = {"aspect_ratio": 64, "head_dim": 128, "max_seq_len": 2048, "vocab_size": 32768}
     batch = {"rows": -1, "total_batch_size": 2**19, "dtype": "bfloat16", "compile": True}
     if job["small"]:
@@ -107,35 +104,6 @@ def model_job(job: dict, depth: int, **more) -> dict:
         shape = {"aspect_ratio": 32, "head_dim": 32, "max_seq_len": 64, "vocab_size": 256}
         batch = {"rows": 2, "total_batch_size": 256, "dtype": "float32", "compile": False}
     return {"device": job["device"], "depth": depth, "window_pattern": "L"} | shape | batch | more
-
-
-class Side:
-    """A process of gpu_step.py that takes orders. Raises RuntimeError if it ends."""
-
-    def __init__(self, whose: str, step_job: dict, folder: Path):
-        environment = os.environ | {"PYTHONPATH": str(folder), "NANOCHAT_DTYPE": step_job["dtype"]}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        command = [sys.executable, str(STEP), whose]
-        self.whose = whose
-        self.process = subprocess.Popen(command, cwd=folder, env=environment, **pipes)
-        self.facts = self.ask(step_job)
-
-    def ask(self, order: dict) -> dict:
-        with contextlib.suppress(BrokenPipeError):
-            print(json.dumps(order), file=self.process.stdin, flush=True)
-        answer = json.loads(self.process.stdout.readline() or "{}")
-        if "out_of_memory" in answer:
-            raise MemoryError(answer["out_of_memory"])
-        if not answer and order.get("do") != "release":
-            raise RuntimeError(f"the process of {self.whose} ended; its message stands above")
-        return answer
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        self.process.kill()
-        self.process.communicate()
 
 
 def halving(step_job: dict, run) -> dict:
@@ -159,9 +127,10 @@ def speed(job: dict, depth: int, trace: bool = False, **more) -> dict:
     """
 
     def run(step_job: dict) -> dict:
-        with Side("ours", step_job, ROOT) as side:
-            side.ask({"do": "steps", "count": 1})
-            row = figures(step_job, side.facts, side.ask({"do": "steps", "count": 4 if depth < 20 else 3}))
+        with Side("ours", step_job) as side:
+            side.facts |= side.do("first")
+            side.do("steps", count=1)
+            row = figures(step_job, side.facts, side.do("steps", count=4 if depth < 20 else 3))
             return row | ({"time_split": split(side)} if trace else {})
 
     return halving(model_job(job, depth, **more), run)
@@ -171,7 +140,7 @@ def split(side: Side) -> dict:
     """Where the time of two profiled steps goes; an error leaves the other figures as they are."""
     try:
         with tempfile.TemporaryDirectory() as place:
-            steps = side.ask({"do": "trace", "path": f"{place}/trace.json"})["steps"]
+            steps = side.do("trace", path=f"{place}/trace.json")["steps"]
             return time_split(f"{place}/trace.json", steps)
     except (RuntimeError, MemoryError, ValueError, KeyError, OSError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
@@ -209,9 +178,11 @@ def beside_peer(job: dict, depth: int) -> dict:
     """
 
     def run(step_job: dict) -> dict:
-        with Side("ours", step_job, ROOT) as ours:
-            ours.ask({"do": "release"})
+        with Side("ours", step_job) as ours:
+            ours.facts |= ours.do("first")
+            ours.do("release")
             with Side("peer", step_job | {"rows": ours.facts["rows"]}, Path(job["peer"])) as theirs:
+                theirs.facts |= theirs.do("first")
                 return take_turns(step_job, ours, theirs, rounds=2 if depth < 20 else 1)
 
     return halving(model_job(job, depth), run)
@@ -221,12 +192,12 @@ def take_turns(step_job: dict, ours: Side, theirs: Side, rounds: int) -> dict:
     """The figures of both sides and the ratio of their speeds."""
     sides = {"ours": ours, "peer": theirs}
     times: dict = {name: [] for name in sides}
-    theirs.ask({"do": "release"})
+    theirs.do("release")
     for _ in range(rounds):
         for name, side in sides.items():
-            side.ask({"do": "steps", "count": 1})
-            times[name].append(side.ask({"do": "steps", "count": 2}))
-            side.ask({"do": "release"})
+            side.do("steps", count=1)
+            times[name].append(side.do("steps", count=2))
+            side.do("release")
     rows = {}
     for name, side in sides.items():
         middle = statistics.median(answer["step_s"] for answer in times[name])
@@ -238,15 +209,16 @@ def take_turns(step_job: dict, ours: Side, theirs: Side, rounds: int) -> dict:
 def warm_up(job: dict, depths: list[int], peer_depth: int) -> dict:
     """Compile the models while the checks of correctness run, so that later parts find them in the cache."""
     taken = {}
+
+    def compile_(name: str, *of_side) -> dict:
+        with contextlib.suppress(RuntimeError, MemoryError), Side(*of_side) as side:
+            taken[name] = side.do("first")["first_step_s"]
+            return {"rows": side.facts["rows"]}
+        return {}
+
     for depth in depths:
         step_job = model_job(job, depth)
-        with contextlib.suppress(RuntimeError, MemoryError), Side("ours", step_job, ROOT) as side:
-            taken[f"d{depth}"] = side.facts["first_step_s"]
-            step_job |= {"rows": side.facts["rows"]}
+        step_job |= compile_(f"d{depth}", "ours", step_job)
         if job["peer"] and depth == peer_depth:
-            with (
-                contextlib.suppress(RuntimeError, MemoryError),
-                Side("peer", step_job, Path(job["peer"])) as peer,
-            ):
-                taken[f"peer's d{depth}"] = peer.facts["first_step_s"]
+            compile_(f"peer's d{depth}", "peer", step_job, Path(job["peer"]))
     return {"first_step_s": taken}

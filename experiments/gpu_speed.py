@@ -19,9 +19,9 @@ import tempfile
 import time
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from experiments.sides import ROOT, peer_folder
+
 ERROR_LINES = 12  # of what a part that failed wrote last
 
 
@@ -187,16 +187,7 @@ def summary(results: dict[str, dict]) -> list[str]:
     for name, row in results.items():
         state = "skipped" if "skipped" in row else "ok" if row["ok"] else "FAILED"
         words = row.get("skipped") or row.get("error") or ""
-        facts = (
-            "tok_per_sec",
-            "mfu",
-            "ours_over_peer",
-            "peak_gib",
-            "expected_gib",
-            "tflops",
-            "bpb",
-            "stall_s",
-        )
+        facts = ("tok_per_sec", "mfu", "ours_over_peer", "peak_gib", "expected_gib")
         words = words or "  ".join(f"{key} {row[key]}" for key in facts if key in row)
         lines.append(f"{name:18} {state:8} {row['seconds']:6.1f} s  {words}".rstrip())
     return lines
@@ -213,8 +204,7 @@ def bench(settings: dict) -> dict[str, dict]:
     if unknown := sorted(set(names) - {part.name for part in PARTS}):
         known = ", ".join(part.name for part in PARTS)
         raise UserError(f"no part is called {', '.join(unknown)}; --parts takes some of: {known}")
-    if settings["peer"] and not Path(settings["peer"], "nanochat", "gpt.py").exists():
-        raise UserError(f"{settings['peer']} has no nanochat/gpt.py; --peer is a folder of karpathy/nanochat")
+    peer = str(peer_folder(settings["peer"])) if settings["peer"] else None
     device = settings["device_type"]
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -223,7 +213,7 @@ def bench(settings: dict) -> dict[str, dict]:
     job = {
         "device": device,
         "small": device != "cuda",
-        "peer": str(Path(settings["peer"]).resolve()) if settings["peer"] else None,
+        "peer": peer,
         "data": settings["data"],
         "vocab_size": settings["vocab_size"],
         "base_dir": str(user_path("base_dir", settings["base_dir"])),

@@ -52,9 +52,7 @@ def our_optimizer(model):
 def weights_in_training() -> dict:
     """Parameters after 20 updates, because many gradients are zero before the first."""
     model = new_model()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), 5e-3
-    )  # not ours: a change of ours then leaves the figures as they are
+    optimizer = torch.optim.AdamW(model.parameters(), 5e-3)  # not ours: so a change of ours changes no figure
     for step in range(20):
         model(*byte_rows(16, step)).backward()
         optimizer.step()

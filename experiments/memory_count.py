@@ -42,15 +42,9 @@ VIEWS = {
 }  # fmt: skip
 # Calls of a library, which read their inputs from memory and write their outputs to it; all else is fused
 CALLS = (
-    "head_and_loss",
-    "mm",
-    "bmm",
-    "addmm",
-    "baddbmm",
-    "scaled_dot_product",
-    "embedding_dense_backward",
+    "head_and_loss", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product", "embedding_dense_backward",
     "index_put",
-)
+)  # fmt: skip
 
 
 class CudaLists(TorchFunctionMode):

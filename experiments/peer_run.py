@@ -30,30 +30,31 @@ from pathlib import Path
 
 import torch
 
+from experiments.sides import peer_folder
 from nanochat import UserError
 from nanochat.data.dataset import Dataset, writing
 from nanochat.data.parquet import iterate_documents, write_sorted
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import Tokenizer, open_tokenizer
+from nanochat.machine.compiling import EAGER_STEPS
 
 FORMAT = 1  # of the folder that `prepare` makes; part of its name
 VALIDATION = "shard_06542.parquet"  # the peer validates on the shard that is last by name
 SHORT = 1000  # characters that a short document has at least
 STEP = re.compile(r"step \d+/\d+ .*? tok/sec: ([\d,]+)")  # the peer's line about a step
 OUR_FIRST_STEP = "step 1/"  # what ours begins with
+FULL_SPEED = EAGER_STEPS + 2  # the step of ours that is as fast as all later ones: the one before compiles
 # What it imports, and a run on a CPU that logs to the terminal does not use
 UNUSED = ("rustbpe", "wandb")
 # Nothing but training; a checkpoint at the end
-QUIET = {"eval_every": -1, "core_metric_every": -1, "sample_every": -1, "window_pattern": "L"}
+QUIET = {"eval_every": -1, "core_metric_every": -1, "sample_every": -1, "save_every": -1}
+OUR_QUIET = QUIET | {"save_minutes": -1, "eval_tokens": 1, "sample_prompts": ""}
 
 
-def check(checkout: str | Path) -> Path:
-    """The folder of the peer. Raises UserError if it is another folder."""
-    folder = Path(checkout).expanduser().resolve()
-    for name in ("scripts/base_train.py", "nanochat/dataloader.py"):
-        if not (folder / name).exists():
-            raise UserError(f"{folder} has no {name}; --peer is a folder of karpathy/nanochat")
-    return folder
+def our_command(settings: dict, *files: str) -> list[str]:
+    """Our base_train with settings files and settings. It only trains, unless they say more."""
+    arguments = [f"--{name}={value}" for name, value in (OUR_QUIET | settings).items()]
+    return [sys.executable, "-m", "scripts.base_train", *files, *arguments]
 
 
 def shape_of(run: Path) -> dict[str, int]:
@@ -212,11 +213,11 @@ def train(checkout: Path, text: Path, place: Path, settings: dict, dtype: str) -
     place = Path(place).resolve()
     for name in ("base_data_climbmix", "tokenizer"):
         (place / name).symlink_to((text / name).resolve())
-    options = QUIET | settings | {"device_type": "cpu", "model_tag": "run"}
+    options = QUIET | {"window_pattern": "L"} | settings | {"device_type": "cpu", "model_tag": "run"}
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     environment = os.environ | {"NANOCHAT_BASE_DIR": str(place), "NANOCHAT_DTYPE": dtype}
     environment |= {"PYTHONPATH": str(_stand_ins(place)), "PYTHONUNBUFFERED": "1"}
-    done = watch([sys.executable, "-m", "scripts.base_train", *arguments], check(checkout), environment)
+    done = watch([sys.executable, "-m", "scripts.base_train", *arguments], peer_folder(checkout), environment)
     run = Run(**vars(done))
     steps = [(second, found) for second, line in run.lines if (found := STEP.match(line))]
     if run.status or not steps:

@@ -1,6 +1,6 @@
-"""Scores saved models, ours or karpathy/nanochat's, in the same way: for `scripts.bench --what=race`.
+"""Scores saved models, ours or karpathy/nanochat's, in the same way: for the race and for equal_tokens.
 
-race_speed.py starts `race_score.py ours` with this project on PYTHONPATH, and `race_score.py peer` with the
+`score` starts this file in a process of its own: ours with this project on PYTHONPATH, the peer's with the
 peer's folder there, so `nanochat` is another package in each. Stdin has one line, a JSON object:
 `checkpoints`, and `job`, the file of a job (see bits_per_byte). The answer is a line for each checkpoint, its
 bits per byte.
@@ -12,15 +12,60 @@ which begins with <|bos|> and sees nothing else. Both compute in float32, whatev
 import json
 import math
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
+ROOT = Path(__file__).resolve().parent.parent
 BATCH_TOKENS = 4096  # of a forward pass
 MULTIPLE = 16  # rows have a multiple of so many tokens: windows of about the same length share a batch
 
 Window = tuple[torch.Tensor, torch.Tensor]  # inputs and targets, (n,) int64
+
+
+# ------------------------------------------------------------------------------------------------------
+# Here
+
+
+def write_job(text: Path, folder: Path, length: int):
+    """The validation part of a text of peer_run.prepare as tokens, for race_score.py: folder / "job.pt".
+    length: the most tokens of a window."""
+    from experiments.peer_run import VALIDATION
+    from nanochat.data.parquet import iterate_documents
+    from nanochat.data.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(text / "tokenizer" / "tokenizer.json")
+    texts = list(iterate_documents([text / "base_data_climbmix" / VALIDATION]))
+    documents = tokenizer.encode_batch(texts, os.cpu_count() or 1)
+    job = {
+        "documents": [torch.from_numpy(document.astype("int64")) for document in documents],
+        "bos_id": tokenizer.bos_id,
+        "token_bytes": torch.from_numpy(tokenizer.token_bytes()),
+        "length": length,
+    }
+    torch.save(job, folder / "job.pt")
+
+
+def score(side: str, checkpoints, place: Path, checkout: Path) -> list[float]:
+    """The bits per byte of checkpoints of one side, "ours" or "peer". place: the folder of `write_job`;
+    checkout: the peer's. Raises UserError if it fails."""
+    order = {"job": str(place / "job.pt"), "checkpoints": [str(path) for path in checkpoints]}
+    from nanochat import UserError
+
+    folder = ROOT if side == "ours" else checkout
+    environment = os.environ | {"PYTHONPATH": str(folder), "NANOCHAT_DTYPE": "float32"}
+    command = [sys.executable, __file__, side]
+    how = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+    done = subprocess.run(command, input=json.dumps(order), **how)
+    if done.returncode:
+        raise UserError(f"the checkpoints of {side} could not be scored: {done.stderr.strip()[-1000:]}")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+# ------------------------------------------------------------------------------------------------------
+# In the process
 
 
 def windows(documents: list[torch.Tensor], bos_id: int, length: int) -> list[Window]:

@@ -13,25 +13,18 @@ warm. Neither samples, and only ours evaluates: one batch, at its end.
 import hashlib
 import json
 import math
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
-from experiments import peer_run
+from experiments import peer_run, race_score
+from experiments.sides import ROOT, peer_folder
 from nanochat import UserError
-from nanochat.data.parquet import iterate_documents
-from nanochat.data.tokenizer import Tokenizer
 from nanochat.files import user_path
-from nanochat.machine import runtime
 from nanochat.run.metrics import read_metrics
 
-ROOT = Path(__file__).resolve().parent.parent
 ROUNDS = 3  # at most; a round has a run of each side
 POINTS = 6  # checkpoints on the way, about
 ROWS = (4, 2, 8)  # the peer's batches, in rows of the recipe's length
@@ -79,12 +72,12 @@ def bench(settings: dict) -> dict:
         raise UserError("give --peer=FOLDER, a checkout of karpathy/nanochat")
     if (folder := settings["folder"]) and not Path(folder).is_dir():
         raise UserError(f"--folder={folder} is no folder; make it, or name another one")
-    peer, base_dir = peer_run.check(settings["peer"]), user_path("base_dir", settings["base_dir"])
+    peer, base_dir = peer_folder(settings["peer"]), user_path("base_dir", settings["base_dir"])
     text = peer_run.text_of(settings["data"], settings["vocab_size"], base_dir)
     with tempfile.TemporaryDirectory(dir=settings["folder"]) as folder:
         race = Race(peer, text, settings["recipe"], base_dir, settings["minutes"], Path(folder), {})
         race.shape = warm_up(race)
-        write_job(text, race.folder, race.shape["max_seq_len"])
+        race_score.write_job(text, race.folder, race.shape["max_seq_len"])
         best = best_settings(race)
         laps = run_rounds(race, best, min(ROUNDS, settings["rounds"]))
     picture = Path(settings["folder"] or ROOT / "docs") / "race.png"
@@ -106,20 +99,17 @@ def say(text: str):
 
 def our_command(race: Race, run: Path) -> list:
     """Our base_train with the recipe, for the time of the race, into the folder `run`."""
-    chosen = {"base_dir": race.base_dir, "out_dir": run, "keep_checkpoints": -1, "eval_tokens": 1}
+    chosen = {"base_dir": race.base_dir, "out_dir": run, "keep_checkpoints": -1}
     chosen |= {"num_iterations": -1, "target_flops": -1, "target_minutes": race.minutes}
-    chosen |= {"save_minutes": race.minutes / (POINTS + 1), "sample_prompts": ""}
-    chosen |= dict.fromkeys(("eval_every", "core_metric_every", "sample_every", "save_every"), -1)
-    chosen |= peer_run.our_settings(race.text)
-    arguments = (f"--{name}={value}" for name, value in chosen.items())
-    return [sys.executable, "-m", "scripts.base_train", race.recipe, *arguments]
+    chosen |= {"save_minutes": race.minutes / (POINTS + 1)} | peer_run.our_settings(race.text)
+    return peer_run.our_command(chosen, race.recipe)
 
 
 def warm_up(race: Race) -> dict:
     """Fill our caches by the first steps of a run as long as the others: a shorter one may not compile at
     all. Returns the shape of the recipe's model."""
     run = race.new_place() / "run"
-    peer_run.until_steps(our_command(race, run), (runtime.EAGER_STEPS + 2,), ROOT)
+    peer_run.until_steps(our_command(race, run), (peer_run.FULL_SPEED,), ROOT)
     return peer_run.shape_of(run)
 
 
@@ -132,7 +122,7 @@ def our_lap(race: Race) -> Lap:
     saved = [(path, (path / "manifest.json").stat().st_mtime - done.began) for path in checkpoints]
     tokens = [record["tokens"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
     paths, seconds = zip(*saved, strict=True)
-    points = [*zip(seconds, score("ours", paths, race.folder, race.peer), strict=True)]
+    points = [*zip(seconds, race_score.score("ours", paths, race.folder, race.peer), strict=True)]
     return Lap(done.seconds, tokens[-1], done.peak_memory_bytes, points)
 
 
@@ -168,7 +158,7 @@ def peer_lap(race: Race, best: dict, minutes: float, before: peer_run.Run) -> tu
         if run.seconds > EARLY * 60 * minutes:
             break
     files = sorted((place / "base_checkpoints" / "run").glob("model_*.pt"))
-    values = score("peer", files, race.folder, race.peer)
+    values = race_score.score("peer", files, race.folder, race.peer)
     points = [(file.stat().st_mtime - run.began, bpb) for file, bpb in zip(files, values, strict=True)]
     return Lap(run.seconds, steps * chosen["total_batch_size"], run.peak_memory_bytes, points), run
 
@@ -235,35 +225,6 @@ def run_rounds(race: Race, best: dict, rounds: int) -> dict[str, list[Lap]]:
     return laps
 
 
-def write_job(text: Path, folder: Path, length: int):
-    """The validation part of a text of peer_run.prepare as tokens, for race_score.py: folder / "job.pt".
-    length: the most tokens of a window."""
-    tokenizer = Tokenizer.load(text / "tokenizer" / "tokenizer.json")
-    texts = list(iterate_documents([text / "base_data_climbmix" / peer_run.VALIDATION]))
-    documents = tokenizer.encode_batch(texts, os.cpu_count() or 1)
-    job = {
-        "documents": [torch.from_numpy(document.astype("int64")) for document in documents],
-        "bos_id": tokenizer.bos_id,
-        "token_bytes": torch.from_numpy(tokenizer.token_bytes()),
-        "length": length,
-    }
-    torch.save(job, folder / "job.pt")
-
-
-def score(side: str, checkpoints, place: Path, checkout: Path) -> list[float]:
-    """The bits per byte of checkpoints of one side, "ours" or "peer". place: the folder of `write_job`;
-    checkout: the peer's. Raises UserError if it fails."""
-    order = {"job": str(place / "job.pt"), "checkpoints": [str(path) for path in checkpoints]}
-    folder = ROOT if side == "ours" else checkout
-    environment = os.environ | {"PYTHONPATH": str(folder), "NANOCHAT_DTYPE": "float32"}
-    command = [sys.executable, ROOT / "experiments" / "race_score.py", side]
-    how = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
-    done = subprocess.run(command, input=json.dumps(order), **how)
-    if done.returncode:
-        raise UserError(f"the checkpoints of {side} could not be scored: {done.stderr.strip()[-1000:]}")
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 def results(laps: dict[str, list[Lap]], best: dict) -> dict:
     """A row for each side, the ratio of the bits per byte in a round, and every run with its points."""
     rows = {}
@@ -284,11 +245,9 @@ def results(laps: dict[str, list[Lap]], best: dict) -> dict:
 
 def plot(laps: dict[str, list[Lap]], minutes: float, path: Path):
     """Bits per byte against seconds, a line for each run. Raises OSError if it cannot be written."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     looks = {"peer": ("karpathy/nanochat", "tab:gray"), "ours": ("this project", "tab:blue")}
     for side, (name, color) in looks.items():

@@ -1,10 +1,11 @@
-"""The tables of docs/scale.md: `python -m experiments.scale`. They are worked out, nothing is trained.
+"""The README's table of models by depth and the tables of docs/scale.md: `python -m experiments.scale`.
 
-The numbers come from nanochat/plan/simulation.py, as `--plan --world_size=N --device=GPU` prints them, for
-base_train's defaults on public text.
+They are worked out, nothing is trained. The numbers come from nanochat/plan/, as `--plan` prints them, and
+with `--world_size=N --device=GPU`, for base_train's defaults on public text.
 """
 
 import bisect
+from dataclasses import replace
 from pathlib import Path
 
 import configurator
@@ -15,7 +16,8 @@ device = "H100"  # the GPU: B200, H200, H100, A100, L40S, RTX 4090, L4, V100 or 
 
 settings = configurator.configure(globals())
 
-DEPTHS = (12, 16, 20, 24, 26, 32, 40)
+MFU = 0.4  # of the README's table: the share of the peak that training reaches
+SMALL, DEPTHS = (4, 6, 8, 10), (12, 16, 20, 24, 26, 32, 40)
 GPUS = (1, 8, 64, 512)
 DEFAULTS = configurator.defaults(Path(configurator.__file__).parent / "scripts" / "base_train.py")
 
@@ -24,8 +26,28 @@ def simulate(depth: int, gpus: int, **more) -> simulation.Simulation:
     return simulation.simulate(DEFAULTS | {"depth": depth, "device": device, "world_size": gpus} | more)
 
 
+def models() -> str:
+    """The README's table: each depth on one GPU."""
+    lines = [
+        "| depth | width | parameters | tokens | batch | steps | FLOPs | memory of a GPU | time | shards |",
+        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for depth in SMALL + DEPTHS[:5]:
+        plan = simulate(depth, 1).plan
+        flops = plan.flops_per_token * plan.tokens
+        seconds = flops / (MFU * plan.hardware.peak_flops)
+        one_row = replace(plan, device_batch_size=1)
+        lines.append(
+            f"| {depth} | {plan.config.width} | {plan.parameters['total'] / 1e6:,.0f} M | "
+            f"{plan.tokens / 1e9:.2f} B | {plan.total_batch_size:,} | {plan.num_iterations:,} | "
+            f"{flops:.2g} | {planning.gib(one_row.expected_bytes)} to {planning.gib(plan.expected_bytes)} | "
+            f"{planning.duration(seconds)} | {plan.public_shards} |"
+        )
+    return "\n".join(lines)
+
+
 def row(depth: int, gpus: int) -> str:
-    """A line of the first table."""
+    """A line of the table of speeds."""
     first = f"| {depth} | {gpus} | "
     try:
         found = simulate(depth, gpus)
@@ -47,7 +69,7 @@ def row(depth: int, gpus: int) -> str:
 
 
 def speeds() -> str:
-    """The first table: each depth on each number of GPUs."""
+    """Each depth on each number of GPUs."""
     lines = [
         "| depth | GPUs | rows x micro-steps of a GPU | memory of a GPU | sent by a GPU, a step | step | "
         "exchange | tokens/s | time |",
@@ -57,7 +79,7 @@ def speeds() -> str:
 
 
 def limits() -> str:
-    """The second table: for each depth the batch, the memory of one row, and the GPUs that make sense."""
+    """For each depth the batch, the memory of one row, and the GPUs that make sense."""
     lines = [
         "| depth | parameters | tokens | batch | rows of it: most GPUs | memory with one row, 512 GPUs | "
         "exchange takes as long as computing at |",
@@ -91,4 +113,4 @@ def deepest() -> int:
 
 
 if __name__ == "__main__":
-    print(speeds(), limits(), f"One row fits up to depth {deepest()}.", sep="\n\n")
+    print(models(), speeds(), limits(), f"One row fits up to depth {deepest()}.", sep="\n\n")

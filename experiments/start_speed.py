@@ -3,10 +3,9 @@
 Each run is the command of a recipe, from its start until it prints its first step, and until it runs as fast
 as it will: on a CPU ten eager steps come first, one that compiles and one more. All runs share a cache of
 compiled code that is empty at first. So the first run is the cold one, and the others are warm; data and
-tokenizer are there in all of them. Three commands that end
-earlier say where the time goes: Python with torch alone, base_train with all its imports (--help), and up to
-the plan (--plan). With --peer=FOLDER karpathy/nanochat's base_train takes turns with ours, with the same
-shape, text and tokenizer, in bfloat16.
+tokenizer are there in all of them. Three commands that end earlier say where the time goes: Python with torch
+alone, base_train with all its imports (--help), and up to the plan (--plan). With --peer=FOLDER
+karpathy/nanochat's base_train takes turns with ours, with the same shape, text and tokenizer, in bfloat16.
 """
 
 import contextlib
@@ -18,9 +17,9 @@ from pathlib import Path
 
 import configurator
 from experiments import peer_run
+from experiments.sides import peer_folder
 from nanochat import UserError
 from nanochat.files import user_path
-from nanochat.machine import runtime
 
 TRAIN = [sys.executable, "-m", "scripts.base_train"]
 
@@ -40,7 +39,7 @@ def bench(settings: dict) -> dict[str, float]:
     with own_cache() as place:
         for number in range(settings["rounds"] + 1):
             command = [*TRAIN, recipe, f"--base_dir={base}", f"--out_dir={place / f'ours{number}'}"]
-            ours.append(peer_run.until_steps(command, (1, runtime.EAGER_STEPS + 2)))
+            ours.append(peer_run.until_steps(command, (1, peer_run.FULL_SPEED)))
             for name, command in phases.items():
                 times[name].append(first_line(command))
             if settings["peer"]:
@@ -86,4 +85,4 @@ def peer_first_step(checkout: str, recipe: str, base: Path, place: Path, shape: 
     text = peer_run.text_of(values["data"], size, base)
     batch = {name: values[name] for name in ("device_batch_size", "total_batch_size") if values[name] != -1}
     job = shape | batch | {"num_iterations": 1}
-    return peer_run.train(peer_run.check(checkout), text, place, job, "bfloat16").first_step_s
+    return peer_run.train(peer_folder(checkout), text, place, job, "bfloat16").first_step_s

@@ -1,16 +1,15 @@
 """Where the time of training steps goes, by kind of work.
 
-Reads the trace that `profile=N` of base_train writes, or gpu_step.py. The pieces of work are the kernels of a
-GPU, or on a CPU the operators, each without the time of those that it calls. All kinds and `rest` together
-are the step. step_floors.py says how long each kind would have to take.
+Reads the Chrome trace that `profile=N` of base_train writes, or sides.py. The pieces of work are the kernels,
+copies and fills of a GPU, or on a CPU the operators, each without the time of those that it calls. All kinds
+and `rest` together are the step.
 """
 
 import gzip
 import json
 import re
 from pathlib import Path
-
-from experiments.gpu_trace import Piece, kind_of, pieces_of_step
+from typing import NamedTuple
 
 KINDS = (
     "products", "attention forward", "attention backward", "head and loss", "norms and element-wise",
@@ -20,6 +19,64 @@ KINDS = (
 BETWEEN = re.compile(
     r"^(step \d+|profiled|Torch-Compiled|CompiledFunction|## Call|TorchDynamo|autograd::engine)"
 )
+
+# The first pattern that is found in a kernel's name decides. Names of attention kernels hold the words of
+# matrix products too ("cutlass"), so they come first. Inductor names its kernels after all operators that it
+# fused, also after those that only read the result: a triton_poi kernel with "attention" in its name is
+# element-wise. tests/experiments/test_gpu_speed.py has names as they are.
+NAMES = [
+    ("copies", r"^(Memcpy|Memset)|direct_copy_kernel|CatArrayBatchedCopy|^aten::(copy_|cat|clone)$"),
+    ("attention", r"^triton_tem_fused_\w*flex_attention"),
+    ("products", r"^triton_(tem|mm|bmm)"),
+    ("loss", r"^cpp_fused.*(log_softmax|nll_loss|tanh)|^nanochat::head|^HeadAndLoss|^aten::tanh"),
+    ("attention", r"^cpp_fused.*softmax"),
+    ("embedding", r"^cpp_fused\w*embedding|^aten::(embedding|index_select)|^EmbeddingBackward"),
+    ("element-wise", r"^cpp_"),
+    ("loss", r"^triton_.*(softmax|nll_loss|tanh|_exp_)"),  # exp of logits: loss.py
+    ("element-wise", r"^triton_"),
+    ("attention", r"flash|fmha|sdpa|attention|_mha_"),
+    (
+        "products",
+        r"gemm|gemv|nvjet|cutlass|xmma|splitk|cublas|_scaled_mm|aten::(mm|addmm|bmm|baddbmm)_?$|mkldnn",
+    ),
+    ("loss", r"softmax|nll_loss|cross_entropy|tanh"),
+]
+PATTERNS = [(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in NAMES]
+WORK = {"kernel", "gpu_memcpy", "gpu_memset"}  # categories of a GPU's events
+LAUNCHES = {"cuda_runtime", "cuda_driver"}
+FRAMES = {"cpu_op", "user_annotation"}  # operators and marks of the CPU
+
+
+class Piece(NamedTuple):
+    """One kernel or copy, or a time in which an operator of a CPU runs itself; times in microseconds."""
+
+    name: str
+    start: float
+    end: float
+    calls: tuple  # the events that led to it, the outermost first, its own last
+
+
+def time_split(path: Path, steps: int = 1) -> dict:
+    """Milliseconds of one of `steps` profiled steps, by kind of work and of the names that took longest.
+
+    On a GPU `rest` is when nothing ran. Raises ValueError if the file has no step.
+    """
+    events, mark = read(path)
+    pieces = pieces_of_step(events, mark)
+    spent, names = dict.fromkeys(KINDS, 0.0), {}
+    for piece in pieces:
+        ms, name = (piece.end - piece.start) / 1000, piece.name.split(" [")[0][:90]
+        spent[kind_of_piece(piece)] += ms
+        names[name] = names.get(name, 0.0) + ms
+    spent["rest"] += mark["dur"] / 1000 - sum(spent.values())
+    longest = sorted(names, key=lambda name: -names[name])[:8]
+    return {
+        "step_ms": mark["dur"] / steps / 1000,
+        "ms": {kind: ms / steps for kind, ms in spent.items()},
+        "share": {kind: 1000 * ms / mark["dur"] for kind, ms in spent.items()},
+        "kernels": len(pieces) / steps,
+        "longest_ms": {name: names[name] / steps for name in longest},
+    }
 
 
 def read(path: Path) -> tuple[list[dict], dict]:
@@ -31,6 +88,15 @@ def read(path: Path) -> tuple[list[dict], dict]:
         if event.get("cat") == "user_annotation" and re.match(r"(step \d+|profiled steps)$", event["name"]):
             return events, event
     raise ValueError(f"the trace {path} has no step")
+
+
+# ------------------------------------------------------------------------------------------------------
+# The kind of a piece
+
+
+def kind_of(name: str) -> str:
+    """products, attention, loss, embedding, copies, or element-wise for all else: norms, rotary, casts."""
+    return next((kind for kind, pattern in PATTERNS if pattern.search(name)), "element-wise")
 
 
 def kind_of_piece(piece: Piece) -> str:
@@ -60,31 +126,50 @@ def way(names: list[str]) -> str:
     return "backward" if any(name.startswith("autograd::engine") for name in names) else "forward"
 
 
-def add_up(pieces: list[Piece], step: dict) -> tuple[dict, dict]:
-    """Milliseconds of the pieces by kind, with what is left of the step as `rest`; and those of the eight
-    names that took longest."""
-    spent, names = dict.fromkeys(KINDS, 0.0), {}
-    for piece in pieces:
-        ms, name = (piece.end - piece.start) / 1000, piece.name.split(" [")[0][:90]
-        spent[kind_of_piece(piece)] += ms
-        names[name] = names.get(name, 0.0) + ms
-    spent["rest"] += step["dur"] / 1000 - sum(spent.values())
-    longest = sorted(names, key=lambda name: -names[name])[:8]
-    return spent, {name: names[name] for name in longest}
+# ------------------------------------------------------------------------------------------------------
+# The pieces of a step
 
 
-def time_split(path, steps: int) -> dict:
-    """Milliseconds of one of `steps` profiled steps by kind of work, without what they could be.
+def pieces_of_step(events: list[dict], step: dict) -> list[Piece]:
+    """The pieces of work that began or were launched while the mark `step` lasted, each with its calls."""
+    first, last = step["ts"], step["ts"] + step["dur"]
+    inside = [event for event in events if first <= event["ts"] <= last]
+    work = [event for event in events if event.get("cat") in WORK]
+    if not work:
+        return operators([e for e in inside if e["tid"] == step["tid"] and e.get("cat") in FRAMES])
+    found = operators([event for event in inside if event.get("cat") in (*FRAMES, *LAUNCHES)])
+    launches = [piece.calls for piece in found if piece.calls[-1]["cat"] in LAUNCHES]
+    calls = {of_launch[-1]["args"].get("correlation"): of_launch for of_launch in launches}
+    return [
+        Piece(e["name"], e["ts"], e["ts"] + e["dur"], (*calls[number], e))
+        for e in work
+        if (number := e["args"].get("correlation")) in calls
+    ]
 
-    On a GPU `rest` is when nothing ran.
-    """
-    events, mark = read(path)
-    pieces = pieces_of_step(events, mark)
-    spent, longest = add_up(pieces, mark)
-    return {
-        "step_ms": mark["dur"] / steps / 1000,
-        "ms": {kind: ms / steps for kind, ms in spent.items()},
-        "share": {kind: 1000 * ms / mark["dur"] for kind, ms in spent.items()},
-        "kernels": len(pieces) / steps,
-        "longest_ms": {name: ms / steps for name, ms in longest.items()},
-    }
+
+def operators(events: list[dict]) -> list[Piece]:
+    """The times in which an event of a CPU's trace runs itself, not one that it calls."""
+    by_thread: dict = {}
+    for event in events:
+        by_thread.setdefault(event["tid"], []).append(event)
+    found = []
+
+    def ran(calls: list[dict], start: float, end: float):
+        if end > start:
+            found.append(Piece(calls[-1]["name"], start, end, tuple(calls)))
+
+    for of_thread in by_thread.values():
+        calls: list[dict] = []  # the operators that run, the innermost last
+        reached = 0.0
+        for event in [*sorted(of_thread, key=lambda e: (e["ts"], -e["dur"])), None]:
+            until = event["ts"] if event else float("inf")
+            while calls and (end := calls[-1]["ts"] + calls[-1]["dur"]) <= until:
+                ran(calls, reached, end)
+                calls.pop()
+                reached = max(reached, end)
+            if event and calls:
+                ran(calls, reached, until)
+            if event:
+                calls.append(event)
+                reached = until
+    return found

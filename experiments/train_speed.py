@@ -3,20 +3,21 @@
 Each turn is a run of scripts/base_train.py in a process of its own: `steps` steps that are timed, a save and
 an evaluation, after which the peak of memory is read, one step more, and one that is profiled. The variants
 take turns, `rounds` times. Of the profiled steps of a variant the one of median length is split by kind of
-work (step_split.py), beside what the machine could do (step_floors.py). The peak of matrix products is
-measured before each round.
+work (step_split.py). The peak of matrix products is measured before each round. What the plan said of memory
+and time stands beside what was measured.
 
 --peer=FOLDER instead sets the first variant beside karpathy/nanochat's own base_train, in bfloat16 and in
 float32, its default: the same text, tokenizer, shape and batch, in turns (peer_run.py).
 """
 
+import json
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 
 import configurator
-from experiments import peer_run, step_floors, step_split
+from experiments import peer_run, step_split
+from experiments.sides import peer_folder
 from nanochat import UserError
 from nanochat.files import user_path
 from nanochat.machine import precision, runtime
@@ -48,8 +49,8 @@ def bench(settings: dict) -> dict:
         rows = {name: figures(settings, of_variant, peak, name) for name, of_variant in turns.items()}
         for name, row in rows.items():
             row["speed_relative_to_first"] = rows[names[0]]["step_ms"] / row["step_ms"]
-            row["split"] = split(settings, turns[name], machine, peak[name.removesuffix("+compile")])
-    report(rows, peak, machine)
+            row["split"] = split(turns[name])
+    report(rows, peak)
     return rows | single(rows[names[0]])
 
 
@@ -58,22 +59,22 @@ def bench(settings: dict) -> dict:
 
 
 def train(settings: dict, variant: str, run: Path, more: dict | None = None) -> dict:
-    """A run: its folder, its records without the first third, peak of memory, seconds to its first step."""
+    """A run: its folder, what its plan said, its records without the first third, its peak of memory, seconds
+    to its first step."""
     dtype, _, compiled = variant.partition("+")
     steps, tokens = settings["steps"], settings["device_batch_size"] * settings["max_seq_len"]
     chosen = {name: settings[name] for name in DEFAULTS if name in settings}
     chosen |= {"dtype": dtype, "compile": "on" if compiled else "off", "out_dir": run}
     chosen |= {"num_iterations": steps + 2, "profile": steps + 1, "total_batch_size": tokens}
-    chosen |= {"eval_every": steps, "save_every": steps, "eval_tokens": 1}
-    chosen |= {"sample_every": -1, "core_metric_every": -1, "sample_prompts": ""} | (more or {})
-    arguments = (f"--{name}={value}" for name, value in chosen.items())
-    done = peer_run.watch([sys.executable, "-m", "scripts.base_train", *arguments])
+    chosen |= {"eval_every": steps, "save_every": steps} | (more or {})
+    done = peer_run.watch(peer_run.our_command(chosen))
     if done.status:
         raise UserError(f"base_train failed in {variant}: {done.tail()}")
     records = read_metrics(run / "metrics.jsonl")
     evaluated = next(record for record in records if "peak_memory" in record)
     return {
         "run": run,
+        "planned": json.loads((run / "config.json").read_text("utf-8"))["derived"],
         "records": [r for r in records if "loss" in r and steps // 3 <= r["step"] < steps],
         "peak_memory_bytes": evaluated["peak_memory"],
         "first_step_s": next(s for s, line in done.lines if line.startswith(peer_run.OUR_FIRST_STEP)),
@@ -86,14 +87,16 @@ def figures(settings: dict, turns: list[dict], peak: dict, variant: str) -> dict
     step_s = statistics.median(record["step_time_s"] for record in records)
     speed = settings["device_batch_size"] * settings["max_seq_len"] / step_s
     flops = model_of(settings).flops_per_token()
-    memory = max(turn["peak_memory_bytes"] for turn in turns)
+    memory, planned = max(turn["peak_memory_bytes"] for turn in turns), turns[0]["planned"]
     return {
         "tok_per_sec": speed,
         "step_ms": 1000 * step_s,
+        "planned_step_ms": 1000 * planned["seconds"] / planned["num_iterations"],
         "mfu": statistics.median(record["mfu"] for record in records),
         "mfu_of_measured_peak": speed * flops / peak[variant.removesuffix("+compile")],
         "peak_memory_bytes": memory,
         "peak_memory_gib": memory / 2**30,
+        "planned_memory_gib": planned["memory"] / 2**30,
         "first_step_s": statistics.median(turn["first_step_s"] for turn in turns),
     }
 
@@ -108,20 +111,16 @@ def model_of(settings: dict):
 # Where the time goes
 
 
-def split(settings: dict, turns: list[dict], machine, peak_flops: float) -> dict:
-    """step_floors.split of the profiled step of median length."""
-    traces = [next(turn["run"].glob("profile_*.json.gz")) for turn in turns]
-    traces.sort(key=lambda path: step_split.read(path)[1]["dur"])
-    tokens = settings["device_batch_size"] * settings["max_seq_len"]
-    middle = traces[(len(traces) - 1) // 2]
-    return step_floors.split(middle, model_of(settings), tokens, machine.device, peak_flops)
+def split(turns: list[dict]) -> dict:
+    """step_split.time_split of the profiled step of median length."""
+    found = [step_split.time_split(next(turn["run"].glob("profile_*.json.gz"))) for turn in turns]
+    return sorted(found, key=lambda one: one["step_ms"])[(len(found) - 1) // 2]
 
 
-def report(rows: dict, peak: dict, machine):
+def report(rows: dict, peak: dict):
     """Print peaks, speeds, and a table for each variant."""
-    copy = 2**28 / step_floors.measured_copy_ms(28, machine.device) / 1e6
     speeds = ", ".join(f"{dtype} {flops / 1e12:.3f} TFLOP/s" for dtype, flops in peak.items())
-    print(f"matrix products: {speeds}; a copy of 128 MiB: {copy:.1f} GB/s")
+    print(f"matrix products: {speeds}")
     for name, row in rows.items():
         print(f"\n{name:20s} {in_words(row)}")
         print(*table(row["split"]), sep="\n")
@@ -133,21 +132,10 @@ def in_words(row: dict) -> str:
 
 
 def table(found: dict) -> list[str]:
-    """The split of a step as lines of Markdown, with the products by size and what to look at next."""
-    kinds = found["kinds"]
-    lines = [f"One profiled step, {found['step_ms']:.1f} ms:", "", "| kind | ms | share | could be, ms |"]
-    lines.append("|:--|--:|--:|--:|")
-    for kind, row in kinds.items():
-        could = "-" if row["could_ms"] is None else f"{row['could_ms']:.1f}"
-        lines.append(f"| {kind} | {row['ms']:.1f} | {row['share']:.1%} | {could} |")
-    lines += ["", "| product | dtype | times | ms | alone, ms |", "|:--|:--|--:|--:|--:|"]
-    for row in found["products"]:
-        alone = row["count"] * row["alone_ms"]
-        lines.append(f"| {row['what']} | {row['dtype']} | {row['count']} | {row['ms']:.1f} | {alone:.1f} |")
-    far = {k: row["ms"] - row["could_ms"] for k, row in kinds.items() if row["could_ms"] is not None}
-    farthest = sorted(far, key=lambda kind: -far[kind])[:3]
-    words = (f"{kind} ({far[kind]:.1f} ms)" for kind in farthest)
-    return [*lines, "", f"Farthest from what the machine could do: {', '.join(words)}."]
+    """The split of a step as lines of Markdown: its kinds of work, then what took longest."""
+    lines = [f"One profiled step, {found['step_ms']:.1f} ms:", "", "| kind | ms | share |", "|:--|--:|--:|"]
+    rows = found["ms"] | {f"`{name}`": ms for name, ms in found["longest_ms"].items()}
+    return lines + [f"| {name} | {ms:.1f} | {ms / found['step_ms']:.1%} |" for name, ms in rows.items()]
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -156,7 +144,7 @@ def table(found: dict) -> list[str]:
 
 def beside_peer(settings: dict, variant: str, machine) -> dict:
     """Ours, and the peer's in bfloat16 and float32, in turns: medians, and ratios of neighbouring turns."""
-    checkout, base = peer_run.check(settings["peer"]), user_path("base_dir", settings["base_dir"])
+    checkout, base = peer_folder(settings["peer"]), user_path("base_dir", settings["base_dir"])
     text = peer_run.text_of(settings["data"], settings["vocab_size"], base)
     names = ("depth", "aspect_ratio", "head_dim", "max_seq_len", "device_batch_size", "window_pattern")
     shape = {name: settings[name] for name in names} | {"num_iterations": settings["steps"]}

@@ -27,7 +27,9 @@ from nanochat.files import user_path
 from nanochat.gpt import GPT
 from nanochat.machine import precision, runtime
 from nanochat.machine.precision import name_of
-from nanochat.plan import memory_estimate, scaling
+from nanochat.plan import scaling
+from nanochat.plan.memory import training_bytes
+from nanochat.terminal import gib
 
 # Model
 depth = 4  # Transformer layers [1..512]
@@ -94,9 +96,12 @@ wanted = to_measure() if measure else []
 processes = len(wanted) + 2 if measure else 1  # one each, one more for the first, and this one
 memory = machine.free_memory() // processes
 tokens = device_batch_size * max_seq_len
-needed = sum(memory_estimate.training_bytes(config, tokens, torch.float32, compiled=False).values())
-if sentence := memory_estimate.sentence(needed, memory):
-    raise UserError(sentence)
+needed = sum(training_bytes(config, tokens, torch.float32, compiled=False).values())
+if needed > memory:
+    raise UserError(
+        f"this report needs about {gib(needed)} a process and {gib(memory)} are free; lower "
+        "--device_batch_size, --max_seq_len or --depth"
+    )
 
 
 def recorded_step():

@@ -192,12 +192,3 @@ def test_a_plan_of_every_nasty_number_is_a_plan_or_a_sentence(plan):
     arguments = [*accepted("scripts/base_train.py")]
     for line in [*([argument] for argument in arguments), *combinations(arguments, 600)]:
         assert plan(*line), line
-
-
-@pytest.mark.slow
-def test_the_table_of_models_takes_every_number_that_it_accepts(monkeypatch, capsys):
-    for argument in [*accepted("experiments/models.py")]:
-        with monkeypatch.context() as patch, contextlib.suppress(UserError):
-            patch.setattr(sys, "argv", ["models", argument])
-            runpy.run_module("experiments.models", run_name="__main__")
-            assert capsys.readouterr().out.count("\n| ") > 5

@@ -21,6 +21,7 @@ from nanochat.machine.signals import StopSignal
 from nanochat.machine.transfers import Reading
 from nanochat.terminal import give_up
 
+PROJECT = Path(__file__).resolve().parent.parent.parent
 # Settings that can be paths, which differ between machines
 PATHS = {"data", "val_data", "tokenizer", "init_from", "core_bundle", "base_dir", "out_dir"}
 
@@ -247,11 +248,14 @@ def materialize(model: torch.nn.Module, device: torch.device, seed: int) -> torc
     return model
 
 
-def git_commit() -> str | None:
-    """The commit of the current folder's working tree, with "+" if files differ from it; None outside git."""
+def git_commit(checkout: Path = PROJECT) -> str | None:
+    """The commit of this project, with "+" if files differ from it; None if its folder is no git checkout."""
     command = ["git", "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"]
+    where = {"cwd": checkout, "env": os.environ | {"GIT_CEILING_DIRECTORIES": str(checkout.parent)}}
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=5, **where
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 

@@ -425,18 +425,19 @@ def git(folder, *words):
     ).stdout.strip()
 
 
-def test_the_commit_has_a_plus_if_files_differ_from_it_and_is_none_outside_of_git(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert runtime.git_commit() is None
+def test_the_commit_is_the_projects_own_with_a_plus_if_files_differ_from_it(tmp_path):
+    (project := tmp_path / "project").mkdir()
     git(tmp_path, "init")
-    (tmp_path / "a.txt").write_text("1")
-    git(tmp_path, "add", "a.txt")
-    git(tmp_path, "commit", "-m", "a")
-    commit = git(tmp_path, "rev-parse", "HEAD")
-    assert runtime.git_commit() == commit
-    (tmp_path / "a.txt").write_text("2")
-    assert runtime.git_commit() == commit + "+"
+    git(tmp_path, "commit", "--allow-empty", "-m", "of another repository, above the project")
+    assert runtime.git_commit(project) is None
+    git(project, "init")
+    (project / "a.txt").write_text("1")
+    git(project, "add", "a.txt")
+    git(project, "commit", "-m", "a")
+    commit = git(project, "rev-parse", "HEAD")
+    assert runtime.git_commit(project) == commit
+    (project / "a.txt").write_text("2")
+    assert runtime.git_commit(project) == commit + "+"
 
 
 def test_the_processor_has_a_name():

@@ -17,7 +17,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine import precision, runtime
 from nanochat.optim import MuonAdamW, parameter_groups
 from nanochat.plan import scaling
-from nanochat.plan.memory_estimate import training_bytes
+from nanochat.plan.memory import training_bytes
 
 STEPS = 10
 # One in which the noise of 16-bit gradients is not made much larger by the full size of Muon's first steps

@@ -7,40 +7,21 @@ import sys
 import time
 from pathlib import Path
 
+import fake_peer
 import pytest
 import torch
 from helpers import ROOT, python_m
 
-from experiments import peer_run
+from experiments import peer_run, sides
 from nanochat import UserError
 from nanochat.data.parquet import iterate_documents
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import train
 
-# Prints as the peer's script does, and says with what it was started
-BASE_TRAIN = """
-import json, os, sys
-import rustbpe
-held = bytearray(80 << 20)
-held[::4096] = b"x" * len(held[::4096])
-names = "NANOCHAT_BASE_DIR", "NANOCHAT_DTYPE"
-base = os.environ["NANOCHAT_BASE_DIR"]
-found = sorted(os.listdir(base + "/base_data_climbmix")), sorted(os.listdir(base + "/tokenizer"))
-print(json.dumps([sys.argv[1:], {name: os.environ.get(name) for name in names}, *found]))
-if "--depth=13" in sys.argv:
-    sys.exit("no such depth")
-for step, speed in enumerate(["900", "1,000", "3,000", "2,000"]):
-    print(f"step {step:05d}/00004 (25.00%) | loss: {8 - step}.5 | lrm: 1.00 | dt: {step}25.00ms | "
-          f"tok/sec: {speed} | bf16_mfu: 0.00 | epoch: 1 pq: 0 rg: 0 | total time: 0.00m")
-"""
-
 
 @pytest.fixture
 def checkout(tmp_path) -> Path:
-    for file, content in (("scripts/base_train.py", BASE_TRAIN), ("nanochat/dataloader.py", "")):
-        (tmp_path / "peer" / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "peer" / file).write_text(content)
-    return tmp_path / "peer"
+    return fake_peer.checkout(tmp_path / "peer")
 
 
 def functions(count: int) -> str:
@@ -61,32 +42,20 @@ def prepared(tmp_path_factory):
 
 
 def test_pieces_begin_at_definitions_and_together_are_the_text():
-    text = (
-        "import os\n\n"
-        + functions(40)
-        + "class C:\n    x = 1\n\n"
-        + "    def g(self):\n        pass\n\n" * 60
-    )
+    text = "import os\n\n" + functions(40) + "class C:\n    x = 1\n\n"
+    text += "    def g(self):\n        pass\n\n" * 60
     found = list(peer_run.pieces(text, at_least=200))
     assert "".join(found) == text and len(found) > 10
     assert all(len(piece) >= 200 for piece in found[:-1])
     assert max(map(len, found)) < 300  # no definition here has 100 characters
     for piece in found[1:]:
         assert piece.startswith(("@wrapped", "class C", "    def g"))
+    for other in ("def f(:\n", "words and words\r\n", "x = 1\0\n", "x\x0cy\u2028z = 1\n"):  # no Python: whole
+        assert list(peer_run.pieces(other * 200, at_least=100)) == [other * 200]
 
 
-def test_a_text_that_is_no_python_stays_whole():
-    for text in (
-        "def f(:\n" * 200,
-        "words and words\r\n" * 200,
-        "x = 1\0\n" * 200,
-        "x\x0cy\u2028z = 1\n" * 200,
-    ):
-        assert list(peer_run.pieces(text, at_least=100)) == [text]
-
-
-def test_the_peer_reads_the_same_documents_of_the_same_splits(prepared):
-    dataset, _, text = prepared
+def test_both_read_the_same_documents_of_the_same_splits(prepared, tmp_path):
+    dataset, tokenizer, text = prepared
     folder = text / "base_data_climbmix"
     *train_shards, val_shard = sorted(folder.iterdir())  # as the peer takes them
     assert val_shard.name == peer_run.VALIDATION and len(train_shards) == 1
@@ -97,6 +66,10 @@ def test_the_peer_reads_the_same_documents_of_the_same_splits(prepared):
         assert sorted(documents) == expected and len(expected) > len(whole)
         for document in documents:
             ast.parse(document)
+    ours = peer_run.our_settings(text)  # our own script reads the same files
+    opened = open_dataset(ours["data"], ours["val_data"], base_dir=tmp_path)
+    assert sorted(opened.train_texts()) == sorted(iterate_documents(train_shards))
+    assert ours["vocab_size"] == tokenizer.vocab_size and ours["tokenizer"].exists()
 
 
 def test_the_peers_tokenizer_gives_our_tokens_and_our_bytes(prepared):
@@ -111,15 +84,6 @@ def test_the_peers_tokenizer_gives_our_tokens_and_our_bytes(prepared):
     assert lengths.dtype == torch.int32
     of_each = [len(encoding.decode_single_token_bytes(i)) for i in range(len(tokenizer.tokens))]
     assert lengths.tolist() == of_each + [0] * len(tokenizer.special_tokens)
-
-
-def test_our_own_script_reads_the_same_documents(prepared, tmp_path):
-    dataset, tokenizer, text = prepared
-    ours = peer_run.our_settings(text)
-    opened = open_dataset(ours["data"], ours["val_data"], base_dir=tmp_path)
-    assert len(opened.train_texts()) > len(dataset.train_texts())
-    assert "".join(sorted(opened.train_texts())).count("\n") == "".join(dataset.train_texts()).count("\n")
-    assert ours["vocab_size"] == tokenizer.vocab_size and ours["tokenizer"].exists()
 
 
 def test_a_run_has_the_settings_asked_for_and_its_figures_are_read(checkout, prepared, tmp_path):
@@ -139,14 +103,10 @@ def test_a_run_has_the_settings_asked_for_and_its_figures_are_read(checkout, pre
 def test_a_run_that_fails_says_why(checkout, prepared, tmp_path):
     with pytest.raises(UserError, match="no such depth"):
         peer_run.train(checkout, prepared[2], tmp_path / "place", {"depth": 13}, "float32")
-    with pytest.raises(UserError, match=r"has no scripts/base_train.py; --peer is"):
-        peer_run.check(tmp_path)
-
-
-def test_the_last_line_of_a_command_needs_no_end():
-    done = peer_run.watch(
-        [sys.executable, "-S", "-c", "print('one'); print('two', end=''); raise SystemExit(3)"]
-    )
+    with pytest.raises(UserError, match="--peer is a folder of karpathy/nanochat"):
+        sides.peer_folder(tmp_path)
+    program = "print('one'); print('two', end=''); raise SystemExit(3)"
+    done = peer_run.watch([sys.executable, "-S", "-c", program])  # the last line needs no end
     assert done.status == 3 and done.tail() == "one\ntwo" and done.peak_memory_bytes > 1 << 20
     assert [line for _, line in done.lines[:2]] == ["one", "two"]
 

@@ -30,10 +30,13 @@ def root(tmp_path):
     return tmp_path / "usr"
 
 
-def test_whole_files_and_pieces_of_them_are_the_same_text_in_the_same_split(
-    root, tmp_path, monkeypatch, capsys
-):
+def test_both_forms_are_the_same_text_in_the_same_split(root, tmp_path, monkeypatch, capsys):
+    with pytest.raises(UserError, match="--folder"):
+        other_texts.main()
     monkeypatch.setattr(other_texts, "folder", str(tmp_path / "out"))
+    monkeypatch.setattr(other_texts, "root", "/nowhere")
+    with pytest.raises(UserError, match="--root=/nowhere"):
+        other_texts.main()
     monkeypatch.setattr(other_texts, "root", str(root))
     other_texts.main()
     long, short = ({s: read(tmp_path / "out" / f"prose-{form}" / f"{s}.jsonl") for s in ("train", "val")}
@@ -45,12 +48,3 @@ def test_whole_files_and_pieces_of_them_are_the_same_text_in_the_same_split(
         assert len(short[split]) > 3 * len(long[split])
     said = capsys.readouterr().out
     assert "manual: skipped" in said and "headers: skipped" in said  # one page has no validation text
-
-
-def test_a_missing_folder_is_one_sentence(monkeypatch):
-    with pytest.raises(UserError, match="give --folder"):
-        other_texts.main()
-    monkeypatch.setattr(other_texts, "folder", "x")
-    monkeypatch.setattr(other_texts, "root", "/nowhere")
-    with pytest.raises(UserError, match="--root=/nowhere is no folder"):
-        other_texts.main()

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-import configurator
-from experiments import equal_tokens, peer_run, race_speed
+from experiments import equal_tokens, peer_run, race_score
 from experiments.equal_tokens import Run
 from nanochat import UserError
 
@@ -66,14 +65,13 @@ def test_ours_is_set_beside_the_best_of_the_peers_batches_at_the_same_depth(plac
 
 
 def test_either_side_can_be_left_out(place):
-    chosen = {"__file__": equal_tokens.__file__}
-    configurator.configure(chosen, ["--peer_batches=none", "--batches=2048,8192"])
-    assert equal_tokens.numbers("batches", chosen["batches"]) == [2048, 8192]
-    assert equal_tokens.numbers("peer_batches", chosen["peer_batches"]) == []
+    assert equal_tokens.numbers("batches", "2048,8192") == [2048, 8192]
+    assert equal_tokens.numbers("peer_batches", None) == []
+    with pytest.raises(UserError, match="--depths=four has to be whole numbers"):
+        equal_tokens.numbers("depths", "four")
     alone = Run("ours", 4, 256, 0)
     keep(alone, 0.7)
-    row = equal_tokens.table([alone]).splitlines()[2]
-    assert "| 0.7000 |  |" in row  # no peer, no ratio
+    assert "| 0.7000 |  |" in equal_tokens.table([alone]).splitlines()[2]  # no peer, no ratio
     equal_tokens.draw([alone], 256, place / "tokens.png")
 
 
@@ -90,7 +88,7 @@ def test_what_has_a_result_is_not_trained_again_and_a_failure_stops_no_other_run
         return [1.0, 2.0, 3.0, 4.0], checkpoints
 
     monkeypatch.setattr(equal_tokens, "OURS_OR_PEER", {"ours": train, "peer": train})
-    monkeypatch.setattr(race_speed, "score", lambda side, checkpoints, *_: [2.5, 1.5])
+    monkeypatch.setattr(race_score, "score", lambda side, checkpoints, *_: [2.5, 1.5])
     kept, bad, good = Run("peer", 4, 256, 0), Run("ours", 4, 512, 0), Run("ours", 4, 256, 0)
     keep(kept, 2.0)
     assert equal_tokens.train_all([kept, bad, good], 1) == [bad]
@@ -108,8 +106,3 @@ def test_other_sources_or_settings_are_another_run(place, monkeypatch):
     assert ours.folder != before[0] and theirs.folder == before[1]
     monkeypatch.setattr(equal_tokens, "dtype", "bfloat16")
     assert theirs.folder != before[1]
-
-
-def test_a_list_of_depths_that_is_none_is_one_sentence():
-    with pytest.raises(UserError, match="--depths=four has to be whole numbers separated by commas"):
-        equal_tokens.numbers("depths", "four")

@@ -1,0 +1,175 @@
+"""How fast a part is by itself: `python -m scripts.bench --what=loader`, optimizer, generate and checkpoint.
+
+A function here has the name of its part. It gets the settings of bench.py and returns a row of figures for
+each thing that it measured. With --peer=FOLDER optimizer and generate take turns with karpathy/nanochat's.
+"""
+
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from experiments.gpu_inference import save_times
+from experiments.sides import PROMPT, Ours, Side, peer_folder
+from nanochat import UserError
+from nanochat.data.packing import open_lanes
+from nanochat.data.parquet import RowGroups, iterate_documents
+from nanochat.data.sources import open_dataset
+from nanochat.data.tokenizer import open_tokenizer
+from nanochat.files import user_path
+from nanochat.machine import precision, runtime
+
+TOKENS = 128  # that generate writes in each row
+BATCH_SIZES = 1, 8  # rows
+
+
+def seconds(action) -> float:
+    """How long a call takes."""
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+# ------------------------------------------------------------------------------------------------------
+# Text to batches
+
+
+def loader(settings: dict) -> dict:
+    """Tokens a second of reading, tokenizing and packing on one thread, and of tiktoken alone."""
+    base = user_path("base_dir", settings["base_dir"])
+    dataset = open_dataset(settings["data"], base_dir=base)
+    folder = dataset.tokenizer_folder(base)
+    tokenizer = open_tokenizer("auto", settings["vocab_size"], folder, dataset.train_texts)
+    results = {"corpus": {"name": dataset.name, "fingerprint": dataset.fingerprint[:12]}}
+    for shape in settings["shapes"].split(","):
+        rows, length = map(int, shape.split("x"))
+        results[shape] = loader_speed(dataset, tokenizer, rows, length, settings["rounds"])
+    return results
+
+
+def loader_speed(dataset, tokenizer, rows: int, length: int, rounds: int) -> dict:
+    """Lanes and tiktoken take turns, an epoch each; the first epoch fills buffers and does not count."""
+    texts = list(iterate_documents(dataset.train_shards))
+    epoch = sum(len(tokenizer.encode(text)) for text in texts)  # tokens
+    steps_of_epoch = max(1, epoch // (rows * length))
+    start = [{"epoch": 0, "taken": 0, "pieces": []}] * rows
+    lanes = open_lanes(RowGroups(dataset.train_shards), tokenizer, rows, 0, range(rows), start, length + 1)
+    buffer = np.empty((rows, length + 1), dtype=np.int32)
+    placed = []  # tokens without <|bos|>, by epoch
+
+    def pack():
+        placed.append(0)
+        for _ in range(steps_of_epoch):
+            for lane, row in zip(lanes, buffer, strict=True):
+                lane.fill(row)
+            placed[-1] += np.count_nonzero(buffer != tokenizer.bos_id)
+
+    def encode():
+        for text in texts:
+            tokenizer.encode_ordinary(text)
+
+    turns = [(seconds(pack), seconds(encode)) for _ in range(rounds + 1)][1:]
+    # Sums, not medians: lanes take documents in bursts, so an epoch may encode more or less than it places
+    packing_s, encoding_s = map(sum, zip(*turns, strict=True))
+    packed, raw = sum(placed[1:]) / packing_s, epoch * rounds / encoding_s
+    return {"packed_tok_per_sec": packed, "raw_tok_per_sec": raw, "packed_over_raw": packed / raw}
+
+
+# ------------------------------------------------------------------------------------------------------
+# Beside the peer
+
+
+def optimizer(settings: dict) -> dict:
+    """Milliseconds of one compiled update, by compute dtype."""
+    return in_turns(settings, lambda job: {"": {"do": "update"}}, row_of_updates)
+
+
+def generate(settings: dict) -> dict:
+    """Tokens a second that are written after a prompt, by batch size and compute dtype."""
+
+    def orders(job: dict) -> dict:
+        tokens = min(TOKENS, job["max_seq_len"] - len(PROMPT))
+        return {f"batch {rows}": {"do": "write", "rows": rows, "tokens": tokens} for rows in BATCH_SIZES}
+
+    return in_turns(settings, orders, row_of_texts)
+
+
+def in_turns(settings: dict, orders_of, row_of) -> dict:
+    """Both sides follow the same orders, {name: order}, `rounds` times in turns, after two that warm up.
+
+    row_of(order, {"ours": seconds of each turn, "peer": the same}) makes a row of the results. Raises
+    UserError if `peer` is no folder of karpathy/nanochat, or if one of the two fails.
+    """
+    folders = {"peer": peer_folder(settings["peer"])} if settings["peer"] else {}
+    device, results = runtime.start(settings["device_type"], seed=0).device, {}
+    for dtype in map(str.strip, settings["dtypes"].split(",")):
+        precision.resolve_dtype(dtype, device)  # refuses an unknown one
+        job, sides = side_job(settings, device.type, dtype), {}
+        try:
+            sides = {"ours": Side("ours", job)}
+            sides |= {name: Side(name, job, folder) for name, folder in folders.items()}
+            for name, order in orders_of(job).items():
+                turns = [
+                    {whose: side.ask(order)["seconds"] for whose, side in sides.items()}
+                    for _ in range(settings["rounds"] + 2)
+                ]
+                taken = {whose: [turn[whose] for turn in turns[2:]] for whose in sides}
+                results[", ".join(filter(None, (name, dtype)))] = row_of(order, taken)
+        except RuntimeError as error:
+            raise UserError(str(error)) from None
+        finally:
+            for side in sides.values():
+                side.__exit__()
+    return results
+
+
+def side_job(settings: dict, device_type: str, dtype: str) -> dict:
+    """The job of sides.py: a model of the settings' shape, one micro-batch a step."""
+    names = ("depth", "aspect_ratio", "head_dim", "max_seq_len", "vocab_size", "window_pattern")
+    rows = settings["device_batch_size"]
+    job = {name: settings[name] for name in names}
+    job |= {"rows": rows, "total_batch_size": rows * settings["max_seq_len"], "compile": True}
+    return job | {"device": device_type, "dtype": dtype}
+
+
+def row_of_updates(order: dict, seconds: dict[str, list[float]]) -> dict[str, float]:
+    row = {f"{whose}_ms": 1000 * statistics.median(taken) for whose, taken in seconds.items()}
+    if "peer" in seconds:
+        row["ours_over_peer"] = median_ratio(seconds["ours"], seconds["peer"])
+    return row
+
+
+def row_of_texts(order: dict, seconds: dict[str, list[float]]) -> dict[str, float]:
+    tokens = order["rows"] * order["tokens"]
+    row = {f"{whose}_tok_per_sec": tokens / statistics.median(taken) for whose, taken in seconds.items()}
+    if "peer" in seconds:
+        row["speed_relative_to_peer"] = median_ratio(seconds["peer"], seconds["ours"])
+    return row
+
+
+def median_ratio(some: list[float], others: list[float]) -> float:
+    """Of neighbouring turns: a machine's speed changes between rounds."""
+    return statistics.median(a / b for a, b in zip(some, others, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+def checkpoint(settings: dict) -> dict:
+    """How long a background save stalls a step, how long a blocking save takes, and a bare write."""
+    device = runtime.start(settings["device_type"], seed=0).device
+    side = Ours(side_job(settings, device.type, "float32") | {"compile": False})
+    tensors = {"model": side.model.state_dict(), "optimizer": side.optimizer.named_state()}
+    size = sum(t.nbytes for kind in tensors.values() for t in kind.values())
+    with tempfile.TemporaryDirectory(dir=settings["folder"]) as place:
+        if shutil.disk_usage(place).free < 2.2 * size:
+            raise UserError(f"two checkpoints of {size / 1e9:.1f} GB do not fit; give another --folder")
+        times = save_times(tensors, Path(place), settings["rounds"], blocking=True)
+    row = {name: statistics.median(taken) for name, taken in times.items()}
+    row["stall_over_blocking"] = row["stall_s"] / row["blocking_s"]
+    row["stall_over_bare_write"] = row["stall_s"] / row["bare_write_s"]
+    return {f"{size / 1e9:.2f} GB": row}
