@@ -49,11 +49,11 @@ def products(job: dict, depths: list[int]) -> dict:
     The products of one kind are weighted by how often a micro-batch has them. `mfu_ceiling` is their TFLOP/s
     as a share of the peak that MFU is measured against. by_layer: forward, input gradient, weight gradient.
     """
-    from nanochat.machine import runtime
+    from nanochat.machine import hardware, runtime
 
     device = runtime.start(job["device"], seed=0).device
     dtype = torch.float32 if job["small"] else torch.bfloat16
-    peak, _ = runtime.peak_flops(device, dtype)
+    peak, _ = hardware.peak_flops(device, dtype)
     result = {"copy_gb_per_s": copy_speed(device, 2**20 if job["small"] else 2**30)}
     for depth in depths:
         rows = linear_layers(model_job(job, depth))

@@ -44,10 +44,10 @@ def each(**actions) -> dict:
 
 def machine(job: dict) -> dict:
     """What there is: GPU, driver, memory, versions, the peak that MFU is measured against."""
-    from nanochat.machine import runtime
+    from nanochat.machine import hardware, runtime
 
     here = runtime.start(job["device"], seed=0)
-    peak, source = runtime.peak_flops(here.device, torch.bfloat16)
+    peak, source = hardware.peak_flops(here.device, torch.bfloat16)
     found = {
         "device": runtime.device_name(here.device),
         "torch": torch.__version__,

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import configurator
 from nanochat import UserError
-from nanochat.plan import planning, simulation
+from nanochat.plan import simulation
+from nanochat.terminal import gib
 
 device = "H100"  # the GPU: B200, H200, H100, A100, L40S, RTX 4090, L4, V100 or T4
 
@@ -40,8 +41,8 @@ def models() -> str:
         lines.append(
             f"| {depth} | {plan.config.width} | {plan.parameters['total'] / 1e6:,.0f} M | "
             f"{plan.tokens / 1e9:.2f} B | {plan.total_batch_size:,} | {plan.num_iterations:,} | "
-            f"{flops:.2g} | {planning.gib(one_row.expected_bytes)} to {planning.gib(plan.expected_bytes)} | "
-            f"{planning.duration(seconds)} | {plan.public_shards} |"
+            f"{flops:.2g} | {gib(one_row.expected_bytes)} to {gib(plan.expected_bytes)} | "
+            f"{duration(seconds)} | {plan.public_shards} |"
         )
     return "\n".join(lines)
 
@@ -58,12 +59,12 @@ def row(depth: int, gpus: int) -> str:
     fits = "" if memory <= plan.hardware.memory else ", too much"
     cells = [
         f"{plan.device_batch_size} x {plan.grad_accum_steps}",
-        f"{planning.gib(memory)}{fits}",
+        f"{gib(memory)}{fits}",
         f"{sum(found.exchange.values()) / 1e9:.1f} GB",
         f"{found.step_seconds:.3g} s",
         f"{100 * found.seconds['exchange'] / found.step_seconds:.0f} %",
         f"{plan.total_batch_size / found.step_seconds / 1e6:.3g} M",
-        planning.duration(3600 * found.hours),
+        duration(3600 * found.hours),
     ]
     return first + " | ".join(cells) + " |"
 
@@ -93,7 +94,7 @@ def limits() -> str:
         exchange = simulation.exchange_seconds(sum(sent.values()), gpu, 512)
         lines.append(
             f"| {depth} | {plan.parameters['total'] / 1e6:,.0f} M | {plan.tokens / 1e9:.1f} B | "
-            f"{plan.total_batch_size:,} | {rows} | {planning.gib(memory_of_one_row(depth))} | "
+            f"{plan.total_batch_size:,} | {rows} | {gib(memory_of_one_row(depth))} | "
             f"{computing / exchange:.0f} GPUs |"
         )
     return "\n".join(lines)

@@ -20,7 +20,7 @@ from experiments import peer_run, step_split
 from experiments.sides import peer_folder
 from nanochat import UserError
 from nanochat.files import user_path
-from nanochat.machine import precision, runtime
+from nanochat.machine import hardware, precision, runtime
 from nanochat.plan import scaling
 from nanochat.run.metrics import read_metrics
 
@@ -42,7 +42,7 @@ def bench(settings: dict) -> dict:
     with tempfile.TemporaryDirectory() as place:
         for turn in range(settings["rounds"]):
             for dtype, found in peaks.items():
-                found.append(runtime.measured_flops(machine.device, precision.DTYPES[dtype])[0])
+                found.append(hardware.measured_flops(machine.device, precision.DTYPES[dtype])[0])
             for name, of_variant in turns.items():
                 of_variant.append(train(settings, name, Path(place) / f"{name}{turn}"))
         peak = {dtype: statistics.median(found) for dtype, found in peaks.items()}
@@ -153,7 +153,7 @@ def beside_peer(settings: dict, variant: str, machine) -> dict:
     peers: dict = {"bfloat16": [], "float32": []}
     with tempfile.TemporaryDirectory() as place:
         for number in range(settings["rounds"]):
-            peaks.append(runtime.measured_flops(machine.device, precision.DTYPES[dtype])[0])
+            peaks.append(hardware.measured_flops(machine.device, precision.DTYPES[dtype])[0])
             ours.append(train(settings, variant, Path(place) / f"ours{number}", peer_run.our_settings(text)))
             for name, of_peer in peers.items():
                 of_peer.append(peer_run.train(checkout, text, Path(place) / f"{name}{number}", shape, name))
