@@ -11,7 +11,7 @@ from pathlib import Path
 import configurator
 from nanochat import UserError
 from nanochat.plan import simulation
-from nanochat.terminal import gib
+from nanochat.terminal import duration, gib
 
 device = "H100"  # the GPU: B200, H200, H100, A100, L40S, RTX 4090, L4, V100 or T4
 
