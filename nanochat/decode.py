@@ -9,15 +9,14 @@ text, only slower text.
 import functools
 import sys
 import weakref
-from dataclasses import replace
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from nanochat.gpt import GPT, QK_SCALE, gated
-from nanochat.ops.attention import keys_before
-from nanochat.ops.attention_backends import for_any_length
+from nanochat.gpt import GPT, QK_SCALE, gated, small_model
+from nanochat.ops.attention import shift_keys
+from nanochat.ops.attention_backends import first_line, for_any_length
 from nanochat.ops.elementwise import SLOPE, norm
 from nanochat.ops.fp8 import Float8Linear
 from nanochat.ops.loss import softcap
@@ -89,12 +88,12 @@ class KVCache:
 class LayerCache:
     """Values of one layer, v (B, H, slots, D), of which the first `length` slots are used; its keys k and the
     stream x (B, slots, C) that it reads, in which a token is one slot later, for the next token
-    (attention.token_before)."""
+    (attention.previous_token)."""
 
     def __init__(self, cache: KVCache):
         self.cache, self.length, self.x, self.k, self.v = cache, 0, None, None, None
 
-    def token_before(self, x):
+    def previous_token(self, x):
         """Add the stream x (B, T, C) of T new slots, before `append`; returns that of the tokens before."""
         stop = self.length + x.size(1)
         if self.x is None:
@@ -114,7 +113,7 @@ class LayerCache:
         self.k[:, :, self.length + 1 : stop + 1], self.v[:, :, self.length : stop] = k, v
         first, self.length = self.length == 0, stop
         if first:
-            return keys_before(k), v, None
+            return shift_keys(k), v, None
         visible = None if self.cache.visible is None else self.cache.visible[..., :stop]
         return self.k[:, :, :stop].to(k.dtype), self.v[:, :, :stop].to(v.dtype), visible
 
@@ -203,7 +202,7 @@ class DecodeStep:
         x = x0 = norm(F.embedding(idx, self.embedding)).to(self.dtype)  # (B, C)
         shares = (self.x0_scales[:, None, None] * x0).unbind(0)
         for i, (x_before_gate, qkvg, out, up, down, table) in enumerate(self.layers):
-            before = cache.layers[i].token_before(x[:, None])  # (B, 1, C)
+            before = cache.layers[i].previous_token(x[:, None])  # (B, 1, C)
             before = gated(before, (norm(x) @ x_before_gate)[:, None])[:, 0]  # (B, C)
             x = torch.addcmul(x + shares[i], self.x_before_scales[i], before)
             qkvg = norm(x) @ qkvg  # (B, 3 * C + H), with a value embedding (B, 3 * C + 2 * H)
@@ -272,13 +271,11 @@ def examine(kind: type, config) -> tuple[list[type], str]:
     """
     kinds = []
     try:
-        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            model = kind(replace(config, width=64, num_heads=2, vocab_size=50, max_seq_len=12)).eval()
-            model.init_weights(torch.Generator().manual_seed(0))
-            kinds = kinds_of(model)
-            reason = _difference(model)
+        with torch.device("cpu"):
+            model = small_model(kind, config)
+            kinds, reason = kinds_of(model), _difference(model)
     except Exception as error:  # whatever an edited model raises, its own forward pass can still be used
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        reason = first_line(error)
     if reason:
         print(
             f"note: text is written with the model's own forward pass, which is slower ({reason})",

@@ -16,7 +16,7 @@ from nanochat.decode import KVCache, decode_step
 from nanochat.files import user_path
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine.precision import autocast
-from nanochat.ops.subword import Pieces
+from nanochat.ops.subword import SubwordEmbedding
 
 NOT_NUMBERS = (
     "the model's logits are not numbers: its training went wrong, or they overflow in this dtype; use "
@@ -96,27 +96,25 @@ def model_config(checkpoint: Checkpoint, tensors: dict) -> GPTConfig:
     )
 
 
-def with_rows_of_pieces(config: GPTConfig, tensors: dict) -> tuple[GPTConfig, dict]:
-    """The same model without pieces: its tensors {name: tensor}, with theirs added (spelling.py)."""
-    pieces, prefix = Pieces(config.vocab_size, config.width), "pieces."
+def fold_subwords(config: GPTConfig, tensors: dict) -> tuple[GPTConfig, dict]:
+    """The same model without sub-word embeddings: the rows of its tensors {name: tensor} have them added."""
+    subword, prefix = SubwordEmbedding(config.vocab_size, config.width), "pieces."
     theirs = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-    pieces.load_state_dict(theirs, assign=True)
-    tables = "embedding.weight", "head.weight"
+    subword.load_state_dict(theirs, assign=True)
+    rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
+    names = "embedding.weight", "head.weight"
     with torch.no_grad():
-        rows = dict(zip(tables, pieces(*(tensors[name] for name in tables)), strict=True))
-    tensors = {
-        name: rows.get(name, tensor) for name, tensor in tensors.items() if not name.startswith(prefix)
-    }
-    return replace(config, spelled=False), tensors
+        rest.update(zip(names, subword(*(tensors[name] for name in names)), strict=True))
+    return replace(config, spelled=False), rest
 
 
 def load_for_inference(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> GPT:
-    """The model of a checkpoint, on `device`, with its matrices in `dtype`. The rows of pieces are added to
-    those of tokens once and for all. Raises UserError as `model_config` does."""
+    """The model of a checkpoint, on `device`, with its matrices in `dtype` and its sub-word rows added to
+    those of tokens. Raises UserError as `model_config` does."""
     tensors = checkpoint.load_model()
     config = model_config(checkpoint, tensors)
     if config.spelled:
-        config, tensors = with_rows_of_pieces(config, tensors)
+        config, tensors = fold_subwords(config, tensors)
     with torch.device("meta"):
         model = GPT(config)
     cast_weights(model, dtype).to_empty(device=device)

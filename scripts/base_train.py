@@ -29,14 +29,15 @@ from nanochat.evals.bits_per_byte import bits_per_byte
 from nanochat.evals.sample_prompts import sample_prompts as sample_prompts_for
 from nanochat.evals.task_scores import in_words, open_tasks, score_tasks
 from nanochat.files import user_path
-from nanochat.gpt import GPT
+from nanochat.gpt import GPT, check_dtypes
 from nanochat.gradients import clip_grad_norm_, exchange_gradients
 from nanochat.machine import precision, runtime, signals
+from nanochat.machine.compiling import freeze_garbage
 from nanochat.machine.hardware import survey
 from nanochat.machine.profiler import StepProfiler
 from nanochat.ops import attention
 from nanochat.ops.fp8 import check_fp8, convert_to_fp8
-from nanochat.ops.subword import spell
+from nanochat.ops.subword import register_subwords
 from nanochat.plan import planning, simulation
 from nanochat.plan.memory_trial import check_plan, fit_micro_batch
 from nanochat.plan.scaling import horizon_tokens
@@ -186,14 +187,16 @@ if resumed:
 with torch.device("meta"):  # shapes first, then memory and initial weights
     model = GPT(plan.config)
 runtime.materialize(model, device, seed)
-spell(model, tokenizer)  # says which tokens share what, in a short run
+check_dtypes(model, compute_dtype)  # delete it if a part is to compute in another dtype
+register_subwords(model, tokenizer)  # in a short run
 if fp8:
     convert_to_fp8(model)
 attention.use(model, attend)
 groups = optim.parameter_groups(model, plan.rates, plan.weight_decay, plan.table_decay)
 eager_steps = runtime.eager_steps(compile, machine, plan, resolved)  # of a compiled run: the loop compiles
 compile_now = compiled and step >= eager_steps
-optimizer = optim.MuonAdamW(groups, compute_dtype, compile_now, machine.rank, world_size)
+eager_updates = max(0, eager_steps - step) if compiled else None
+optimizer = optim.MuonAdamW(groups, compute_dtype, eager_updates, machine.rank, world_size)
 scaler = precision.make_scaler(device, compute_dtype)
 boundaries = attend.boundaries if document_mask else None
 plan = fit_micro_batch(plan, machine, model, compute_dtype, resolved, boundaries)  # fewer rows if need be
@@ -374,7 +377,6 @@ while True:
         output.new_plan(plan, sections, accept)
     if step == eager_steps > first_step:  # the first losses are there; from here on the run is compiled
         train_model = torch.compile(model, dynamic=False)
-        optim.compile_update(optimizer)
         console.forget_speed()
 
     # One optimizer step: the gradient of the whole batch, gathered over micro-steps, then one update
@@ -407,7 +409,7 @@ while True:
     numbers = machine.read(sums, same=(grad_norm, precision.loss_scale(scaler, device)))
     unread.append((step, started, loader.wait_s - waited, loader.epoch, micro_losses, numbers))
     if step in (first_step, eager_steps):  # what the set-up and the compiler have left
-        runtime.freeze_garbage()
+        freeze_garbage()
     if step == first_step:
         output.prepare_to_save(model, optimizer)
     step += 1

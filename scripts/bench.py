@@ -135,7 +135,9 @@ def make_optimizer(dtype: str, machine, compile: bool = True):
         p.grad = torch.randn_like(p) * 1e-3
     batch_tokens = device_batch_size * max_seq_len * machine.world_size
     groups = optim.parameter_groups(model, *scaled_rates(DEFAULTS, config, batch_tokens, steps))
-    return model, optim.MuonAdamW(groups, compute_dtype, compile, machine.rank, machine.world_size)
+    return model, optim.MuonAdamW(
+        groups, compute_dtype, 0 if compile else None, machine.rank, machine.world_size
+    )
 
 
 def start_peer(model, dtype: str, device: torch.device) -> subprocess.Popen:

@@ -31,9 +31,10 @@ from nanochat.evals import chat_eval
 from nanochat.evals.bits_per_byte import bits_per_byte
 from nanochat.evals.exact_match import exact_match_questions, nearest_answer_share
 from nanochat.files import user_path
-from nanochat.gpt import GPT
+from nanochat.gpt import GPT, check_dtypes
 from nanochat.gradients import clip_grad_norm_, exchange_gradients
 from nanochat.machine import precision, runtime, signals
+from nanochat.machine.compiling import freeze_garbage
 from nanochat.machine.hardware import survey
 from nanochat.machine.profiler import StepProfiler
 from nanochat.ops import attention
@@ -166,9 +167,10 @@ if resumed:
 with torch.device("meta"):
     model = GPT(config)
 runtime.materialize(model, device, seed)
+check_dtypes(model, compute_dtype)
 attention.use(model, attend)
 groups = optim.parameter_groups(model, plan.rates, plan.weight_decay)
-optimizer = optim.MuonAdamW(groups, compute_dtype, compiled, machine.rank, world_size)
+optimizer = optim.MuonAdamW(groups, compute_dtype, 0 if compiled else None, machine.rank, world_size)
 scaler = precision.make_scaler(device, compute_dtype)
 training = attend.boundaries, "sum"  # as in the loop below
 plan = fit_micro_batch(plan, machine, model, compute_dtype, resolved, *training)  # fewer rows if need be
@@ -361,7 +363,7 @@ while True:
         (step, started, loader.wait_s - waited, loader.epoch, loader.step_targets, micro_losses, numbers)
     )
     if step == first_step:
-        runtime.freeze_garbage()
+        freeze_garbage()
         output.prepare_to_save(model, optimizer)
     step += 1
 

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from experiments.autocast_rules import autocast_on
 from nanochat import gpt
 from nanochat.gpt import GPT, MLP, GPTConfig, gated
-from nanochat.ops.lookup import look_up
+from nanochat.ops.operators import look_up
 
 PATTERNS = ["L", "SL", "SSSL", "S"]
 

@@ -86,7 +86,7 @@ def shares(model, optimizer):
         if isinstance(optimizer, torch.optim.AdamW):
             yield name, p, ...
         elif p in optimizer.state:  # it keeps the state of what it updates, and the whole of a matrix
-            yield name, p, optimizer._rows(p)
+            yield name, p, optimizer.rows(p)
 
 def record_buckets(ddp):
     buckets, register = {}, ddp.register_comm_hook

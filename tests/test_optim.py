@@ -224,7 +224,7 @@ def test_compiled_and_eager_muon_agree_to_rounding_and_new_rates_compile_nothing
     eager = [torch.nn.Parameter(torch.randn(112, 160)) for _ in range(3)]
     compiled = copy.deepcopy(eager)
     optimizers = [
-        MuonAdamW([muon_group(params, decay=decay)], dtype, compile=params is compiled)
+        MuonAdamW([muon_group(params, decay=decay)], dtype, 0 if params is compiled else None)
         for params in (eager, compiled)
     ]
     for step in range(4):

@@ -1,7 +1,6 @@
 """The machine a script runs on: device, processes, memory, peak FLOP/s."""
 
 import contextlib
-import gc
 import hashlib
 import inspect
 import os
@@ -359,12 +358,3 @@ def device_name(device: torch.device) -> str:
     except (OSError, StopIteration):
         name = platform.processor() or platform.machine()
     return f"{name}, {os.cpu_count()} cores"
-
-
-def freeze_garbage():
-    """Keep garbage collection fast: objects that exist now live to the end, so it need not look at them.
-
-    What compiling and the set-up have left goes back to the system."""
-    gc.collect()
-    gc.freeze()
-    memory.give_back()

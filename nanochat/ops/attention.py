@@ -98,9 +98,9 @@ def visible_from(documents):
     return documents[:, None, :, None] == documents[:, None, None, :]  # (B, 1, T, T)
 
 
-def token_before(x, visible=None):
-    """What x (B, T, ...) holds for the token before each position: x one position on, with zeros at the start
-    of a row and of each document that `visible` tells of."""
+def previous_token(x, visible=None):
+    """x (B, T, ...) shifted right by one position: zeros at the start of a row and of each document that
+    `visible` tells of."""
     before, more = x[:, :-1], x.ndim - 2
     if visible is not None:
         B, T = x.shape[:2]
@@ -113,14 +113,13 @@ def token_before(x, visible=None):
     return F.pad(before, (*more * [0, 0], 1, 0))
 
 
-def keys_before(k, visible=None):
-    """The key of the token before each position: k (B, H, T, D) as `token_before` moves it.
+def shift_keys(k, visible=None):
+    """k (B, H, T, D) shifted by one position, as `previous_token` does: induction in one layer.
 
-    A query then looks for what came before a value and not for the value itself. So it finds what followed a
-    token like its own in one layer; with a token's own key that takes two, and most of a short run to learn
-    (docs/ablations.md).
+    A query looks for what came before a value, so it finds what followed a token like its own. With a
+    token's own key that takes two layers, and most of a short run to learn (docs/ablations.md).
     """
-    return token_before(k.transpose(1, 2), visible).transpose(1, 2)  # transposed as it lies in memory
+    return previous_token(k.transpose(1, 2), visible).transpose(1, 2)  # transposed as it lies in memory
 
 
 def use(model, chosen: Attention):
@@ -153,8 +152,8 @@ def choose(config, machine, dtype, compiled: bool, documents: bool, resolved: di
     for kind, window in kinds.items():
         names = candidates(kind, device, dtype, config.max_seq_len, version)
         if kind in before:
-            names = [before[kind], *(name for name in names if name != before[kind])]
-        for name in names:
+            names = [before[kind], *names]
+        for name in dict.fromkeys(names):
             why = cannot_run(name, kind, device, dtype, compiled)
             if not why and name != EVERYWHERE[kind]:
                 why = _probe(name, kind, config, device, dtype, window)
@@ -163,12 +162,12 @@ def choose(config, machine, dtype, compiled: bool, documents: bool, resolved: di
             passed_over.append(f"{name} ({why})")
         # Of processes whose machines differ, the one that can run least decides
         found[kind] = max(machine.all_gather(name), key=[before.get(kind), *BACKENDS].index)
-        label = f"{found[kind]} {version}" if version and found[kind] in ("flash", "varlen") else found[kind]
-        notes.append(f"{label} for {'full layers' if kind == 'full' else kind + 's' * (kind == 'window')}")
+        note = f"{found[kind]} {version if found[kind] in ('flash', 'varlen') else ''}".strip()
+        note += {"full": " for full layers", "window": " for windows", "documents": " for documents"}[kind]
         if kind in before:
-            notes[-1] += ", as at the run's first start"
-            if found[kind] != before[kind]:
-                notes[-1] = notes[-1].replace("as at", f"not {before[kind]} as at")
+            other = "" if found[kind] == before[kind] else f"not {before[kind]} "
+            note += f", {other}as at the run's first start"
+        notes.append(note)
     reason = ", ".join(notes) + f"; {_where(device)}"
     if passed_over:
         reason += f"; not: {', '.join(dict.fromkeys(passed_over))}"
@@ -254,7 +253,7 @@ def _probe(name: str, kind: str, config, device, dtype, window: int) -> str:
     short = max(1, window * T // config.max_seq_len)
     try:
         if name == "flex":
-            [backends.make_block_mask(*size, device) for size in {(config.max_seq_len, window), (T, short)}]
+            backends.make_block_mask(config.max_seq_len, window, device)
         forward, backward = errors(name, kind, (1, 2, T, config.head_dim), short, device, dtype)
     except Exception as error:  # whatever a kernel or a compiler raises: then the next way is tried
         return backends.first_line(error)
@@ -285,8 +284,6 @@ def check_backends(device, dtype, shape=(2, 2, 512, 64), compiled: bool = True) 
                 results[key] = reason
                 continue
             try:
-                if name == "flex":
-                    [backends.make_block_mask(T, window, device) for window in (T, T // 4)]
                 found = [errors(name, kind, shape, T // 4, device, dtype) for kind in kinds]
             except Exception as error:  # a report goes on
                 results[key] = backends.first_line(error)
@@ -312,7 +309,9 @@ def errors(name: str, kind: str, shape, window: int, device, dtype) -> tuple[flo
         documents = Attention(documents="mask").boundaries(inputs, 0).to(device)
         visible = visible_from(Attention(documents=name).boundaries(inputs, 0).to(device))
     function = BACKENDS[name][0]
-    function = torch.compile(function, dynamic=False) if name == "flex" else function
+    if name == "flex":
+        backends.make_block_mask(T, window, device)
+        function = torch.compile(function, dynamic=False)
     found = _forward_and_backward(function, q, k, v, window, visible, weights)
     if device.type == "mps":  # it has no float64
         q, k, v, weights = q.cpu(), k.cpu(), v.cpu(), weights.cpu()

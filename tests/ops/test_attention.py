@@ -15,7 +15,7 @@ from nanochat import decode, engine
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.ops import attention as choices
 from nanochat.ops import attention_backends as backends
-from nanochat.ops.attention import Attention, attention, keys_before, token_before, visible_from
+from nanochat.ops.attention import Attention, attention, previous_token, shift_keys, visible_from
 
 
 def slow_attention(q, k, v, window):
@@ -462,16 +462,16 @@ def test_the_probe_turns_down_what_is_wrong_or_fails(monkeypatch):
 def test_a_position_has_key_and_stream_of_the_token_before_it_and_none_at_the_start_of_a_document():
     k = torch.randn(2, 3, 6, 4, generator=torch.Generator().manual_seed(0))
     x = k[:, 0]  # (B, T, C)
-    alone = keys_before(k)
+    alone = shift_keys(k)
     assert torch.equal(alone[:, :, 1:], k[:, :, :-1]) and not alone[:, :, 0].any()
-    assert torch.equal(token_before(x), alone[:, 0])
+    assert torch.equal(previous_token(x), alone[:, 0])
     numbers = torch.tensor([[1, 1, 2, 2, 2, 3], [1, 1, 1, 1, 1, 1]])
     begins = torch.tensor([0, 2, 5, 6, 12, 12, 12], dtype=torch.int32)  # the same documents, for varlen
     expected = alone.clone()
     expected[0, :, [2, 5]] = 0
     for documents in (numbers, begins):
-        assert torch.equal(keys_before(k, visible_from(documents)), expected)
-        assert torch.equal(token_before(x, visible_from(documents)), expected[:, 0])
+        assert torch.equal(shift_keys(k, visible_from(documents)), expected)
+        assert torch.equal(previous_token(x, visible_from(documents)), expected[:, 0])
 
 
 def test_one_layer_copies_what_followed_a_token():
@@ -479,5 +479,5 @@ def test_one_layer_copies_what_followed_a_token():
     tokens = torch.tensor([[3, 7, 1, 3, 5, 7]])
     one_hot = 20 * F.one_hot(tokens, 8).float()[:, None]  # (B, 1, T, 8)
     values = F.one_hot(tokens, 8).float()[:, None]
-    copied = Attention()(one_hot, keys_before(one_hot), values, 6).squeeze().argmax(-1)
+    copied = Attention()(one_hot, shift_keys(one_hot), values, 6).squeeze().argmax(-1)
     assert copied[3] == 7 and copied[5] == 1

@@ -7,38 +7,38 @@ import torch
 from test_gpt import make_model, random_tokens
 
 from nanochat import UserError
-from nanochat.engine import with_rows_of_pieces
+from nanochat.engine import fold_subwords
 from nanochat.gpt import GPT
 from nanochat.ops.elementwise import norm
-from nanochat.ops.subword import PIECES, Pieces, pieces_of, pieces_table
+from nanochat.ops.subword import MOST, SubwordEmbedding, subword_table, subwords_of
 from nanochat.plan import scaling
 
 
 def test_a_token_has_two_to_four_letters_in_a_row_its_word_and_its_shape():
     letters = {b"<s", b"se", b"el", b"lf", b"f>", b"<se", b"sel", b"elf", b"lf>", b"<sel", b"self", b"elf>"}
-    assert pieces_of(b" Self") == letters | {b"<self>", b"shape  Aa"}
-    assert pieces_of(b"self") == letters | {b"<self>", b"shape a"}
-    assert pieces_of(b"a") == {b"<a", b"a>", b"<a>", b"shape a"}
-    assert pieces_of(b"\n        ") == {b"shape \n        "}
+    assert subwords_of(b" Self") == letters | {b"<self>", b"shape  Aa"}
+    assert subwords_of(b"self") == letters | {b"<self>", b"shape a"}
+    assert subwords_of(b"a") == {b"<a", b"a>", b"<a>", b"shape a"}
+    assert subwords_of(b"\n        ") == {b"shape \n        "}
     shapes = [(b"IDs(", b"aA"), (b" 12", b" 0"), (b"):", b"-"), (b"AB_", b"A"), (b" aB", b" aA")]
-    assert all(b"shape " + shape in pieces_of(token) for token, shape in shapes)
-    assert b"shape aA" in pieces_of("é".encode())  # bytes of no ASCII letter are pieces like any other
+    assert all(b"shape " + shape in subwords_of(token) for token, shape in shapes)
+    assert b"shape aA" in subwords_of("é".encode())  # bytes of no ASCII letter are pieces like any other
 
 
 def test_only_what_several_tokens_share_gets_a_number_and_the_most_frequent_the_first():
     tokens = [b"self", b" self", b"Self", b"x"]
-    table = pieces_table(tokens, 6)  # the last two rows are of special tokens
-    assert table.shape == (6, PIECES) and table.dtype == torch.int32
+    table = subword_table(tokens, 6)  # the last two rows are of special tokens
+    assert table.shape == (6, MOST) and table.dtype == torch.int32
     # 13 pieces stand in three tokens each, `shape a` in two; rows of 6 tokens give numbers to five of them
     assert [sorted(set(row.tolist()) - {0}) for row in table] == [[1, 2, 3, 4, 5]] * 3 + [[]] * 3
     assert (table[0, :5] == torch.tensor([5, 4, 3, 2, 1])).all()  # the rarest first
-    assert sorted(set(pieces_table(tokens, 99)[3].tolist())) == [0, 14]  # `x` has the shape of `self`
+    assert sorted(set(subword_table(tokens, 99)[3].tolist())) == [0, 14]  # `x` has the shape of `self`
 
 
 def test_of_a_token_with_many_pieces_the_rarest_count():
     long = b"abcdefghijklmnopqrstuvwxyz"
-    table = pieces_table([long, b" " + long, b"abc", b"abd", b"abe"], 300)
-    assert (table[0] > 0).all() and table[0].unique().numel() == PIECES
+    table = subword_table([long, b" " + long, b"abc", b"abd", b"abe"], 300)
+    assert (table[0] > 0).all() and table[0].unique().numel() == MOST
     assert table[0].min() > table[2][table[2] > 0].min()  # `<ab`, which five tokens have, is not one of them
 
 
@@ -47,9 +47,9 @@ def spelled_model(**sizes):
     model = make_model(spelled=True, **sizes)
     V = model.config.vocab_size
     generator = torch.Generator().manual_seed(5)
-    table = torch.randint(V, (V, PIECES), generator=generator)
+    table = torch.randint(V, (V, MOST), generator=generator)
     table[:, 9:], table[-1] = 0, 0
-    model.pieces.spell(table)
+    model.pieces.register(table)
     return model
 
 
@@ -74,7 +74,7 @@ def test_a_row_is_the_tokens_own_and_those_of_its_pieces_forward_and_backward():
 
 def test_a_model_without_pieces_gives_the_same_logits_as_the_one_that_it_is_made_from():
     model = spelled_model()
-    config, tensors = with_rows_of_pieces(model.config, model.state_dict())
+    config, tensors = fold_subwords(model.config, model.state_dict())
     plain = GPT(config)
     plain.init_rotary()
     plain.load_state_dict(tensors)
@@ -85,11 +85,11 @@ def test_a_model_without_pieces_gives_the_same_logits_as_the_one_that_it_is_made
 
 
 def test_fresh_pieces_leave_the_head_as_it_is_and_tell_tokens_apart():
-    pieces = Pieces(50, 16)
+    pieces = SubwordEmbedding(50, 16)
     pieces.init_weights(torch.Generator().manual_seed(0))
-    table = torch.zeros(50, PIECES)
+    table = torch.zeros(50, MOST)
     table[1:3, 0] = 7
-    pieces.spell(table)
+    pieces.register(table)
     embedding, head = pieces(torch.zeros(50, 16), torch.ones(50, 16))
     assert head.eq(1).all() and embedding[0].eq(0).all()
     assert torch.equal(embedding[1], embedding[2]) and embedding[1].std() > 0.3
@@ -97,9 +97,9 @@ def test_fresh_pieces_leave_the_head_as_it_is_and_tell_tokens_apart():
 
 @pytest.mark.parametrize("number", [-1, 50])
 def test_a_table_with_numbers_that_no_piece_has_is_refused(number):
-    pieces = Pieces(50, 16)
+    pieces = SubwordEmbedding(50, 16)
     pieces.init_weights()
-    damaged = pieces.state_dict() | {"spelling": torch.full((50, PIECES), number)}
+    damaged = pieces.state_dict() | {"spelling": torch.full((50, MOST), number)}
     with pytest.raises(UserError, match=f"has numbers from {number} to {number}, and there are 50 rows"):
         pieces.load_state_dict(damaged)
 
