@@ -69,12 +69,10 @@ def _last_saved(run: Path) -> float:
 
 
 def cast_weights(model: GPT, dtype: torch.dtype) -> GPT:
-    """Cast the matrices and embeddings of a model to `dtype`, in place; returns the model.
+    """Cast the matrices and embeddings of a model to `dtype` for inference, in place; returns the model.
 
-    It is for inference: autocast would cast every matrix again for every token. The residual stream takes the
-    dtype of the embeddings. The scalars of each block and the rotary tables stay float32 and are rounded
-    where they are used, as under autocast; so the model can go back to float32 with exact tables. Norms
-    and softmax sum in float32 inside their kernels, and the logits are float32 after the head.
+    Autocast would cast every matrix again for every token. The residual stream takes the dtype of the
+    embeddings. Scalars and rotary tables stay float32 and are rounded where they are used, as under autocast.
     """
     for p in model.parameters():
         if p.ndim == 2:
@@ -83,8 +81,7 @@ def cast_weights(model: GPT, dtype: torch.dtype) -> GPT:
 
 
 def model_config(checkpoint: Checkpoint, tensors: dict) -> GPTConfig:
-    """The configuration of a checkpoint whose model has these tensors, {name: tensor}. Raises UserError if it
-    is a model that this project does not know."""
+    """The configuration of a checkpoint with these tensors, {name: tensor}; UserError if GPT has others."""
     with contextlib.suppress(KeyError, TypeError, ValueError, ArithmeticError, RuntimeError):
         config = GPTConfig(**checkpoint.state["identity"]["model"])
         with torch.device("meta"):
@@ -132,8 +129,8 @@ def sample_token(logits, temperature: float, top_k: int, top_p: float, draw):
     temperature: 0 takes the likeliest token; so does a value below 1e-6, since dividing by it may overflow.
     top_k: only the k likeliest tokens are drawn (k <= 0: all). top_p: of those, only the likeliest ones that
     together reach this share of the probability, at least one (nucleus sampling, arXiv 1904.09751).
-    draw: (B, 1) float64, uniform on [0, 1), what chance adds. The tokens share [0, 1) by their probabilities,
-    and the one at `draw` is taken; so a row's token does not depend on other rows.
+    draw: (B, 1) float64, uniform on [0, 1). The tokens share [0, 1) by their probabilities, and the one at
+    `draw` is taken; so a row's token does not depend on other rows.
     """
     if temperature < 1e-6:
         top, ids = logits.max(-1, keepdim=True)
@@ -262,10 +259,10 @@ class Stream:
         seeds: one a row; a row's text depends on its own seed and tokens, and on the other rows at most by
         the rounding of sums. Raises UserError if logits are not finite.
         """
-        draws, column = Draws(seeds, self.device), None
+        draws = Draws(seeds, self.device)
         self.cache.reserve(min(max(self.lengths) + max_tokens, 2 * self.max_seq_len))
-        for _ in range(max_tokens if any(self.live) else 0):
-            if column is not None:
+        for i in range(max_tokens if any(self.live) else 0):
+            if i > 0:
                 self._read_column(column)
             else:
                 self._read_waiting()  # the last token of an earlier `write`
@@ -316,12 +313,9 @@ def _uncached(model, ids, max_tokens, dtype, seed, temperature=1.0, top_k=-1, to
         yield token
 
 
-def generate(
-    model, prompt, max_tokens, dtype=torch.float32, temperature=1.0, top_k=-1, seed=0, stop_ids=(), top_p=1.0
-):
+def generate(model, prompt, max_tokens, dtype=torch.float32, seed=0, **options):
     """Yield up to `max_tokens` token ids that continue one prompt; see `generate_batch`."""
-    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "stop_ids": stop_ids}
-    for column in generate_batch(model, [prompt], max_tokens, dtype, seeds=[seed], **options):
+    for column in generate_batch(model, [prompt], max_tokens, dtype, [seed], **options):
         yield column[0]
 
 

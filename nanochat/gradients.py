@@ -5,8 +5,8 @@ share of the weights (zero.py), so a reduce_scatter is enough: half of an all_re
 broadcast of the new weights (optim.py), so a step sends as many bytes as with plain DDP.
 
 After the backward pass a process has the average of the gradients that it owns, and of the small tensors that
-every process updates. The rest of its `.grad` is no average and is not used. So the norm for clipping is added
-up over the processes.
+every process updates. The rest of its `.grad` is no average and is not used. So the norm for clipping is
+added up over the processes.
 """
 
 import torch

@@ -7,14 +7,12 @@ import time
 
 from nanochat.machine.runtime import EAGER_STEPS
 from nanochat.run.metrics import Progress
-from nanochat.terminal import bar, duration, give_up, is_terminal
+from nanochat.terminal import bar, duration, give_up, is_terminal, printable
 
 # The first steps of a process, each with a line of its own: one more than the first that is compiled
 FULL_STEPS = EAGER_STEPS + 2
 LOG_S = 5.0  # seconds between two later lines of a log file
 REDRAW_S = 0.1  # seconds between two updates on a terminal
-# Characters that a terminal obeys and does not show. A model can write them.
-CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 class Console:
@@ -54,7 +52,7 @@ class Console:
         """Lines above the live line."""
         if not self.enabled:
             return
-        text = "\n".join(str(line).translate(CONTROL) for line in lines)
+        text = printable("\n".join(map(str, lines)))
         try:
             if self.terminal:
                 from tqdm import tqdm  # takes the live line or bar away while it writes

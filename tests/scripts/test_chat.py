@@ -17,6 +17,7 @@ from nanochat import UserError, checkpoint
 from nanochat.data.tokenizer import train
 from nanochat.engine import generate
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.terminal import printable
 
 ROOT = Path(__file__).parents[2]
 ROW = 48  # positions of the model
@@ -48,7 +49,7 @@ def base(model, tmp_path_factory) -> Path:
 def continuation(model, text, many, seed=42, **options):
     ids = [TOKENIZER.bos_id, *TOKENIZER.encode(text).tolist()]
     options = {"temperature": 0.8, "top_k": 50, "stop_ids": {TOKENIZER.bos_id}} | options
-    return TOKENIZER.decode(list(generate(model, ids, many, seed=seed, **options)))
+    return printable(TOKENIZER.decode(list(generate(model, ids, many, seed=seed, **options))))
 
 
 @pytest.fixture
@@ -123,7 +124,7 @@ def turn(model, ids: list[int], question: str, many: int, seed: int):
     ids = [*ids, *user, special["<|assistant_start|>"]]
     ends = {special["<|assistant_end|>"], TOKENIZER.bos_id}
     written = list(generate(model, ids, many, seed=seed, temperature=0.8, top_k=50, stop_ids=ends))
-    return [*ids, *written, special["<|assistant_end|>"]], TOKENIZER.decode(written)
+    return [*ids, *written, special["<|assistant_end|>"]], printable(TOKENIZER.decode(written))
 
 
 def test_a_model_of_conversations_answers_in_turns_and_remembers_them(chat, model, answering):
