@@ -54,22 +54,13 @@ def test_logits_through_the_cache_are_those_of_one_full_pass(window_pattern, spl
     torch.testing.assert_close(torch.cat(pieces, 1), model(idx), rtol=1e-4, atol=1e-4)
 
 
-def test_a_text_does_not_depend_on_texts_generated_before():
-    model = make_model()
-    first = list(generate(model, [1, 2, 3], 8, seed=5))
-    list(generate(model, [9, 9, 9, 9], 20, seed=6))
-    assert list(generate(model, [1, 2, 3], 8, seed=5)) == first
-
-
 @pytest.mark.parametrize("window_pattern", ["L", "SL"])
 def test_greedy_generation_takes_the_likeliest_token_of_a_full_pass_each_time(window_pattern):
-    model = make_model(window_pattern)
-    prompt = [3, 14, 15, 9]
-    expected = list(prompt)
-    with torch.inference_mode():
-        for _ in range(T - len(prompt)):
-            expected.append(model(torch.tensor([expected]))[0, -1].argmax().item())
-    assert list(generate(model, prompt, 1000, temperature=0)) == expected[4:]
+    model, text = make_model(window_pattern), [3, 14, 15, 9]
+    for token in generate(model, list(text), 1000, temperature=0):
+        assert token == full_logits(model, text).argmax()
+        text.append(token)
+    assert len(text) == T
 
 
 def test_generation_ends_after_max_tokens_at_a_stop_token_or_when_the_row_is_full():
@@ -83,44 +74,27 @@ def test_generation_ends_after_max_tokens_at_a_stop_token_or_when_the_row_is_ful
 
 
 def test_a_prompt_longer_than_the_row_keeps_its_end():
-    model = make_model()
-    long_prompt = [i % 67 for i in range(100)]
-    tokens = list(generate(model, long_prompt, 50, seed=1))
-    assert len(tokens) == 1
-    assert tokens == list(generate(model, long_prompt[-(T - 1) :], 50, seed=1))
+    model, long_prompt = make_model(), [i % 67 for i in range(100)]
+    (token,) = generate(model, long_prompt, 50, seed=1)
+    assert [token] == list(generate(model, long_prompt[-(T - 1) :], 50, seed=1))
 
 
-def test_a_seed_decides_the_text_whatever_was_drawn_before():
+def test_a_seed_decides_the_text_whatever_was_drawn_and_written_before():
     model = make_model()
-    first = list(generate(model, [1], 20, seed=1))
+    first = list(generate(model, [1, 2, 3], 20, seed=1))
     torch.rand(100)
-    assert list(generate(model, [1], 20, seed=1)) == first
-    assert list(generate(model, [1], 20, seed=2)) != first
-
-
-def test_generation_in_bfloat16_goes_through_autocast():
-    model = make_model()
-    seen = []
-    model.blocks[0].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
-    tokens = list(generate(model, [1, 2, 3], 5, dtype=torch.bfloat16))
-    assert len(tokens) == 5 and set(seen) == {torch.bfloat16}
+    assert list(generate(model, [1, 2, 3], 20, seed=2)) != first
+    assert list(generate(model, [1, 2, 3], 20, seed=1)) == first
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_a_model_with_nan_logits_is_refused(temperature):
-    model = make_model()
-    model.blocks[1].mlp.up.weight.data[3, 5] = torch.nan
-    with pytest.raises(UserError, match="logits are not numbers"):
-        list(generate(model, [1, 2, 3], 5, temperature=temperature))
-
-
-def test_a_model_that_overflows_only_in_float16_is_refused_there():
+def test_a_model_whose_logits_are_not_numbers_is_refused(temperature):
     model = make_model()
     for block in model.blocks:
         block.mlp.up.weight.data *= 2000  # the square of its output passes 65504
     assert len(list(generate(model, [1, 2, 3], 5))) == 5
-    with pytest.raises(UserError, match="overflow in this dtype; use --dtype=float32"):
-        list(generate(cast_weights(model, torch.float16), [1, 2, 3], 5))
+    with pytest.raises(UserError, match="--dtype=float32"):
+        list(generate(cast_weights(model, torch.float16), [1, 2, 3], 5, temperature=temperature))
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -205,8 +179,7 @@ def test_a_text_that_has_ended_yields_none_and_the_last_one_ends_the_stream():
 def test_a_text_that_does_not_fit_is_refused():
     stream = Stream(make_model())
     stream.read([[1] * 30])
-    assert stream.room(0) == 2
-    with pytest.raises(ValueError, match="3 tokens do not fit, the row has room for 2"):
+    with pytest.raises(ValueError, match="room for 2"):
         stream.read([[1, 2, 3]])
 
 
@@ -274,20 +247,16 @@ def test_a_module_of_another_type_or_a_hook_keeps_the_models_own_forward_pass():
     assert decode_step(model, torch.float32) is None
 
 
-def test_the_fast_step_follows_the_weights():
+def test_the_fast_step_is_made_once_and_follows_the_weights():
     model = make_model().requires_grad_(False)
-    first = decode_step(model, torch.float32)
-    assert decode_step(model, torch.float32) is first, "made once for weights that do not change"
-    texts = []
+    assert decode_step(model, torch.float32) is decode_step(model, torch.float32)
     for _ in range(2):
-        texts.append(list(generate(model, [1, 2, 3], 8, temperature=0)))
-        expected = [1, 2, 3]
-        for _ in range(8):
-            expected.append(full_logits(model, expected).argmax().item())
-        assert texts[-1] == expected[3:]
+        text = [1, 2, 3]
+        for token in generate(model, list(text), 8, temperature=0):
+            assert token == full_logits(model, text).argmax()
+            text.append(token)
         with torch.no_grad():
             model.blocks[0].attention.query.weight.mul_(-1.5)
-    assert texts[0] != texts[1]
 
 
 @torch.inference_mode()
@@ -308,9 +277,9 @@ def test_the_fast_step_is_as_close_to_float32_as_the_forward_pass(dtype, way):
     assert (found - exact[:, 1:]).norm() < 1.5 * (full - exact).norm() < 0.15 * exact.norm()
 
 
-def test_every_model_of_this_project_can_be_written_with_the_fast_step():
-    for depth, width, pattern in ((1, 64, "L"), (4, 192, "SSSL"), (7, 64, "SL")):
-        assert examine(GPT, GPTConfig(depth, width, width // 64, 300, 512, pattern))[1] == ""
+@pytest.mark.parametrize(("depth", "width", "pattern"), [(1, 64, "L"), (4, 192, "SSSL"), (7, 64, "SL")])
+def test_every_model_of_this_project_can_be_written_with_the_fast_step(depth, width, pattern):
+    assert examine(GPT, GPTConfig(depth, width, width // 64, 300, 512, pattern))[1] == ""
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -337,9 +306,8 @@ def test_top_k_draws_from_the_k_likeliest_by_their_probabilities():
     expected = torch.tensor([2.0, 1.0, -torch.inf, -torch.inf, 1.0]).softmax(-1)
     torch.testing.assert_close(frequencies(top_k=3), expected, rtol=0, atol=0.015)
     assert frequencies(top_k=1).tolist() == [1, 0, 0, 0, 0]
-    everything = LOGITS[0].softmax(-1)
-    for keeps_all in (0, -1, 5, 50):
-        torch.testing.assert_close(frequencies(top_k=keeps_all), everything, rtol=0, atol=0.015)
+    for everything in (0, -1, 5, 50):
+        torch.testing.assert_close(frequencies(top_k=everything), LOGITS[0].softmax(-1), rtol=0, atol=0.015)
 
 
 @pytest.mark.parametrize(
@@ -362,9 +330,9 @@ def test_top_p_applies_to_the_probabilities_after_temperature_and_top_k():
     assert 2 <= flat.count_nonzero() <= 3 and frequencies(top_p=0.39, logits=p.log())[3] == 1
 
 
-def test_temperature_zero_or_just_above_it_takes_the_likeliest():
-    for temperature in (0, 1e-300, 1e-38, 1e-6, 1e-3):
-        assert frequencies(temperature, logits=7 * LOGITS).tolist() == [1, 0, 0, 0, 0]
+@pytest.mark.parametrize("temperature", [0, 1e-300, 1e-38, 1e-6, 1e-3])
+def test_temperature_zero_or_just_above_it_takes_the_likeliest(temperature):
+    assert frequencies(temperature, logits=7 * LOGITS).tolist() == [1, 0, 0, 0, 0]
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -413,14 +381,6 @@ def test_weights_cast_once_are_as_close_to_float32_as_autocast_is(dtype, window_
     assert off["cast"] < 1.5 * off["auto"] < {torch.bfloat16: 0.1, torch.float16: 0.012}[dtype]
 
 
-def test_casting_leaves_scalars_and_rotary_tables_in_float32():
-    model, as_it_was = cast_weights(make_model(), torch.bfloat16), make_model()
-    assert {p.dtype for p in model.parameters() if p.ndim == 2} == {torch.bfloat16}
-    assert {p.dtype for p in model.parameters() if p.ndim < 2} == {torch.float32}
-    for name in ("cos", "sin"):
-        assert torch.equal(getattr(model, name), getattr(as_it_was, name))
-
-
 @torch.inference_mode()
 @pytest.mark.parametrize("window_pattern", ["L", "SL"])
 @pytest.mark.parametrize("way", ["autocast", "cast"])
@@ -462,10 +422,7 @@ def test_a_loaded_model_computes_what_the_saved_one_did(tmp_path):
 
 def test_a_file_of_bfloat16_tensors_is_loaded_as_float32(tmp_path):
     model = cast_weights(make_model(), torch.bfloat16)
-    found = checkpoint.open_checkpoint(save_run(tmp_path, model))
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
-    assert size <= (found.path / "model.safetensors").stat().st_size < 1.2 * size + 8000
-    loaded = load_for_inference(found, CPU, torch.float32)
+    loaded = load_for_inference(checkpoint.open_checkpoint(save_run(tmp_path, model)), CPU, torch.float32)
     for (name, p), saved in zip(loaded.named_parameters(), model.parameters(), strict=True):
         assert p.dtype == torch.float32 and torch.equal(p, saved.float()), name
 

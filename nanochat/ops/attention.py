@@ -1,8 +1,8 @@
-"""Causal attention: which of the ways in attention_backends.py a model uses, decided once, at start.
+"""Causal attention: which of the backends in attention_backends.py a model uses, decided once, at start.
 
-Three kinds of attention can need different ways: a layer that sees the whole row (full), one that sees a
-window, and either of them where a token sees its own document only (documents). `choose` takes, for each kind
-that a run needs, the first way that this machine can run and that agrees with float64, forward and backward.
+There are three kinds of attention: a layer sees the whole row (full), a window, or, in either, only the
+token's own document (documents). `choose` takes, for each kind that a run needs, the first backend that this
+machine can run and that agrees with float64, forward and backward.
 """
 
 import inspect
@@ -29,7 +29,7 @@ BACKENDS = {
 }
 EVERYWHERE = {"full": "sdpa", "window": "banded", "documents": "mask"}  # these run on every device
 # The largest |a - b| / |b| from float64, forward and backward, for random q, k, v rounded to the dtype.
-# Bad masks and layouts are at 0.1 and more; what a CPU reaches is in tests/ops/test_attention.py
+# Wrong masks and layouts are at 0.1 and more
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 # Positions. In float64 the scores of two heads take 256 MiB, several times. On a CPU two blocks are enough
 LONGEST_PROBE = {"cuda": 4096, "cpu": 160}
@@ -37,7 +37,7 @@ LONGEST_PROBE = {"cuda": 4096, "cpu": 160}
 
 @dataclass(frozen=True)
 class Attention:
-    """Causal softmax attention, by one way for each kind."""
+    """Causal softmax attention, by one backend for each kind."""
 
     full: str = EVERYWHERE["full"]
     window: str = EVERYWHERE["window"]
@@ -123,7 +123,7 @@ def shift_keys(k, visible=None):
 
 
 def use(model, chosen: Attention):
-    """Let every layer of a model compute attention in this way: the modules that have an `attend`."""
+    """Let every layer of a model compute attention by these backends: the modules that have an `attend`."""
     for module in model.modules():
         if hasattr(module, "attend"):
             module.attend = chosen
@@ -134,7 +134,7 @@ def use(model, chosen: Attention):
 
 
 def choose(config, machine, dtype, compiled: bool, documents: bool, resolved: dict) -> Attention:
-    """The ways for a model's configuration on this machine, the same on every process.
+    """The backends for a model's configuration on this machine, the same on every process.
 
     documents: whether a token is to see its own document only. resolved: of the run that is resumed ({}: a
     new run); its "attention" stands where it can run.
@@ -150,16 +150,10 @@ def choose(config, machine, dtype, compiled: bool, documents: bool, resolved: di
     version, passed_over = _flash_version(device, dtype, before.get("flash"))
     found, notes = {}, []
     for kind, window in kinds.items():
-        names = candidates(kind, device, dtype, config.max_seq_len, version)
-        if kind in before:
-            names = [before[kind], *names]
-        for name in dict.fromkeys(names):
-            why = cannot_run(name, kind, device, dtype, compiled)
-            if not why and name != EVERYWHERE[kind]:
-                why = _probe(name, kind, config, device, dtype, window)
-            if not why:
-                break
-            passed_over.append(f"{name} ({why})")
+        names = [before[kind]] if kind in before else []
+        names += candidates(kind, device, dtype, config.max_seq_len, version)
+        name, failed = _first_that_runs(names, kind, window, config, device, dtype, compiled)
+        passed_over += failed
         # Of processes whose machines differ, the one that can run least decides
         found[kind] = max(machine.all_gather(name), key=[before.get(kind), *BACKENDS].index)
         note = f"{found[kind]} {version if found[kind] in ('flash', 'varlen') else ''}".strip()
@@ -174,8 +168,21 @@ def choose(config, machine, dtype, compiled: bool, documents: bool, resolved: di
     return Attention(**found, flash=version, reason=reason)
 
 
+def _first_that_runs(names, kind: str, window: int, config, device, dtype, compiled: bool):
+    """The first backend that runs and is right, and why those before it are not taken."""
+    failed = []
+    for name in names:
+        why = cannot_run(name, kind, device, dtype, compiled)
+        if not why and name != EVERYWHERE[kind]:
+            why = _probe(name, kind, config, device, dtype, window)
+        if not why:
+            break
+        failed.append(f"{name} ({why})")
+    return name, failed
+
+
 def candidates(kind: str, device, dtype, T: int, flash_version: str = "") -> list[str]:
-    """The ways for a kind of attention on a device, in rows of T, the one to try first in front."""
+    """The backends for a kind of attention on a device, in rows of T, the one to try first in front."""
     if device.type == "cpu":
         # As measured (docs/benchmarks.md): compiled or not is the same, its operations are not compiled
         faster = dtype == torch.bfloat16 or (dtype == torch.float32 and (kind != "full" or 256 <= T <= 512))
@@ -221,7 +228,7 @@ def _flash_version(device, dtype, before: str | None) -> tuple[str, list[str]]:
 
 
 def cannot_run(name: str, kind: str, device, dtype, compiled: bool) -> str:
-    """Why a way cannot be tried here, by what the device is; "" if it can."""
+    """Why a backend cannot be tried on a device; "" if it can."""
     if kind not in BACKENDS.get(name, ((), ()))[1]:
         return f"it is no way to compute {kind}"
     if name in EVERYWHERE.values():
@@ -247,15 +254,15 @@ def cannot_run(name: str, kind: str, device, dtype, compiled: bool) -> str:
 
 
 def _probe(name: str, kind: str, config, device, dtype, window: int) -> str:
-    """Run a way once, forward and backward, at the model's row length or LONGEST_PROBE; returns what is
-    wrong, or ""."""
+    """Run a backend once, forward and backward, at the model's row length or LONGEST_PROBE; returns what
+    is wrong, or ""."""
     T = min(config.max_seq_len, LONGEST_PROBE.get(device.type, 4096))
     short = max(1, window * T // config.max_seq_len)
     try:
         if name == "flex":
             backends.make_block_mask(config.max_seq_len, window, device)
         forward, backward = errors(name, kind, (1, 2, T, config.head_dim), short, device, dtype)
-    except Exception as error:  # whatever a kernel or a compiler raises: then the next way is tried
+    except Exception as error:  # whatever a kernel or a compiler raises: then the next one is tried
         return backends.first_line(error)
     if max(forward, backward) > TOLERANCE[dtype]:
         return f"differs from float64 by {max(forward, backward):.2g}"
@@ -267,9 +274,9 @@ def _probe(name: str, kind: str, config, device, dtype, window: int) -> str:
 
 
 def check_backends(device, dtype, shape=(2, 2, 512, 64), compiled: bool = True) -> dict[str, dict | str]:
-    """Every way against float64: {name: {"ok", "forward_error", "backward_error"}, or why it cannot run}.
+    """Every backend against float64: {name: {"ok", "forward_error", "backward_error"} or why it cannot run}.
 
-    An error is the largest |a - b| / |b| over the kinds of attention that the way computes, on random q, k, v
+    An error is the largest |a - b| / |b| over the kinds that the backend computes, on random q, k, v
     (B, H, T, D) = shape, with a window of a quarter of T. FlashAttention 3 and 4 have names of their own.
     """
     device, T = torch.device(device), shape[2]
@@ -297,7 +304,7 @@ def check_backends(device, dtype, shape=(2, 2, 512, 64), compiled: bool = True) 
 
 
 def errors(name: str, kind: str, shape, window: int, device, dtype) -> tuple[float, float]:
-    """|a - b| / |b| of a way from float64, forward and backward, on random q, k, v (B, H, T, D) = shape."""
+    """|a - b| / |b| from float64, forward and backward, for random q, k, v (B, H, T, D) = shape."""
     B, H, T, D = shape
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(4, B, T, H, D, generator=generator).to(dtype)  # q, k, v and the gradient of y
