@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_gpt import make_model, random_tokens
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
 from nanochat import decode, engine
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPTConfig
 from nanochat.ops import attention as choices
 from nanochat.ops import attention_backends as backends
 from nanochat.ops.attention import Attention, attention, previous_token, shift_keys, visible_from
@@ -50,48 +51,10 @@ def test_attention_is_the_slow_one_for_any_lengths_and_window(data):
     torch.testing.assert_close(y.double(), expected, rtol=0, atol=close)
 
 
-@pytest.mark.parametrize("T, window", [(12, 4), (12, 12), (12, 5)])
-def test_attention_in_bfloat16_is_within_its_rounding(T, window):
-    q, k, v = random_qkv(T, T, torch.bfloat16)
-    y = attention(q, k, v, window)
-    assert y.dtype == torch.bfloat16
-    torch.testing.assert_close(
-        y.double(), slow_attention(q.double(), k.double(), v.double(), window), rtol=0.02, atol=0.02
-    )
-
-
 @pytest.mark.parametrize("T, window", [(6, 6), (6, 2), (6, 3), (6, 1), (5, 2)])
 def test_gradients_are_those_of_finite_differences(T, window):
     qkv = [x.requires_grad_() for x in random_qkv(T, T, torch.float64, B=1, H=2, D=2)]
     assert torch.autograd.gradcheck(lambda q, k, v: attention(q, k, v, window), qkv)
-
-
-def test_gradients_of_the_banded_way_are_those_of_full_attention_under_a_mask():
-    T, window = 32, 8
-    qkv = [x.requires_grad_() for x in random_qkv(T, T, torch.float64)]
-    weights = torch.randn(2, 3, T, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    distance = torch.arange(T)[:, None] - torch.arange(T)
-    mask = (distance >= 0) & (distance < window)
-    full = F.scaled_dot_product_attention(*qkv, attn_mask=mask)
-    expected = torch.autograd.grad((full * weights).sum(), qkv)
-    found = torch.autograd.grad((attention(*qkv, window) * weights).sum(), qkv)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("Tq, window", [(16, 16), (16, 4), (16, 5), (1, 5), (3, 5), (3, 99)])
-def test_positions_outside_of_the_window_do_not_count_whatever_they_hold(Tq, window):
-    Tk = 16
-    q, k, v = random_qkv(Tq, Tk, torch.float64)
-    y = attention(q, k, v, window)
-    for position in range(Tk):
-        k2, v2 = k.clone(), v.clone()
-        k2[:, :, position] += 100
-        v2[:, :, position] = -100
-        moved = (attention(q, k2, v2, window) - y).abs().amax(dim=(0, 1, 3)) > 0  # (Tq,)
-        own = torch.arange(Tk - Tq, Tk)
-        sees = (own >= position) & (own - position < window)
-        assert torch.equal(moved, sees), position
 
 
 def test_a_window_that_divides_the_row_needs_no_mask_of_its_square():
@@ -238,26 +201,26 @@ def test_both_forms_of_documents_say_the_same(rows):
 
 
 def small_model(pattern="SL"):
-    model = GPT(GPTConfig(2, 32, 2, 20, 16, pattern))
-    generator = torch.Generator().manual_seed(0)
-    model.init_weights(generator)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.2 * torch.randn(p.shape, generator=generator))
-    return model, torch.randint(20, (3, 16), generator=generator)
+    model = make_model(2, 32, 2, 20, 16, pattern)
+    return model, random_tokens(model, 3)
 
 
-@pytest.mark.parametrize("with_documents", [False, True])
-def test_a_model_has_the_same_gradients_by_varlen_as_by_sdpa(slow_flash, with_documents):
+def check_same_gradients(*ways, with_documents: bool):
+    """A model's loss and gradients by these backends are those of SDPA."""
     model, inputs = small_model()
     found = []
-    for chosen in (Attention(), Attention("varlen", "varlen", "varlen")):
+    for chosen in (Attention(), Attention(*ways)):
         choices.use(model, chosen)
         documents = chosen.boundaries(inputs, 0) if with_documents else None
         loss = model(inputs, inputs, documents=documents)
         found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("with_documents", [False, True])
+def test_a_model_has_the_same_gradients_by_varlen_as_by_sdpa(slow_flash, with_documents):
+    check_same_gradients("varlen", "varlen", "varlen", with_documents=with_documents)
 
 
 @pytest.mark.slow
@@ -441,18 +404,19 @@ def test_the_probe_of_a_long_row_needs_little_memory_and_keeps_the_window_s_shar
     assert seen[2:] == [((1, 2, 4096, 16), 4096), ((1, 2, 4096, 16), 1024)]
 
 
-def test_the_probe_turns_down_what_is_wrong_or_fails(monkeypatch):
-    def probe():
-        return choices._probe("efficient", "full", CONFIG_OF_16, torch.device("cpu"), torch.float32, 16)
-
-    CONFIG_OF_16 = GPTConfig(2, 32, 2, 20, 16)
-    for function, said in (
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
         (lambda q, k, v, window, documents: attention(q, k, v, 15), "differs from float64"),
         (lambda q, k, v, window, documents: attention(q, k, v, 16).detach(), "RuntimeError"),
         (backends.sdpa, ""),
-    ):
-        monkeypatch.setitem(choices.BACKENDS, "efficient", (function, ("full",)))
-        assert probe().startswith(said) and bool(probe()) == bool(said)
+    ],
+)
+def test_the_probe_turns_down_what_is_wrong_or_fails(monkeypatch, function, said):
+    monkeypatch.setitem(choices.BACKENDS, "efficient", (function, ("full",)))
+    config = GPTConfig(2, 32, 2, 20, 16)
+    found = choices._probe("efficient", "full", config, torch.device("cpu"), torch.float32, 16)
+    assert found.startswith(said) and bool(found) == bool(said)
 
 
 # ------------------------------------------------------------------------------------------------------
