@@ -259,13 +259,13 @@ class Stream:
         seeds: one a row; a row's text depends on its own seed and tokens, and on the other rows at most by
         the rounding of sums. Raises UserError if logits are not finite.
         """
-        draws = Draws(seeds, self.device)
+        draws, column = Draws(seeds, self.device), None
         self.cache.reserve(min(max(self.lengths) + max_tokens, 2 * self.max_seq_len))
-        for i in range(max_tokens if any(self.live) else 0):
-            if i > 0:
-                self._read_column(column)
-            else:
+        for _ in range(max_tokens if any(self.live) else 0):
+            if column is None:
                 self._read_waiting()  # the last token of an earlier `write`
+            else:
+                self._read_column(column)
             column = sample_token(self.logits, temperature, top_k, top_p, next(draws))
             tokens = column.flatten().tolist()
             for row, token in enumerate(tokens):

@@ -5,7 +5,6 @@ import math
 import re
 import shutil
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,60 +26,12 @@ def express(s):
 
 
 # ------------------------------------------------------------------------------------------------------
-# The coefficients: algorithm 1 of Polar Express (arXiv 2505.16932)
-
-
-def best_odd_quintic(lower, upper):
-    """(a, b, c) of the a x + b x^3 + c x^5 that stays closest to 1 on [lower, upper], by Remez' exchange.
-
-    The best one errs by +E, -E, +E, -E at lower, two inner points and upper, and the inner points are its
-    turning points: solve for the polynomial, move the points, until E stays.
-    """
-    if lower >= (1 - 5e-6) * upper:  # too narrow to solve for: the limit, Padé's polynomial
-        return np.array([15 / 8 / upper, -10 / 8 / upper**3, 3 / 8 / upper**5])
-    points = np.array([lower, 0.75 * lower + 0.25 * upper, 0.25 * lower + 0.75 * upper, upper])
-    error, before = np.inf, 0.0
-    while abs(error - before) > 1e-15:
-        before = error
-        system = np.stack([points, points**3, points**5, [1, -1, 1, -1]], axis=1)
-        a, b, c, error = np.linalg.solve(system, np.ones(4))
-        turning = np.roots([5 * c, 3 * b, a])  # of the derivative, in x^2
-        points[1:3] = np.sqrt(np.sort(turning))
-    return np.array([a, b, c])
-
-
-def polar_express_coefficients(lower, steps, safety, cushion):
-    """Each step's best polynomial for the interval that the steps before have left.
-
-    `cushion`: no interval is taken wider than 1 to 1/cushion, and the polynomial is then recentred on 1.
-    `safety`: every polynomial but the last is stretched, so that rounding cannot push a value out.
-    """
-    upper, found, powers = 1.0, [], np.array([1, 3, 5])
-    for step in range(steps):
-        coefficients = best_odd_quintic(max(lower, cushion * upper), upper)
-        ends = [coefficients @ x**powers for x in (lower, upper)]
-        if lower < cushion * upper:
-            coefficients = coefficients * 2 / sum(ends)
-        if step < steps - 1:
-            coefficients = coefficients / (1 + safety) ** powers
-        found.append(coefficients)
-        lower = coefficients @ lower**powers
-        upper = 2 - lower
-    return np.array(found)
-
-
-def test_coefficients_are_those_of_the_papers_algorithm():
-    expected = polar_express_coefficients(lower=1e-3, steps=5, safety=2e-2, cushion=2e-2)
-    np.testing.assert_allclose(POLAR_EXPRESS, expected, rtol=1e-9)
+# Orthogonalization by Polar Express
 
 
 def test_every_singular_value_from_a_thousandth_to_one_comes_close_to_one():
     s = express(torch.logspace(-3, 0, 10_000, dtype=torch.float64))
     assert s.min() > 0.85 and s.max() < 1.15
-
-
-# ------------------------------------------------------------------------------------------------------
-# Orthogonalisation
 
 
 @pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-4), (torch.bfloat16, 0.2)])

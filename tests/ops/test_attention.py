@@ -393,17 +393,6 @@ def test_processes_on_different_gpus_take_the_same(monkeypatch, here, there, bef
     assert choose_on(monkeypatch, here, config=config, others=[there], resolved=before).full == together
 
 
-def test_the_probe_of_a_long_row_needs_little_memory_and_keeps_the_window_s_share(monkeypatch):
-    seen = []
-    monkeypatch.setattr(choices, "errors", lambda *found: seen.append(found[2:4]) or (0.0, 0.0))
-    for T in (1024, 2**17):
-        config = GPTConfig(2, 32, 2, 20, T)
-        for kind, window in (("full", T), ("window", T // 4)):
-            assert choices._probe("varlen", kind, config, torch.device("cuda"), torch.float32, window) == ""
-    assert seen[:2] == [((1, 2, 1024, 16), 1024), ((1, 2, 1024, 16), 256)]
-    assert seen[2:] == [((1, 2, 4096, 16), 4096), ((1, 2, 4096, 16), 1024)]
-
-
 @pytest.mark.parametrize(
     ("function", "said"),
     [
