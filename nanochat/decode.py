@@ -53,7 +53,7 @@ class KVCache:
         if self.start is None:
             return slice(self.length, self.length + T)
         slots = torch.arange(self.length, self.length + T, device=self.start.device)
-        # Only tokens that nothing looks at again stand past the last position
+        # Past the last position there is padding only
         return (slots - self.start[:, None]).clamp(max=self.max_seq_len - 1)
 
     def align(self, lengths: list[int]):

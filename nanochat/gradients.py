@@ -21,7 +21,7 @@ from nanochat.optim import MuonAdamW
 def exchange_gradients(
     ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, gradient_dtype: str = "float32"
 ):
-    """Let `backward` send each gradient to the process that updates its weights, while it goes on.
+    """Send each gradient to the process that updates its weights, while `backward` goes on.
 
     gradient_dtype: float32 or bfloat16, of what is sent. An optimizer of torch's updates all weights in every
     process, so it keeps the all_reduce of plain DDP.

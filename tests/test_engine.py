@@ -6,6 +6,7 @@ import os
 from dataclasses import asdict
 
 import pytest
+import test_gpt
 import torch
 
 from nanochat import UserError, checkpoint
@@ -31,13 +32,11 @@ CPU = torch.device("cpu")
 
 
 def make_model(window_pattern="L"):
-    model = GPT(GPTConfig(3, 48, 3, 67, T, window_pattern))
-    generator = torch.Generator().manual_seed(0)
-    model.init_weights(generator)
-    with torch.no_grad():
-        for p in model.parameters():  # the zero projections of a fresh model would hide the cache
-            p.add_(0.2 * torch.randn(p.shape, generator=generator))
-    return model
+    return test_gpt.make_model(3, 48, 3, 67, T, window_pattern)
+
+
+def row_of_tokens(rows=2):
+    return torch.randint(67, (rows, T), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("window_pattern", ["L", "SL", "SSL"])
@@ -45,7 +44,7 @@ def make_model(window_pattern="L"):
 @torch.inference_mode()
 def test_logits_through_the_cache_are_those_of_one_full_pass(window_pattern, split):
     model = make_model(window_pattern)
-    idx = torch.randint(67, (2, T), generator=torch.Generator().manual_seed(1))
+    idx = row_of_tokens()
     cache = KVCache(model.config)
     pieces = []
     for piece in idx.split(split, dim=1):
@@ -143,14 +142,12 @@ def test_a_stream_reads_and_writes_in_turns_and_texts_may_end_at_different_token
     for turn, added in enumerate(([[], []], [[stop, 11], [12]], [[13, 14, 15], []], [[], [16, 17]])):
         stream.read(added)
         texts = [text + new for text, new in zip(texts, added, strict=True)]
-        live = [row for row in (0, 1) if stream.live[row]]
         for number, column in enumerate(stream.write(4, seeds=[1 + turn, 7], stop_ids={stop})):
+            live = [row for row in (0, 1) if column[row] is not None]
             for row in live:
-                if column[row] is not None:
-                    torch.testing.assert_close(
-                        stream.logits[row], full_logits(model, texts[row]), rtol=1e-4, atol=1e-4
-                    )
-                    texts[row].append(column[row])
+                expected = full_logits(model, texts[row])
+                torch.testing.assert_close(stream.logits[row], expected, rtol=1e-4, atol=1e-4)
+                texts[row].append(column[row])
             if turn == 2 and number == 1:
                 break  # a reader may leave in the middle
     assert all(len(text) > 10 for text in texts)
@@ -191,9 +188,7 @@ def test_a_seed_is_a_stream_of_numbers_of_its_own():
 
 
 def test_samples_are_the_prompts_with_what_the_model_adds():
-    prompts = ["", "é", "naïve café"]
-    model = GPT(GPTConfig(2, 32, 2, TOKENIZER.vocab_size, T))
-    model.init_weights(torch.Generator().manual_seed(0))
+    prompts, model = ["", "é", "naïve café"], test_gpt.make_model(2, 32, 2, TOKENIZER.vocab_size, T, stir=0)
     options = {"temperature": 0.8, "top_k": 50, "stop_ids": {TOKENIZER.bos_id}, "seed": 3}
     expected = [p + TOKENIZER.decode(list(generate(model, ids_of(p), 9, **options))) for p in prompts]
     assert continuations(model, TOKENIZER, prompts, torch.float32, 3, max_tokens=9) == expected
@@ -264,7 +259,7 @@ def test_the_fast_step_is_made_once_and_follows_the_weights():
 @pytest.mark.parametrize("way", ["autocast", "cast"])
 def test_the_fast_step_is_as_close_to_float32_as_the_forward_pass(dtype, way):
     model = make_model("SL")
-    idx = torch.randint(67, (2, T), generator=torch.Generator().manual_seed(1))
+    idx = row_of_tokens()
     exact = model(idx)
     if way == "cast":
         cast_weights(model, dtype)
@@ -371,7 +366,7 @@ def test_joined_pieces_are_the_decoded_text_even_with_broken_bytes():
 @pytest.mark.parametrize("window_pattern", ["L", "SL"])
 def test_weights_cast_once_are_as_close_to_float32_as_autocast_is(dtype, window_pattern):
     model = make_model(window_pattern)
-    idx = torch.randint(67, (4, T), generator=torch.Generator().manual_seed(1))
+    idx = row_of_tokens(4)
     exact = model(idx)
     with autocast(CPU, dtype):
         automatic = model(idx)
@@ -386,7 +381,7 @@ def test_weights_cast_once_are_as_close_to_float32_as_autocast_is(dtype, window_
 @pytest.mark.parametrize("way", ["autocast", "cast"])
 def test_the_cache_agrees_with_a_full_pass_in_bfloat16_to_its_rounding(window_pattern, way):
     model = make_model(window_pattern)
-    idx = torch.randint(67, (2, T), generator=torch.Generator().manual_seed(1))
+    idx = row_of_tokens()
     exact = model(idx)
     if way == "cast":
         cast_weights(model, torch.bfloat16)
@@ -413,7 +408,7 @@ def save_run(folder, model, step=3, config=None):
 def test_a_loaded_model_computes_what_the_saved_one_did(tmp_path):
     model = make_model("SL")
     found = checkpoint.open_checkpoint(save_run(tmp_path, model))
-    idx = torch.randint(67, (2, T), generator=torch.Generator().manual_seed(1))
+    idx = row_of_tokens()
     assert torch.equal(load_for_inference(found, CPU, torch.float32)(idx), model(idx))
     half = load_for_inference(found, CPU, torch.bfloat16)
     assert torch.equal(half(idx), cast_weights(model, torch.bfloat16)(idx))
@@ -461,12 +456,9 @@ def test_a_source_is_a_tag_a_run_or_a_checkpoint(base):
     assert find_source("small/step_000001", base).path == small / "step_000001"
     copied = (small / "step_000001").rename(base / "copied-elsewhere")
     assert find_source(str(copied), base / "nothing-here").step == 1
-
-
-def test_an_unknown_source_is_refused_with_the_tags_that_exist(base):
-    with pytest.raises(UserError, match=r"no checkpoint at d99; .* there are: talk, small, large\)"):
+    with pytest.raises(UserError, match=r"d99; .* talk, small, large\)"):
         find_source("d99", base)
-    with pytest.raises(UserError, match=r"train one with python -m scripts\.base_train"):
+    with pytest.raises(UserError, match=r"python -m scripts\.base_train"):
         find_source(None, base / "nothing-here")
 
 

@@ -93,16 +93,13 @@ def test_the_same_seed_gives_the_same_weights_whatever_memory_held_before():
     with torch.no_grad():
         for p in on_meta.parameters():
             p.fill_(math.nan)
-    usual = GPT(config)
-    for model in (on_meta, usual):
-        model.init_weights(torch.Generator().manual_seed(3))
-    for (name, p), q in zip(on_meta.named_parameters(), usual.named_parameters(), strict=True):
-        assert torch.equal(p, q[1]), name
+    usual, other = GPT(config), GPT(config)
+    for model, seed in ((on_meta, 3), (usual, 3), (other, 4)):
+        model.init_weights(torch.Generator().manual_seed(seed))
+    for (name, p), q in zip(on_meta.named_parameters(), usual.parameters(), strict=True):
+        assert torch.equal(p, q), name
     idx = random_tokens(usual)
-    assert torch.equal(on_meta(idx), usual(idx))
-    other = GPT(config)
-    other.init_weights(torch.Generator().manual_seed(4))
-    assert not torch.equal(other.embedding.weight, usual.embedding.weight)
+    assert torch.equal(on_meta(idx), usual(idx)) and not torch.equal(other(idx), usual(idx))
 
 
 def test_a_fresh_block_adds_nothing_to_the_stream_but_what_writes_to_it_learns():

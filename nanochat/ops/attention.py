@@ -59,7 +59,7 @@ class Attention:
         if visible is not None and visible.dtype == torch.bool:
             name = "blocks" if name == "blocks" and torch.is_grad_enabled() else "mask"
         if k.size(2) != T:
-            name = "mask"  # tokens behind those of a cache
+            name = "mask"  # tokens that continue a cache
         function, _ = BACKENDS[name]
         return function(q, k, v, window, visible)
 
@@ -141,7 +141,7 @@ def choose(config, machine, dtype, compiled: bool, documents: bool, resolved: di
     """
     device, before = machine.device, resolved.get("attention", {})
     if resolved and not before and device.type == "cpu":
-        before = EVERYWHERE  # of runs that did not record it yet
+        before = EVERYWHERE  # a run from before attention was recorded
     kinds = {"full": config.max_seq_len}
     if min(config.windows) < config.max_seq_len:
         kinds["window"] = min(config.windows)
@@ -154,7 +154,7 @@ def choose(config, machine, dtype, compiled: bool, documents: bool, resolved: di
         names += candidates(kind, device, dtype, config.max_seq_len, version)
         name, failed = _first_that_runs(names, kind, window, config, device, dtype, compiled)
         passed_over += failed
-        # Of processes whose machines differ, the one that can run least decides
+        # Where machines differ, the one that can run least decides for all processes
         found[kind] = max(machine.all_gather(name), key=[before.get(kind), *BACKENDS].index)
         note = f"{found[kind]} {version if found[kind] in ('flash', 'varlen') else ''}".strip()
         note += {"full": " for full layers", "window": " for windows", "documents": " for documents"}[kind]
@@ -182,9 +182,9 @@ def _first_that_runs(names, kind: str, window: int, config, device, dtype, compi
 
 
 def candidates(kind: str, device, dtype, T: int, flash_version: str = "") -> list[str]:
-    """The backends for a kind of attention on a device, in rows of T, the one to try first in front."""
+    """The backends for a kind of attention on a device, in rows of T, best first."""
     if device.type == "cpu":
-        # As measured (docs/benchmarks.md): compiled or not is the same, its operations are not compiled
+        # As measured (docs/benchmarks.md), compiled or eager: nothing in `blocks` is compiled
         faster = dtype == torch.bfloat16 or (dtype == torch.float32 and (kind != "full" or 256 <= T <= 512))
         return ["blocks"] * faster + [EVERYWHERE[kind]]
     if device.type != "cuda":

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_gpt import make_model
 
 from nanochat import UserError, checkpoint, engine
 from nanochat.data.tokenizer import train
 from nanochat.engine import generate
-from nanochat.gpt import GPT, GPTConfig
 from nanochat.terminal import printable
 
 ROOT = Path(__file__).parents[2]
@@ -26,12 +26,8 @@ TOKENIZER = train(["naïve café 東京 🙂🙃 straße\n" * 20], 280, exact=Fa
 
 @pytest.fixture(scope="module")
 def model():
-    model = GPT(GPTConfig(2, 32, 2, TOKENIZER.vocab_size, ROW))
-    generator = torch.Generator().manual_seed(0)
-    model.init_weights(generator)
+    model = make_model(2, 32, 2, TOKENIZER.vocab_size, ROW, stir=0.1)
     with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.1 * torch.randn(p.shape, generator=generator))
         model.head.weight[TOKENIZER.bos_id] = 0  # rarely drawn, so that texts are long
     return model
 
