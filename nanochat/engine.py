@@ -151,24 +151,15 @@ def sample_token(logits, temperature: float, top_k: int, top_p: float, draw):
     return torch.where(total.isfinite(), token, -1)
 
 
-class Draws:
-    """Uniform random numbers, a stream for each seed: next(draws) is (B, 1) float64 on `device`.
+def uniform_draws(seeds, device):
+    """Yield uniform random numbers (B, 1) float64 on `device` without end, a stream for each seed.
 
-    They come from the CPU, so that a seed means the same numbers on every device.
+    They come from the CPU, 64 of each stream at a time, so a seed means the same numbers on every device.
     """
-
-    AHEAD = 64  # numbers of each stream that are made at a time
-
-    def __init__(self, seeds, device):
-        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        self.device, self.used, self.numbers = device, self.AHEAD, None
-
-    def __next__(self):
-        if self.used == self.AHEAD:
-            rows = [torch.rand(self.AHEAD, generator=g, dtype=torch.float64) for g in self.generators]
-            self.numbers, self.used = torch.stack(rows).to(self.device), 0
-        self.used += 1
-        return self.numbers[:, self.used - 1 : self.used]
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    while True:
+        rows = [torch.rand(64, generator=g, dtype=torch.float64) for g in generators]
+        yield from torch.stack(rows).to(device).split(1, dim=1)
 
 
 class Stream:
@@ -259,7 +250,7 @@ class Stream:
         seeds: one a row; a row's text depends on its own seed and tokens, and on the other rows at most by
         the rounding of sums. Raises UserError if logits are not finite.
         """
-        draws, column = Draws(seeds, self.device), None
+        draws, column = uniform_draws(seeds, self.device), None
         self.cache.reserve(min(max(self.lengths) + max_tokens, 2 * self.max_seq_len))
         for _ in range(max_tokens if any(self.live) else 0):
             if column is None:
@@ -300,7 +291,7 @@ def generate_batch(model, prompts, max_tokens, dtype=torch.float32, seeds=None, 
 def _uncached(model, ids, max_tokens, dtype, seed, temperature=1.0, top_k=-1, top_p=1.0, stop_ids=()):
     """Yield the tokens that continue `ids`, by model(idx) alone."""
     device = next(model.parameters()).device
-    draws, ids = Draws([seed], device), list(ids)
+    draws, ids = uniform_draws([seed], device), list(ids)
     for _ in range(min(max_tokens, model.config.max_seq_len - len(ids))):
         with autocast(device, dtype):
             logits = model(torch.tensor([ids], device=device))[:, -1].float()
