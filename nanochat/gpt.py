@@ -4,7 +4,7 @@
     x += x0_scale * x0 + x_before_scale * gate * smear(x)             in each block,
     x += out(gate * attention(q, shifted k, v + value embedding))     then attention,
     x += down(leaky_relu(up(norm(x)))^2)                              then the MLP
-    logits = 15 tanh(head @ norm(x) / 15)                             V vocabulary
+    logits = 15 tanh(head @ norm(x) / 15)                             softcap (Gemma 2), V vocabulary
 
 No biases, norms without weights, untied embedding and head. Attention has H heads of size D. Parameters are
 float32; under `torch.autocast` the matrix multiplications and the residual stream run in autocast's dtype.
@@ -91,7 +91,7 @@ class Attention(nn.Module):
     def forward(self, x, value_embedding, rotary, cache=None, visible=None):
         B, T, C = x.shape
         q, k, v = (proj(x).view(B, T, self.num_heads, -1) for proj in (self.query, self.key, self.value))
-        # Value embedding (ResFormer): each head adds a row of the token itself, which no layer has mixed
+        # Value embedding (ResFormer): each head adds a row of the token itself, not mixed by earlier layers
         if value_embedding is not None:
             v = v + gated(value_embedding, self.value_gate(x)).view_as(v)
         # RoPE and QK norm: a score depends on distance and direction, and is at most 1.2^2 sqrt(D)
@@ -108,7 +108,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The square of a leaky ReLU: sparse like ReLU^2, and a unit that is off still learns."""
+    """The activation is ReLU^2 (Primer) of a leaky ReLU: a unit below zero still learns."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()

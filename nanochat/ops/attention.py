@@ -156,6 +156,8 @@ def choose(config, machine, dtype, compiled: bool, documents: bool, resolved: di
         passed_over += failed
         # Where machines differ, the one that can run least decides for all processes
         found[kind] = max(machine.all_gather(name), key=[before.get(kind), *BACKENDS].index)
+        if found[kind] == "flex":  # here, since compiled code cannot make it
+            backends.make_block_mask(config.max_seq_len, window, device)
         note = f"{found[kind]} {version if found[kind] in ('flash', 'varlen') else ''}".strip()
         note += {"full": " for full layers", "window": " for windows", "documents": " for documents"}[kind]
         if kind in before:
@@ -258,15 +260,10 @@ def _probe(name: str, kind: str, config, device, dtype, window: int) -> str:
     is wrong, or ""."""
     T = min(config.max_seq_len, LONGEST_PROBE.get(device.type, 4096))
     short = max(1, window * T // config.max_seq_len)
-    try:
-        if name == "flex":
-            backends.make_block_mask(config.max_seq_len, window, device)
-        forward, backward = errors(name, kind, (1, 2, T, config.head_dim), short, device, dtype)
-    except Exception as error:  # whatever a kernel or a compiler raises: then the next one is tried
-        return backends.first_line(error)
-    if max(forward, backward) > TOLERANCE[dtype]:
-        return f"differs from float64 by {max(forward, backward):.2g}"
-    return ""
+    found = _largest_errors(name, (kind,), (1, 2, T, config.head_dim), short, device, dtype)
+    if isinstance(found, str):
+        return found
+    return f"differs from float64 by {max(found):.2g}" if max(found) > TOLERANCE[dtype] else ""
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -279,28 +276,30 @@ def check_backends(device, dtype, shape=(2, 2, 512, 64), compiled: bool = True) 
     An error is the largest |a - b| / |b| over the kinds that the backend computes, on random q, k, v
     (B, H, T, D) = shape, with a window of a quarter of T. FlashAttention 3 and 4 have names of their own.
     """
-    device, T = torch.device(device), shape[2]
-    results = {}
+    device, results = torch.device(device), {}
     for version in ("", "FA3", "FA4"):
         why = backends.activate_flash(version) if device.type == "cuda" else "needs CUDA" if version else ""
         for name, (_, kinds) in BACKENDS.items():
             if version and name not in ("flash", "varlen"):
                 continue
-            key = f"{name} {version}".strip()
-            if reason := why or cannot_run(name, kinds[0], device, dtype, compiled):
-                results[key] = reason
-                continue
-            try:
-                found = [errors(name, kind, shape, T // 4, device, dtype) for kind in kinds]
-            except Exception as error:  # a report goes on
-                results[key] = backends.first_line(error)
-                continue
-            forward, backward = (max(column) for column in zip(*found, strict=True))
-            ok = max(forward, backward) <= TOLERANCE[dtype]
-            results[key] = {"ok": ok, "forward_error": forward, "backward_error": backward}
+            found = why or cannot_run(name, kinds[0], device, dtype, compiled)
+            found = found or _largest_errors(name, kinds, shape, shape[2] // 4, device, dtype)
+            if not isinstance(found, str):
+                ok = max(found) <= TOLERANCE[dtype]
+                found = {"ok": ok, "forward_error": found[0], "backward_error": found[1]}
+            results[f"{name} {version}".strip()] = found
     if device.type == "cuda":
         backends.activate_flash("")
     return results
+
+
+def _largest_errors(name: str, kinds, shape, window: int, device, dtype) -> tuple[float, ...] | str:
+    """The largest of `errors` over kinds of attention, forward and backward; or what was raised."""
+    try:
+        found = [errors(name, kind, shape, window, device, dtype) for kind in kinds]
+    except Exception as error:  # whatever a kernel or a compiler raises: then the next one is tried
+        return backends.first_line(error)
+    return tuple(map(max, zip(*found, strict=True)))
 
 
 def errors(name: str, kind: str, shape, window: int, device, dtype) -> tuple[float, float]:

@@ -332,6 +332,7 @@ def choose_on(monkeypatch, capability, dtype=torch.bfloat16, failing=(), flash3=
     monkeypatch.setattr(choices, "_capability", lambda device: capability)
     monkeypatch.setattr(choices, "_probe", probe)
     monkeypatch.setattr(backends, "activate_flash", activate)
+    monkeypatch.setattr(backends, "make_block_mask", lambda *size: None)
     machine = FakeMachine(others=options.pop("others", ()))
     defaults = {"config": CONFIG, "compiled": True, "documents": False, "resolved": {}}
     return choices.choose(machine=machine, dtype=dtype, **defaults | options)
