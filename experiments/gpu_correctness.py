@@ -104,7 +104,7 @@ def train(config, weights, batches, machine, dtype, compiled, backend="inductor"
     defaults = configurator.defaults(ROOT / "scripts" / "base_train.py")
     tokens = batches[0][0].numel()
     groups = optim.parameter_groups(model, *scaled_rates(defaults, config, tokens, len(batches)))
-    optimizer = optim.MuonAdamW(groups, dtype, compiled and backend == "inductor")
+    optimizer = optim.MuonAdamW(groups, dtype, 0 if compiled and backend == "inductor" else None)
     fp16 = dtype == torch.float16
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=fp16)
     step_model = torch.compile(model, dynamic=False, backend=backend) if compiled else model

@@ -116,7 +116,7 @@ class Ours:
         self.attention = attention.choose(*place, documents=False, resolved={})
         attention.use(model, self.attention)
         groups = optim.parameter_groups(model, self.plan.rates, self.plan.weight_decay)
-        self.optimizer = optim.MuonAdamW(groups, self.dtype, job["compile"])
+        self.optimizer = optim.MuonAdamW(groups, self.dtype, 0 if job["compile"] else None)
         self.scaler = precision.make_scaler(self.device, self.dtype)
         self.train_model = torch.compile(model, dynamic=False) if job["compile"] else model
         self.rows, self.micro_steps = self.plan.device_batch_size, self.plan.grad_accum_steps

@@ -1,23 +1,21 @@
-"""One new token a row, with few operations: what a model computes for text that it writes.
+"""The KV cache, and a forward pass for one new token a row with few operations.
 
-At batch 1 a small model is not slow because of its arithmetic: most of the time goes into starting some 300
-small operations from Python. DecodeStep computes the equations of gpt.py with about a third of them. Since it
-repeats these equations, `decode_step` compares both before it is used: a change of gpt.py never gives wrong
-text, only slower text.
+At batch 1 most of a small model's time goes into starting some 300 small operations from Python. DecodeStep
+computes the equations of gpt.py with about a third of them. `decode_step` compares the two before it is used:
+a change of gpt.py never gives wrong text, only slower text.
 """
 
 import functools
 import sys
 import weakref
-from dataclasses import replace
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from nanochat.gpt import GPT, QK_SCALE, gated
-from nanochat.ops.attention import keys_before
-from nanochat.ops.attention_backends import for_any_length
+from nanochat.gpt import GPT, QK_SCALE, gated, small_model
+from nanochat.ops.attention import shift_keys
+from nanochat.ops.attention_backends import first_line, for_any_length
 from nanochat.ops.elementwise import SLOPE, norm
 from nanochat.ops.fp8 import Float8Linear
 from nanochat.ops.loss import softcap
@@ -55,7 +53,7 @@ class KVCache:
         if self.start is None:
             return slice(self.length, self.length + T)
         slots = torch.arange(self.length, self.length + T, device=self.start.device)
-        # Only tokens that nothing looks at again stand past the last position
+        # Past the last position there is padding only
         return (slots - self.start[:, None]).clamp(max=self.max_seq_len - 1)
 
     def align(self, lengths: list[int]):
@@ -87,15 +85,14 @@ class KVCache:
 
 
 class LayerCache:
-    """Values of one layer, v (B, H, slots, D), of which the first `length` slots are used; its keys k and the
-    stream x (B, slots, C) that it reads, in which a token is one slot later, for the next token
-    (attention.token_before)."""
+    """Values v (B, H, slots, D) of one layer, of which the first `length` slots are used; its keys k, and the
+    stream x (B, slots, C) that it reads, both shifted by one slot (attention.previous_token)."""
 
     def __init__(self, cache: KVCache):
         self.cache, self.length, self.x, self.k, self.v = cache, 0, None, None, None
 
-    def token_before(self, x):
-        """Add the stream x (B, T, C) of T new slots, before `append`; returns that of the tokens before."""
+    def previous_token(self, x):
+        """Add the stream x (B, T, C) of T new slots, before `append`; returns it shifted."""
         stop = self.length + x.size(1)
         if self.x is None:
             self.x = self._empty(x, max(stop, self.cache.slots) + 1)
@@ -105,8 +102,8 @@ class LayerCache:
         return self.x[:, self.length : stop].to(x.dtype)
 
     def append(self, k, v):
-        """Add k and v (B, H, T, D) of T new slots; returns for all slots the keys of the tokens before, the
-        values, and which slots are visible: (B, 1, 1, length) bool, None for all."""
+        """Add k and v (B, H, T, D) of T new slots; returns the shifted keys and the values of all slots, and
+        which are visible: (B, 1, 1, length) bool, None for all."""
         stop = self.length + k.size(2)
         if self.k is None:
             slots = self.x.size(1)
@@ -114,7 +111,7 @@ class LayerCache:
         self.k[:, :, self.length + 1 : stop + 1], self.v[:, :, self.length : stop] = k, v
         first, self.length = self.length == 0, stop
         if first:
-            return keys_before(k), v, None
+            return shift_keys(k), v, None
         visible = None if self.cache.visible is None else self.cache.visible[..., :stop]
         return self.k[:, :, :stop].to(k.dtype), self.v[:, :, :stop].to(v.dtype), visible
 
@@ -124,20 +121,15 @@ class LayerCache:
         return like.new_zeros(*rows, slots, channels, dtype=self.cache.dtype or like.dtype)
 
     def grow(self, slots: int):
-        old = self.x, self.k, self.v
-        self._renew(slots)
-        for new, x in zip((self.x, self.k, self.v), old, strict=True):
-            new[..., : x.size(-2), :] = x
-
-    def _renew(self, slots: int):
-        self.x, self.k = self._empty(self.x, slots + 1), self._empty(self.k, slots + 1)
-        self.v = self._empty(self.v, slots)
+        more = (0, 0, 0, slots - self.v.size(2))
+        self.x, self.k, self.v = (F.pad(old, more) for old in (self.x, self.k, self.v))
 
     def move(self, moves: list[tuple[int, int, int]], stop: int):
         """Row by row, take n slots from one place to another: (from, to, n). `stop` slots are in use then."""
-        old = self.x, self.k, self.v
-        self._renew(max(self.cache.slots, stop))
-        for new, x, more in zip((self.x, self.k, self.v), old, (1, 1, 0), strict=True):
+        slots = max(self.cache.slots, stop)
+        old, shifted = (self.x, self.k, self.v), (1, 1, 0)
+        self.x, self.k, self.v = (self._empty(x, slots + more) for x, more in zip(old, shifted, strict=True))
+        for new, x, more in zip((self.x, self.k, self.v), old, shifted, strict=True):
             for row, (source, to, n) in enumerate(moves):
                 new[row, ..., to : to + n + more, :] = x[row, ..., source : source + n + more, :]
         self.length = stop
@@ -146,10 +138,10 @@ class LayerCache:
 class DecodeStep:
     """The forward pass of a GPT for one token a row, (B, 1) int64 -> logits (B, V) float32.
 
-    Its weights are those of the model at the time it is made, in `dtype`, as matrices (inputs, outputs). They
-    share memory with the model's where these have that dtype already. Query, key, value and gates become one
-    matrix; and in float32 on a CPU, the matrices of a small model are copied, since products with few rows
-    are faster when outputs lie side by side.
+    Its weights are the model's when it is made, in `dtype`, as matrices (inputs, outputs); they share memory
+    with the model's where these have that dtype. Query, key, value and gates are one matrix. In float32 on a
+    CPU, the matrices of a small model are copied: products with few rows are faster when outputs lie side by
+    side.
     """
 
     def __init__(self, model: GPT, dtype: torch.dtype):
@@ -169,8 +161,8 @@ class DecodeStep:
         self.sin = (QK_SCALE * torch.cat((-model.sin, model.sin), -1)).to(dtype)
 
     def _layer(self, model, i: int):
-        """What a layer multiplies with: gates of the token before; query, key, value and gates in one; out;
-        up; down; and its value embedding."""
+        """A layer's matrices (gates of the smear; query, key, value and gates in one; out; up; down), and
+        its value embedding."""
         attention, mlp = model.blocks[i].attention, model.blocks[i].mlp
         readers = [attention.query, attention.key, attention.value, attention.head_gate]
         table = None
@@ -203,7 +195,7 @@ class DecodeStep:
         x = x0 = norm(F.embedding(idx, self.embedding)).to(self.dtype)  # (B, C)
         shares = (self.x0_scales[:, None, None] * x0).unbind(0)
         for i, (x_before_gate, qkvg, out, up, down, table) in enumerate(self.layers):
-            before = cache.layers[i].token_before(x[:, None])  # (B, 1, C)
+            before = cache.layers[i].previous_token(x[:, None])  # (B, 1, C)
             before = gated(before, (norm(x) @ x_before_gate)[:, None])[:, 0]  # (B, C)
             x = torch.addcmul(x + shares[i], self.x_before_scales[i], before)
             qkvg = norm(x) @ qkvg  # (B, 3 * C + H), with a value embedding (B, 3 * C + 2 * H)
@@ -264,21 +256,19 @@ def kinds_of(model) -> list[type]:
 
 @functools.cache
 def examine(kind: type, config) -> tuple[list[type], str]:
-    """The types of a model's modules, and what its code computes otherwise than DecodeStep: a sentence, empty
-    if nothing.
+    """The types of a model's modules, and how its code differs from DecodeStep: a sentence, empty if equal.
 
-    All logits of a small random model of this code are compared. It has as many layers, and their windows. No
-    parameter of it is zero, and its numbers are float32, so that no difference hides.
+    All logits of a small float32 model of this code are compared; none of its parameters is zero, so no
+    difference hides.
     """
     kinds = []
     try:
-        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            model = kind(replace(config, width=64, num_heads=2, vocab_size=50, max_seq_len=12)).eval()
-            model.init_weights(torch.Generator().manual_seed(0))
-            kinds = kinds_of(model)
+        model = small_model(kind, config)
+        kinds = kinds_of(model)
+        with torch.device("cpu"):
             reason = _difference(model)
     except Exception as error:  # whatever an edited model raises, its own forward pass can still be used
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        reason = first_line(error)
     if reason:
         print(
             f"note: text is written with the model's own forward pass, which is slower ({reason})",

@@ -16,7 +16,7 @@ from nanochat.decode import KVCache, decode_step
 from nanochat.files import user_path
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine.precision import autocast
-from nanochat.ops.subword import Pieces
+from nanochat.ops.subword import SubwordEmbedding
 
 NOT_NUMBERS = (
     "the model's logits are not numbers: its training went wrong, or they overflow in this dtype; use "
@@ -69,12 +69,10 @@ def _last_saved(run: Path) -> float:
 
 
 def cast_weights(model: GPT, dtype: torch.dtype) -> GPT:
-    """Cast the matrices and embeddings of a model to `dtype`, in place; returns the model.
+    """Cast the matrices and embeddings of a model to `dtype` for inference, in place; returns the model.
 
-    It is for inference: autocast would cast every matrix again for every token. The residual stream takes the
-    dtype of the embeddings. The scalars of each block and the rotary tables stay float32 and are rounded
-    where they are used, as under autocast; so the model can go back to float32 with exact tables. Norms
-    and softmax sum in float32 inside their kernels, and the logits are float32 after the head.
+    Autocast would cast every matrix again for every token. The residual stream takes the dtype of the
+    embeddings. Scalars and rotary tables stay float32 and are rounded where they are used, as under autocast.
     """
     for p in model.parameters():
         if p.ndim == 2:
@@ -83,8 +81,7 @@ def cast_weights(model: GPT, dtype: torch.dtype) -> GPT:
 
 
 def model_config(checkpoint: Checkpoint, tensors: dict) -> GPTConfig:
-    """The configuration of a checkpoint whose model has these tensors, {name: tensor}. Raises UserError if it
-    is a model that this project does not know."""
+    """The configuration of a checkpoint with these tensors, {name: tensor}; UserError if GPT has others."""
     with contextlib.suppress(KeyError, TypeError, ValueError, ArithmeticError, RuntimeError):
         config = GPTConfig(**checkpoint.state["identity"]["model"])
         with torch.device("meta"):
@@ -96,27 +93,25 @@ def model_config(checkpoint: Checkpoint, tensors: dict) -> GPTConfig:
     )
 
 
-def with_rows_of_pieces(config: GPTConfig, tensors: dict) -> tuple[GPTConfig, dict]:
-    """The same model without pieces: its tensors {name: tensor}, with theirs added (spelling.py)."""
-    pieces, prefix = Pieces(config.vocab_size, config.width), "pieces."
+def fold_subwords(config: GPTConfig, tensors: dict) -> tuple[GPTConfig, dict]:
+    """The same model without sub-word embeddings: the rows of its tensors {name: tensor} have them added."""
+    subword, prefix = SubwordEmbedding(config.vocab_size, config.width), "pieces."
     theirs = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-    pieces.load_state_dict(theirs, assign=True)
-    tables = "embedding.weight", "head.weight"
+    subword.load_state_dict(theirs, assign=True)
+    rest = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
+    names = "embedding.weight", "head.weight"
     with torch.no_grad():
-        rows = dict(zip(tables, pieces(*(tensors[name] for name in tables)), strict=True))
-    tensors = {
-        name: rows.get(name, tensor) for name, tensor in tensors.items() if not name.startswith(prefix)
-    }
-    return replace(config, spelled=False), tensors
+        rest.update(zip(names, subword(*(tensors[name] for name in names)), strict=True))
+    return replace(config, spelled=False), rest
 
 
 def load_for_inference(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> GPT:
-    """The model of a checkpoint, on `device`, with its matrices in `dtype`. The rows of pieces are added to
-    those of tokens once and for all. Raises UserError as `model_config` does."""
+    """The model of a checkpoint, on `device`, with its matrices in `dtype` and its sub-word rows added to
+    those of tokens. Raises UserError as `model_config` does."""
     tensors = checkpoint.load_model()
     config = model_config(checkpoint, tensors)
     if config.spelled:
-        config, tensors = with_rows_of_pieces(config, tensors)
+        config, tensors = fold_subwords(config, tensors)
     with torch.device("meta"):
         model = GPT(config)
     cast_weights(model, dtype).to_empty(device=device)
@@ -134,8 +129,8 @@ def sample_token(logits, temperature: float, top_k: int, top_p: float, draw):
     temperature: 0 takes the likeliest token; so does a value below 1e-6, since dividing by it may overflow.
     top_k: only the k likeliest tokens are drawn (k <= 0: all). top_p: of those, only the likeliest ones that
     together reach this share of the probability, at least one (nucleus sampling, arXiv 1904.09751).
-    draw: (B, 1) float64, uniform on [0, 1), what chance adds. The tokens share [0, 1) by their probabilities,
-    and the one at `draw` is taken; so a row's token does not depend on other rows.
+    draw: (B, 1) float64, uniform on [0, 1). The tokens share [0, 1) by their probabilities, and the one at
+    `draw` is taken; so a row's token does not depend on other rows.
     """
     if temperature < 1e-6:
         top, ids = logits.max(-1, keepdim=True)
@@ -156,24 +151,15 @@ def sample_token(logits, temperature: float, top_k: int, top_p: float, draw):
     return torch.where(total.isfinite(), token, -1)
 
 
-class Draws:
-    """Uniform random numbers, a stream for each seed: next(draws) is (B, 1) float64 on `device`.
+def uniform_draws(seeds, device):
+    """Yield uniform random numbers (B, 1) float64 on `device` without end, a stream for each seed.
 
-    They come from the CPU, so that a seed means the same numbers on every device.
+    They come from the CPU, 64 of each stream at a time, so a seed means the same numbers on every device.
     """
-
-    AHEAD = 64  # numbers of each stream that are made at a time
-
-    def __init__(self, seeds, device):
-        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        self.device, self.used, self.numbers = device, self.AHEAD, None
-
-    def __next__(self):
-        if self.used == self.AHEAD:
-            rows = [torch.rand(self.AHEAD, generator=g, dtype=torch.float64) for g in self.generators]
-            self.numbers, self.used = torch.stack(rows).to(self.device), 0
-        self.used += 1
-        return self.numbers[:, self.used - 1 : self.used]
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    while True:
+        rows = [torch.rand(64, generator=g, dtype=torch.float64) for g in generators]
+        yield from torch.stack(rows).to(device).split(1, dim=1)
 
 
 class Stream:
@@ -264,13 +250,13 @@ class Stream:
         seeds: one a row; a row's text depends on its own seed and tokens, and on the other rows at most by
         the rounding of sums. Raises UserError if logits are not finite.
         """
-        draws, column = Draws(seeds, self.device), None
+        draws, column = uniform_draws(seeds, self.device), None
         self.cache.reserve(min(max(self.lengths) + max_tokens, 2 * self.max_seq_len))
         for _ in range(max_tokens if any(self.live) else 0):
-            if column is not None:
-                self._read_column(column)
-            else:
+            if column is None:
                 self._read_waiting()  # the last token of an earlier `write`
+            else:
+                self._read_column(column)
             column = sample_token(self.logits, temperature, top_k, top_p, next(draws))
             tokens = column.flatten().tolist()
             for row, token in enumerate(tokens):
@@ -305,7 +291,7 @@ def generate_batch(model, prompts, max_tokens, dtype=torch.float32, seeds=None, 
 def _uncached(model, ids, max_tokens, dtype, seed, temperature=1.0, top_k=-1, top_p=1.0, stop_ids=()):
     """Yield the tokens that continue `ids`, by model(idx) alone."""
     device = next(model.parameters()).device
-    draws, ids = Draws([seed], device), list(ids)
+    draws, ids = uniform_draws([seed], device), list(ids)
     for _ in range(min(max_tokens, model.config.max_seq_len - len(ids))):
         with autocast(device, dtype):
             logits = model(torch.tensor([ids], device=device))[:, -1].float()
@@ -318,12 +304,9 @@ def _uncached(model, ids, max_tokens, dtype, seed, temperature=1.0, top_k=-1, to
         yield token
 
 
-def generate(
-    model, prompt, max_tokens, dtype=torch.float32, temperature=1.0, top_k=-1, seed=0, stop_ids=(), top_p=1.0
-):
+def generate(model, prompt, max_tokens, dtype=torch.float32, seed=0, **options):
     """Yield up to `max_tokens` token ids that continue one prompt; see `generate_batch`."""
-    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "stop_ids": stop_ids}
-    for column in generate_batch(model, [prompt], max_tokens, dtype, seeds=[seed], **options):
+    for column in generate_batch(model, [prompt], max_tokens, dtype, [seed], **options):
         yield column[0]
 
 

@@ -1,36 +1,37 @@
-"""The model: a GPT in the nanochat line.
+"""The model: a GPT in the nanochat line, as equations.
 
-Rotary positions, QK norm, MLP with the square of a leaky ReLU, RMSNorm without weights, untied embedding and
-head, softcapped logits, no biases. The projections back into the residual stream start at zero. A token is
-found by the key of the token before it, so that one layer can copy what followed (`attention.keys_before`). A
-block adds learned shares of the first embedding and of the stream of the token before to the stream.
-The output of each attention head passes a gate. Alternate layers have value embeddings. The last layer takes
-them from the rows of the output head, so a token that attention finds there raises its own logit. In short
-runs the others do so too, and tokens spelled alike share a part of their rows (spelling.py).
-docs/ablations.md has what most of these parts are worth.
+    x0 = norm(embedding[token])                                       B rows, T positions, C width
+    x += x0_scale * x0 + x_before_scale * gate * smear(x)             in each block,
+    x += out(gate * attention(q, shifted k, v + value embedding))     then attention,
+    x += down(leaky_relu(up(norm(x)))^2)                              then the MLP
+    logits = 15 tanh(head @ norm(x) / 15)                             softcap (Gemma 2), V vocabulary
 
-Shapes: B rows, T positions, C width, H heads, D head size, V vocabulary. Parameters are float32; under
-`torch.autocast` the matrix multiplications and the residual stream run in autocast's dtype.
+No biases, norms without weights, untied embedding and head. Attention has H heads of size D. Parameters are
+float32; under `torch.autocast` the matrix multiplications and the residual stream run in autocast's dtype.
+docs/ablations.md has what the parts are worth.
 
-To add a parameter: make it in a module, give it a value in `init_weights`, and use it in `forward`. The first
-matching row of PARAMETER_TABLE in optim.py says how it is trained. Whatever is missing is named at the start.
+To add a parameter: make it in a module, give it a value in `init_weights`, and use it in `forward`, with
+`.to(x.dtype)` where it meets x. The first matching row of PARAMETER_TABLE in optim.py says how it is trained.
+Whatever is missing is named at the start.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves
 
-from nanochat.ops.attention import attention, keys_before, token_before, visible_from
+from nanochat import UserError
+from nanochat.ops.attention import attention, previous_token, shift_keys, visible_from
 from nanochat.ops.elementwise import norm, norm_and_rotate, squared_leaky_relu
-from nanochat.ops.lookup import embedding, look_up
 from nanochat.ops.loss import softcap, softcapped_cross_entropy
-from nanochat.ops.subword import Pieces
+from nanochat.ops.operators import embedding, look_up
+from nanochat.ops.subword import SubwordEmbedding
 
-ROPE_BASE = 100_000  # longer wavelengths than the usual 10,000
-GATED_CHANNELS = 16  # of the stream of the token before, that share a gate
+ROPE_BASE = 100_000  # RoPE: longer wavelengths than the usual 10,000
+GATED_CHANNELS = 16  # of the smeared stream, that share a gate
 QK_SCALE = 1.2  # on q and on k after their norm: attention a little sharper than 1 / sqrt(D) gives
 
 
@@ -44,7 +45,7 @@ class GPTConfig:
     vocab_size: int
     max_seq_len: int
     window_pattern: str = "L"  # one letter a layer, repeated: L sees all of the past, S a quarter of T
-    spelled: bool = False  # tokens spelled alike share a part of their rows in embedding and head
+    spelled: bool = False  # sub-word embeddings: tokens that are spelled alike share a part of their rows
     value_tables: bool = True  # earlier layers' value embeddings have tables; without, the head's rows
 
     @property
@@ -69,7 +70,7 @@ class GPTConfig:
 
 
 def gated(x, gates):
-    """x (B, T, C), each of its G groups of channels times 2 * sigmoid(gate), at first 1; gates (B, T, G)."""
+    """2 sigmoid(gates) * x, at first x: x (B, T, C) in G groups of channels, gates (B, T, G)."""
     return (2 * torch.sigmoid(gates).unsqueeze(-1) * x.view(*gates.shape, -1)).view_as(x)
 
 
@@ -90,19 +91,25 @@ class Attention(nn.Module):
     def forward(self, x, value_embedding, rotary, cache=None, visible=None):
         B, T, C = x.shape
         q, k, v = (proj(x).view(B, T, self.num_heads, -1) for proj in (self.query, self.key, self.value))
+        # Value embedding (ResFormer): each head adds a row of the token itself, not mixed by earlier layers
         if value_embedding is not None:
             v = v + gated(value_embedding, self.value_gate(x)).view_as(v)
+        # RoPE and QK norm: a score depends on distance and direction, and is at most 1.2^2 sqrt(D)
         q, k = (norm_and_rotate(part, *rotary, QK_SCALE) for part in (q, k))
         q, k, v = (part.to(v.dtype).transpose(1, 2) for part in (q, k, v))  # (B, H, T, D)
+        # Shifted keys: position t has the key of t - 1, so one layer copies what followed a token (induction)
         if cache is None:
-            k = keys_before(k, visible)
+            k = shift_keys(k, visible)
         else:
             k, v, visible = cache.append(k, v)
         y = self.attend(q, k, v, self.window, visible)  # (B, H, T, D)
+        # Gated attention: a head that finds nothing can be silent
         return self.out(gated(y.transpose(1, 2).reshape(B, T, C), self.head_gate(x)))
 
 
 class MLP(nn.Module):
+    """The activation is ReLU^2 (Primer) of a leaky ReLU: a unit below zero still learns."""
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.up = nn.Linear(config.width, 4 * config.width, bias=False)
@@ -123,9 +130,11 @@ class Block(nn.Module):
         self.x_before_gate = nn.Linear(config.width, gates, bias=False)
 
     def forward(self, x, x0, value_embedding, rotary, cache=None, visible=None):
-        before = token_before(x, visible) if cache is None else cache.token_before(x)  # (B, T, C)
+        before = previous_token(x, visible) if cache is None else cache.previous_token(x)  # (B, T, C)
         before = gated(before, self.x_before_gate(norm(x)))
+        # x0 residual: late layers still see the token itself
         x = x + self.x0_scale.to(x.dtype) * x0
+        # Smear: a share of the stream of the token before; pairs of tokens are known without attention
         x = torch.addcmul(x, self.x_before_scale.to(x.dtype), before)
         x = x + self.attention(norm(x), value_embedding, rotary, cache, visible)
         return x + self.mlp(norm(x))
@@ -145,7 +154,8 @@ class GPT(nn.Module):
         )
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.depth))
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
-        self.pieces = Pieces(config.vocab_size, config.width) if config.spelled else None
+        # Sub-word embeddings; `pieces` is their name in checkpoints
+        self.pieces = SubwordEmbedding(config.vocab_size, config.width) if config.spelled else None
         self.register_buffer("cos", None, persistent=False)
         self.register_buffer("sin", None, persistent=False)
 
@@ -154,9 +164,9 @@ class GPT(nn.Module):
         """Fill parameters and rotary tables in place, on the device the model is on.
 
         Queries, keys and values are uniform with standard deviation 1 / sqrt(C), an MLP's first matrix with
-        half of it. Keys begin as queries: what followed the same token is found before anything is learned.
-        Gates are zero: they multiply by 1. So are the matrices that write to the residual stream: attention
-        and MLP begin by adding nothing to it. A small head makes the first loss ln(V).
+        half of it. Keys begin equal to queries, so induction works before anything is learned. Gates are
+        zero: they multiply by 1. The matrices that write to the residual stream are zero: attention and MLP
+        begin by adding nothing. A small head makes the first loss ln(V).
         """
         bound = math.sqrt(3 / self.config.width)  # uniform on [-b, b] has standard deviation b / sqrt(3)
         nn.init.normal_(self.embedding.weight, std=0.8, generator=generator)
@@ -197,8 +207,8 @@ class GPT(nn.Module):
 
         Targets of -1 are not scored. `reduction` is that of F.cross_entropy; "none" gives (B * T,). With a
         `cache` (decode.KVCache), idx continues the tokens that the cache holds. `positions` (N,) int64 are
-        indices into the B * T positions: logits (N, V) of these alone. `documents` (B, T) int64 numbers the
-        documents of each row, or is what Attention.boundaries returns: a token sees its own document only.
+        indices into the B * T positions: logits (N, V) of these alone. With `documents`, from
+        Attention.boundaries or their numbers (B, T) int64, a token sees its own document only.
         """
         places = slice(idx.size(1)) if cache is None else cache.places(idx.size(1))
         embedding_rows, head_rows = self.tables()
@@ -206,9 +216,9 @@ class GPT(nn.Module):
         if torch.is_autocast_enabled(x.device.type):  # so the residual stream runs in the compute dtype too
             x = x.to(torch.get_autocast_dtype(x.device.type))
         # (T, 1, D / 2): the same for all heads
-        cos, sin = self.cos[places].to(x.dtype), self.sin[places].to(x.dtype)
-        rotary = cos.unsqueeze(-2), sin.unsqueeze(-2)
+        rotary = [table[places].to(x.dtype).unsqueeze(-2) for table in (self.cos, self.sin)]
         x0, visible = x, visible_from(documents)
+        # The last layer's value embedding: a token that attention finds raises its own logit
         rows_of_head = norm(look_up(head_rows, idx)).to(x.dtype)  # (B, T, C)
         for i, block in enumerate(self.blocks):
             value_embedding = None  # (B, T, C)
@@ -245,3 +255,39 @@ class GPT(nn.Module):
         counts = self.parameter_counts()
         attended = sum(self.config.windows)
         return 6 * (counts["matrices"] + counts["head"]) + 12 * self.config.width * attended
+
+
+def check_dtypes(model: nn.Module, dtype: torch.dtype):
+    """Raise UserError, with the name of the part, if one in the blocks gets another dtype than autocast's.
+
+    A float32 parameter that meets x without `.to(x.dtype)` makes float32 of what follows: slower, with more
+    memory, and without an error. A small model of the same code shows it, on a CPU, whose autocast casts
+    nothing but products.
+    """
+    if dtype == torch.float32 or not isinstance(model, GPT):
+        return
+
+    def check(name, *values):
+        for tensor in tree_leaves(values):
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.dtype != dtype:
+                raise UserError(
+                    f"{name} computes in {tensor.dtype} in place of {dtype}: in nanochat/gpt.py, a float32 "
+                    "parameter or table meets x without .to(x.dtype); add it, or take check_dtypes out of "
+                    "the script if that is what you want"
+                )
+
+    small = small_model(type(model), model.config)
+    for name, module in small.blocks.named_modules(prefix="blocks"):
+        module.register_forward_pre_hook(lambda module, args, name=name: check(name, args))
+    for i, block in enumerate(small.blocks):
+        block.register_forward_hook(lambda module, args, x, i=i: check(f"blocks.{i}", x))
+    with torch.no_grad(), torch.autocast("cpu", dtype):
+        small(torch.zeros(1, 4, dtype=torch.int64))
+
+
+def small_model(kind, config: GPTConfig) -> nn.Module:
+    """A model of the same class, layers and windows that is quick to run on a CPU, as initialised."""
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        model = kind(replace(config, width=64, num_heads=2, vocab_size=50, max_seq_len=12)).eval()
+        model.init_weights(torch.Generator().manual_seed(0))
+    return model

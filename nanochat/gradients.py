@@ -1,13 +1,12 @@
 """Gradients of several processes: each is averaged where it is needed, and their norm is that of all.
 
 Plain DDP gives every process the average of all gradients, by an all_reduce. But a process updates only its
-share of the weights (zero.py), and needs only the gradients of that share. This is a reduce_scatter, half of
-an all_reduce. The other half is the broadcast of the new weights (optim.py). So a step sends as many bytes as
-plain DDP does.
+share of the weights (zero.py), so a reduce_scatter is enough: half of an all_reduce. The other half is the
+broadcast of the new weights (optim.py), so a step sends as many bytes as with plain DDP.
 
 After the backward pass a process has the average of the gradients that it owns, and of the small tensors that
-every process updates. The rest of its `.grad` is no average, and nothing may use it. So the norm for clipping
-is added up over the processes.
+every process updates. The rest of its `.grad` is no average and is not used. So the norm for clipping is
+added up over the processes.
 """
 
 import torch
@@ -34,7 +33,7 @@ def wrap_in_ddp(
 def exchange_gradients(
     ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, gradient_dtype: str = "float32"
 ):
-    """Let `backward` send each gradient to the process that updates its weights, while it goes on.
+    """Send each gradient to the process that updates its weights, while `backward` goes on.
 
     gradient_dtype: float32 or bfloat16, of what is sent. An optimizer of torch's updates all weights in every
     process, so it keeps the all_reduce of plain DDP.
@@ -87,7 +86,7 @@ def _limit(gradients: list[torch.Tensor], norm: torch.Tensor, max_norm: float):
 
 
 class Exchange:
-    """What becomes of a bucket, DDP's name for the gradients that are sent together.
+    """The communication hook of DDP for a bucket, which is DDP's name for gradients that are sent together.
 
     `reduce` and `all_to_all` do the same. Both begin the exchange and return at once; the Future ends when
     this process has its averages.

@@ -10,9 +10,8 @@ import math
 
 import torch
 
-# (a, b, c) of X <- a X + (b A + c A A) X with A = X X^T. The five steps take every singular value in
-# [0.001, 1] close to 1. They are algorithm 1 of Polar Express for lower bound 1e-3, safety 2e-2, cushion
-# 2e-2; tests/test_optim.py derives them.
+# (a, b, c) of X <- a X + (b A + c A A) X with A = X X^T: five steps take every singular value in [0.001, 1]
+# close to 1. From algorithm 1 of Polar Express, for lower bound 1e-3, safety 2e-2 and cushion 2e-2
 POLAR_EXPRESS = [
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),

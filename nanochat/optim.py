@@ -1,34 +1,33 @@
 """Muon for the matrices inside the blocks, AdamW for embeddings, head and scalars, on one process or many.
 
-Matrices of one shape are stacked and updated together (muon.py). Several processes share the work and the
-state (zero.py). Another optimizer of torch can take its place: the functions at the end work for both.
+Muon (muon.py): the momentum of a matrix, made orthogonal by Polar Express, normalized by neuron (NorMuon),
+with cautious weight decay; matrices of one shape are stacked and updated together. AdamW is torch's fused
+one. Several processes share the work and the state: ZeRO-1 (zero.py). Another optimizer of torch can take the
+place of MuonAdamW: the functions at the end work for both.
 """
 
-import re
-from bisect import bisect_left
 from fnmatch import fnmatchcase
 from inspect import unwrap
-from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from nanochat import UserError
 from nanochat.muon import compiled_muon_update, muon_update
-from nanochat.zero import is_shared_out, share_out
+from nanochat.zero import ShardedOptimizer
 
 # How each parameter is trained. The first row that fits its name and its number of dimensions decides.
-# The rate is a setting of the script times the factor. Muon's betas are its momentum, which the script's
-# schedule replaces, and that of NorMuon's second moment. Muon takes matrices only. The gradients of scalars
-# begin as nothing but rounding; a smaller eps would turn that into full steps. The last column is rate x
-# decay as a share of that of the matrices, for AdamW times `table_decay` too. The last row is for what you
-# add (norm weights, biases) and not tuned.
+#   lr: the script's setting of that name x factor.
+#   betas: AdamW's; Muon's momentum, which the schedule replaces, and that of NorMuon's second moment.
+#   eps: the gradients of scalars begin as rounding alone, which a smaller eps would turn into full steps.
+#   decay: lr x weight_decay relative to a block matrix; AdamW's rows also x table_decay.
+# Muon takes matrices only. The last row is for what you add (norm weights, biases); it is not tuned.
 # fmt: off
 PARAMETER_TABLE = [
-    # name                     dimensions  method   rate              factor  betas         eps    decay
-    ("blocks.*.x*_scale",       (0, 1),    "adamw", "scalar_lr",      1.00,   (0.96, 0.95), 1e-5,  0.0),
+    # name                     dimensions  method   lr                factor  betas         eps    decay
+    ("blocks.*.x0_scale",       (0,),      "adamw", "scalar_lr",      1.00,   (0.96, 0.95), 1e-5,  0.0),
+    ("blocks.*.x_before_scale", (1,),      "adamw", "scalar_lr",      1.00,   (0.96, 0.95), 1e-5,  0.0),
     ("value_embeddings.*",      (2,),      "adamw", "embedding_lr",   0.50,   (0.80, 0.95), 1e-10, 0.15),
     ("*embedding.weight",       (2,),      "adamw", "embedding_lr",   1.00,   (0.80, 0.95), 1e-10, 0.3),
     ("*head.weight",            (2,),      "adamw", "unembedding_lr", 1.00,   (0.80, 0.95), 1e-10, 0.3),
@@ -37,12 +36,9 @@ PARAMETER_TABLE = [
 ]
 # fmt: on
 
-# The name of a tensor of the state in a checkpoint: the parameter, its rows unless it has all, the key
-STATE_LABEL = re.compile(r"(?P<name>.+?)(?:\[(?P<first>\d+):(?P<last>\d+)\])?/(?P<key>\w+)")
 
-
-class MuonAdamW(Optimizer):
-    """Muon and AdamW behind one `step()`. Processes share its work and its state (zero.py).
+class MuonAdamW(ShardedOptimizer):
+    """Muon and AdamW behind one `step()`.
 
     Each process needs the gradients of its share alone (gradients.py). It updates its weights and sends them
     to the others while it works on the next group. Muon's matrices of one shape lie in one stacked tensor;
@@ -51,8 +47,8 @@ class MuonAdamW(Optimizer):
     A step changes nothing, neither weights nor state, where `found_inf` (a 0-dim tensor on the device) is not
     0. `skip_if_not_finite` and torch's GradScaler set it, so no step waits for the device to know.
 
-    compute_dtype is that of the forward pass. Muon multiplies in bfloat16 where the forward pass does,
-    else in float32.
+    compute_dtype: of the forward pass. Muon multiplies in bfloat16 where the forward pass does, else in
+    float32. compile_after: steps before Muon's update is compiled (0: from the first, None: never).
 
     Group keys: method, params, names, lr, initial_lr, betas, eps, weight_decay. The script changes `lr`,
     `betas` and `weight_decay` between steps. State is float32 and filed under the parameter's name.
@@ -65,42 +61,28 @@ class MuonAdamW(Optimizer):
     def __init__(
         self, groups, compute_dtype=torch.float32, compile_after: int | None = None, rank=0, world_size=1
     ):
-        super().__init__(groups, {})
+        super().__init__(groups, rank, world_size)
         self.found_inf = None
         # Not float16: its range is too small for the products of the orthogonalization
         self.muon_dtype = torch.bfloat16 if compute_dtype == torch.bfloat16 else torch.float32
         self.muon_update, self.compile_after, self.steps = muon_update, compile_after, 0
-        self.rank, self.world_size = rank, world_size
-        matrices, tables = (
-            [p for g in self.param_groups if g["method"] == m for p in g["params"] if is_shared_out(p.shape)]
-            for m in ("muon", "adamw")
-        )
-        owners, cuts = share_out([p.shape for p in matrices], [p.shape for p in tables], world_size)
-        self._cuts = dict(zip(tables, cuts, strict=True))  # process r has the rows from cut r to cut r + 1
-        self._owner_of = dict(zip(matrices, owners, strict=True))
         for group in self.param_groups:
             group["initial_lr"], group["initial_weight_decay"] = group["lr"], group["weight_decay"]
             if group["method"] == "muon":
                 self._stack(group)
-            else:
-                for p in group["params"]:
-                    part = p.data[self._rows(p)]
-                    if part.numel():
-                        step = torch.zeros((), dtype=torch.float32, device=p.device)
-                        moments = torch.zeros_like(part), torch.zeros_like(part)
-                        self.state[p] = {"exp_avg": moments[0], "exp_avg_sq": moments[1], "step": step}
+                continue
+            for p in group["params"]:
+                part = p.data[self.rows(p)]
+                if part.numel():
+                    step = torch.zeros((), dtype=torch.float32, device=p.device)
+                    moments = torch.zeros_like(part), torch.zeros_like(part)
+                    self.state[p] = {"exp_avg": moments[0], "exp_avg_sq": moments[1], "step": step}
 
     def _stack(self, group):
         """Lay the group's matrices into one tensor (N, rows, columns), sorted by owner, and make the state of
         those that this process owns."""
-        group["cuts"], mine, owner_of = None, slice(None), self._owner_of
-        if group["params"][0] in owner_of:
-            order = sorted(range(len(group["params"])), key=lambda i: owner_of[group["params"][i]])
-            for key in ("params", "names"):
-                group[key] = [group[key][i] for i in order]
-            owners = [owner_of[p] for p in group["params"]]
-            group["cuts"] = [bisect_left(owners, r) for r in range(self.world_size + 1)]
-            mine = slice(*group["cuts"][self.rank : self.rank + 2])
+        group["cuts"] = self.sort_by_owner(group)
+        mine = slice(*group["cuts"][self.rank : self.rank + 2]) if group["cuts"] else slice(None)
         group["stacked"] = torch.stack([p.data for p in group["params"]])
         for p, matrix in zip(group["params"], group["stacked"], strict=True):
             p.data = matrix
@@ -112,60 +94,41 @@ class MuonAdamW(Optimizer):
         for p, *state in zip(group["mine"], momentum, second_moment, strict=True):
             self.state[p] = {"momentum": state[0], "second_moment": state[1]}
 
-    def _rows(self, p):
-        """The index of the part of a parameter that this process updates: some rows of a table, or all."""
-        cuts = self._cuts.get(p)
-        return slice(*cuts[self.rank : self.rank + 2]) if cuts else ...
-
-    def owners(self, p) -> list[tuple[int, slice]]:
-        """Which process updates which rows of a parameter; empty if every process updates all of it."""
-        if p in self._owner_of:
-            return [(self._owner_of[p], slice(None))]
-        cuts = enumerate(pairwise(self._cuts.get(p, ())))
-        return [(r, slice(first, last)) for r, (first, last) in cuts if last > first]
-
     @torch.no_grad()
     def step(self):
-        if unused := [name for name, p in self._named_parameters() if p.grad is None]:
+        if self.steps == self.compile_after:
+            self.muon_update = compiled_muon_update()
+        self.steps += 1
+        if unused := [name for name, p in self.named_parameters() if p.grad is None]:
             raise UserError(
                 f"{', '.join(unused)} got no gradient; use it in the model's forward, or remove it"
             )
         grad_scale = getattr(self, "grad_scale", None)  # of a GradScaler
         if grad_scale is not None:  # it is still in the gradients
-            torch._foreach_div_([p.grad for _, p in self._named_parameters()], grad_scale)
-        found_inf = getattr(self, "found_inf", None)
+            torch._foreach_div_([p.grad for _, p in self.named_parameters()], grad_scale)
+        found_inf = getattr(self, "found_inf", None)  # GradScaler deletes it after its step
         if found_inf is not None and found_inf.device.type == "mps" and found_inf.item():
             return  # MPS's fused AdamW ignored found_inf until 2026 (pytorch/pytorch#186360)
-        if self.steps == self.compile_after:
-            self.muon_update = compiled_muon_update()
-        self.steps += 1
         sent = []
         for group in self.param_groups:
             if group["method"] == "muon":
-                self._muon(group)
-                sent += self._send(group["stacked"], group["cuts"])
+                self._muon(group, found_inf)
+                sent += self.send(group["stacked"], group["cuts"])
             else:
-                self._adamw(group)
+                self._adamw(group, found_inf)
                 for p in group["params"]:
-                    sent += self._send(p.data, self._cuts.get(p))
+                    sent += self.send(p.data, self.cuts.get(p))
         for handle in sent:
             handle.wait()
 
-    def _send(self, tensor, cuts):
-        """Begin to broadcast each part of a tensor from its owner. All processes do it in the same order."""
-        if cuts is None or self.world_size == 1:
-            return []
-        parts = [(r, tensor[first:last]) for r, (first, last) in enumerate(pairwise(cuts)) if last > first]
-        return [dist.broadcast(part, src=r, async_op=True) for r, part in parts]
-
-    def _adamw(self, group):
+    def _adamw(self, group, found_inf):
         params = [p for p in group["params"] if p in self.state]
         states = [self.state[p] for p in params]
         if not params:
             return
         adamw(
-            [p.data[self._rows(p)] for p in params],
-            [p.grad[self._rows(p)] for p in params],
+            [p.data[self.rows(p)] for p in params],
+            [p.grad[self.rows(p)] for p in params],
             [s["exp_avg"] for s in states],
             [s["exp_avg_sq"] for s in states],
             [],
@@ -178,10 +141,10 @@ class MuonAdamW(Optimizer):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=False,
-            found_inf=getattr(self, "found_inf", None),
+            found_inf=found_inf,
         )
 
-    def _muon(self, group):
+    def _muon(self, group, found_inf):
         params, (stacked, momentum, second_moment) = group["mine"], group["tensors"]
         if not params:
             return
@@ -191,74 +154,10 @@ class MuonAdamW(Optimizer):
         numbers = group["lr"], *group["betas"], group["weight_decay"]
         for scalar, number in zip(group["scalars"], numbers, strict=True):
             scalar.fill_(number)  # torch.tensor(number, device="cuda") would copy it and wait
-        found_inf = getattr(self, "found_inf", None)  # GradScaler deletes it after its step
         skip = grads.new_zeros(()) if found_inf is None else found_inf.to(grads.device)
         # Small matrices (gates) are done sooner than compiled code for their shape would load
         update = self.muon_update if params[0].numel() > 2**14 else muon_update
         update(stacked, grads, momentum, second_moment, *group["scalars"], skip != 0, self.muon_dtype)
-
-    def _named_parameters(self):
-        for group in self.param_groups:
-            yield from zip(group["names"], group["params"], strict=True)
-
-    def named_state(self) -> dict[str, torch.Tensor]:
-        """The tensors of the state that this process keeps, as {`<parameter's name>/<key>`: tensor}.
-
-        If it keeps some rows only, the name has them: `embedding.weight[0:2048]/exp_avg`. State that all
-        processes keep alike is given by the first.
-        """
-        named = {}
-        for name, p in self._named_parameters():
-            if p in self.state and (self.rank == 0 or is_shared_out(p.shape)):
-                rows = self._rows(p)
-                if rows is not ... and (rows.start, rows.stop) != (0, len(p)):
-                    name = f"{name}[{rows.start}:{rows.stop}]"
-                named |= {f"{name}/{key}": tensor for key, tensor in self.state[p].items()}
-        return named
-
-    def needs(self, label: str) -> bool:
-        """Whether this process keeps any of the state under that name, which may be of another process."""
-        parsed = STATE_LABEL.fullmatch(label)
-        p = parsed and next((p for name, p in self._named_parameters() if name == parsed["name"]), None)
-        if p is None or p not in self.state:
-            return False
-        rows = self._rows(p)
-        if rows is ... or parsed["first"] is None:
-            return True
-        return max(int(parsed["first"]), rows.start) < min(int(parsed["last"]), rows.stop)
-
-    @torch.no_grad()
-    def load_named_state(self, named: dict[str, torch.Tensor]):
-        """Restore the `named_state` of any number of processes; UserError if a tensor is missing, or of
-        another shape or type."""
-        parts: dict[tuple, list] = {}  # by name of parameter and of state: (first row, tensor)
-        for label, tensor in named.items():
-            if parsed := STATE_LABEL.fullmatch(label):
-                found = parts.setdefault((parsed["name"], parsed["key"]), [])
-                found.append((int(parsed["first"] or 0), tensor))
-        for name, p in self._named_parameters():
-            rows = self._rows(p)
-            start = 0 if rows is ... else rows.start
-            for key, mine in self.state[p].items() if p in self.state else ():
-                missing = mine.numel()
-                for first, tensor in parts.get((name, key), ()):
-                    if (tensor.ndim, tensor.shape[1:]) != (mine.ndim, mine.shape[1:]):
-                        continue  # it counts as missing, and so does another type
-                    if tensor.dtype != mine.dtype:
-                        continue
-                    if mine.ndim == 0:
-                        missing -= mine.copy_(tensor).numel()
-                        break
-                    low, high = max(first, start), min(first + len(tensor), start + len(mine))
-                    if low < high:
-                        part = mine[low - start : high - start]
-                        missing -= part.copy_(tensor[low - first : high - first]).numel()
-                if missing:
-                    raise UserError(
-                        f"the optimizer's state {name}/{key} is not in the checkpoint, or not whole, or of "
-                        "another shape or type; go back to the model that the run began with, or start a "
-                        "new run from its weights with --init_from"
-                    )
 
 
 def table_row(name: str, p: torch.Tensor) -> int:
@@ -276,7 +175,7 @@ def table_row(name: str, p: torch.Tensor) -> int:
 
 
 def parameter_groups(model, rates: dict, weight_decay: float, table_decay: float = 0.0) -> list[dict]:
-    """Groups for MuonAdamW from PARAMETER_TABLE. Muon has one group a shape, so that it can stack them.
+    """Groups for MuonAdamW: one for each way in which PARAMETER_TABLE trains, and for Muon one a shape.
 
     `rates` holds embedding_lr, unembedding_lr, matrix_lr and scalar_lr. `table_decay` is for embeddings and
     head what `weight_decay` is for matrices. UserError for a parameter without a row.
@@ -285,12 +184,12 @@ def parameter_groups(model, rates: dict, weight_decay: float, table_decay: float
     for name, p in model.named_parameters():
         if not p.requires_grad:  # frozen
             continue
-        row = table_row(name, p)
-        _, _, method, rate, factor, betas, eps, share = PARAMETER_TABLE[row]
-        key = (row, tuple(p.shape)) if method == "muon" else (row,)
+        way = PARAMETER_TABLE[table_row(name, p)][2:]
+        method, rate, factor, betas, eps, share = way
         lr = rates[rate] * factor
         decay = weight_decay if method == "muon" else table_decay * rates["matrix_lr"] / lr if lr else 0.0
         fresh = {"method": method, "params": [], "names": [], "lr": lr, "betas": betas, "eps": eps}
+        key = (*way, p.shape) if method == "muon" else way
         group = groups.setdefault(key, fresh | {"weight_decay": share * decay})
         group["params"].append(p)
         group["names"].append(name)
@@ -300,7 +199,7 @@ def parameter_groups(model, rates: dict, weight_decay: float, table_decay: float
     )
 
 
-# What base_train.py does with its optimizer, ours or another one of torch's
+# For MuonAdamW and for any other optimizer of torch
 
 
 def skip_if_not_finite(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor):

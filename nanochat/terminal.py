@@ -1,4 +1,4 @@
-"""Progress bars on stderr: redrawn on a terminal, a few lines in a log file."""
+"""What a terminal shows: progress bars on stderr (in a log file a few lines), text, numbers in words."""
 
 import os
 import sys
@@ -6,6 +6,8 @@ import time
 
 QUICK_S = 3.0  # seconds; work that is done sooner leaves no line in a log file
 REMIND_S = 60.0  # seconds between two lines about longer work in a log file
+# Characters that a terminal obeys and does not show. A model can write them.
+CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 def is_terminal(stream) -> bool:
@@ -84,6 +86,11 @@ def give_up(stream):
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
+
+
+def printable(text: str) -> str:
+    """The text with escapes in place of the control characters, but for newlines and tabs."""
+    return text.translate(CONTROL)
 
 
 def gib(size: int) -> str:

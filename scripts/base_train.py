@@ -28,13 +28,13 @@ from nanochat.evals.bits_per_byte import bits_per_byte
 from nanochat.evals.sample_prompts import sample_prompts as sample_prompts_for
 from nanochat.evals.task_scores import open_tasks, score_tasks
 from nanochat.files import user_path
-from nanochat.gpt import GPT
+from nanochat.gpt import GPT, check_dtypes
 from nanochat.gradients import clip_grad_norm_, wrap_in_ddp
 from nanochat.machine import precision, runtime, signals
 from nanochat.machine.compiling import compile_after, freeze_garbage
 from nanochat.machine.hardware import survey
 from nanochat.machine.profiler import StepProfiler
-from nanochat.ops.subword import spell
+from nanochat.ops.subword import register_subwords
 from nanochat.plan import planning, scaling, simulation, trial, wording
 from nanochat.run.output import RunOutput, begin, restore
 
@@ -165,7 +165,8 @@ step, last_eval_step, changed, loop, clock = begin(resumed, identity, plan, mach
 with torch.device("meta"):  # shapes first, then memory and initial weights
     model = GPT(plan.config)
 runtime.materialize(model, device, seed)
-spell(model, tokenizer)  # registers each token's sub-word pieces, in a short run
+check_dtypes(model, compute_dtype)  # delete it if a part is to compute in another dtype
+register_subwords(model, tokenizer)  # in a short run
 plan.apply_to(model)  # how attention is computed, and whether in fp8
 eager_left = plan.eager_left(step)  # steps until the code is compiled; None: it never is
 groups = optim.parameter_groups(model, plan.rates, plan.weight_decay, plan.table_decay)
@@ -333,9 +334,7 @@ while True:
     optim.skip_if_not_finite(optimizer, grad_norm)  # the update of a bad step changes nothing
     scaler.step(optimizer)
     scaler.update()
-    optimizer.zero_grad(
-        set_to_none=world_size == 1
-    )  # with DDP, keep the tensors: they are views of its buckets
+    optimizer.zero_grad(set_to_none=world_size == 1)  # DDP keeps them: they are views of its buckets
 
     # What the log needs comes to Python in one transfer, added up over the processes
     sums = micro_losses.sum(), stop.asked, output.save_is_overdue(save_minutes), *clock.now(step + 1)

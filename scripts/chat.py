@@ -18,9 +18,10 @@ from typing import Literal
 import configurator
 from nanochat.data import chat_format
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.engine import Stream, find_source, generate, load_for_inference, text_pieces
+from nanochat.engine import Stream, find_source, load_for_inference, text_pieces
 from nanochat.files import user_path
 from nanochat.machine import precision, runtime
+from nanochat.terminal import printable
 
 # Model
 source: str | None = None  # a run's tag, its folder or a checkpoint's (none = the newest, mid before base)
@@ -63,6 +64,7 @@ checkpoint = find_source(source, user_path("base_dir", base_dir), note)
 tokenizer = Tokenizer.load(checkpoint.path / "tokenizer.json")
 model = load_for_inference(checkpoint, machine.device, compute_dtype)
 room = model.config.max_seq_len
+wanted = room if max_tokens == -1 else max_tokens
 answers = "loss_on" in checkpoint.state["identity"]  # trained on conversations
 if answers:
     chat_format.check(tokenizer, model.config.vocab_size)
@@ -78,30 +80,29 @@ def beginning(text: str) -> list[int]:
     """The ids that the model continues. A text that is too long keeps its end and leaves at least half of the
     row free."""
     ids = tokenizer.encode(text).tolist()
-    wanted = room if max_tokens == -1 else max_tokens
     keep = max(room - 1 - wanted, room // 2 - 1)  # <|bos|> takes a position too
     if len(ids) > keep:
         note(f"(the prompt has {len(ids)} tokens; the model sees the last {keep}, its row has {room})")
     return [tokenizer.bos_id, *ids[max(0, len(ids) - keep) :]]
 
 
-def write(text: str, draw_seed: int):
-    """Print the text, then what the model adds, piece by piece."""
-    ids, written = beginning(text), []
-    many = room if max_tokens == -1 else max_tokens
-    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "stop_ids": {tokenizer.bos_id}}
-
-    def tokens():
-        for token in generate(model, ids, many, seed=draw_seed, **options):
-            written.append(token)
-            yield token
-
-    print(text, end="", flush=True)
-    for piece in text_pieces(tokens(), tokenizer):
-        print(piece, end="", flush=True)
+def print_text(stream: Stream, draw_seed: int, stop_ids: set[int]):
+    """Print what the model adds to the text of a stream, piece by piece."""
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "stop_ids": stop_ids}
+    columns = stream.write(wanted, seeds=[draw_seed], **options)
+    for piece in text_pieces((column[0] for column in columns), tokenizer):
+        print(printable(piece), end="", flush=True)
     print(flush=True)
-    if len(written) < many and len(written) == room - len(ids):
+    if not stream.room(0):
         note(f"(the model's {room} positions are full)")
+
+
+def write(text: str, draw_seed: int):
+    """Print the text and what the model adds."""
+    stream = Stream(model)
+    stream.read([beginning(text)])
+    print(printable(text), end="", flush=True)
+    print_text(stream, draw_seed, {tokenizer.bos_id})
 
 
 class Conversation:
@@ -123,14 +124,7 @@ class Conversation:
         self.stream.read([ids])
         self.begun = True
         end = tokenizer.special_tokens["<|assistant_end|>"]
-        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seeds": [draw_seed]}
-        many = room if max_tokens == -1 else max_tokens
-        columns = self.stream.write(many, **options, stop_ids={end, tokenizer.bos_id})
-        for piece in text_pieces((column[0] for column in columns), tokenizer):
-            print(piece, end="", flush=True)
-        print(flush=True)
-        if not self.stream.room(0):
-            note(f"(the model's {room} positions are full)")
+        print_text(self.stream, draw_seed, {end, tokenizer.bos_id})
 
 
 def lines():

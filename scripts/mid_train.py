@@ -30,7 +30,7 @@ from nanochat.evals import chat_eval
 from nanochat.evals.bits_per_byte import bits_per_byte
 from nanochat.evals.exact_match import exact_match_questions, nearest_answer_share
 from nanochat.files import user_path
-from nanochat.gpt import GPT
+from nanochat.gpt import GPT, check_dtypes
 from nanochat.gradients import clip_grad_norm_, wrap_in_ddp
 from nanochat.machine import precision, runtime, signals
 from nanochat.machine.compiling import compile_after, freeze_garbage
@@ -146,6 +146,7 @@ step, last_eval_step, changed, loop, clock = begin(resumed, identity, plan, mach
 with torch.device("meta"):
     model = GPT(config)
 runtime.materialize(model, device, seed)
+check_dtypes(model, compute_dtype)
 plan.apply_to(model)
 eager_left = plan.eager_left(step)  # steps until the code is compiled; None: it never is
 groups = optim.parameter_groups(model, plan.rates, plan.weight_decay)
@@ -307,9 +308,7 @@ while True:
     optim.skip_if_not_finite(optimizer, grad_norm)
     scaler.step(optimizer)
     scaler.update()
-    optimizer.zero_grad(
-        set_to_none=world_size == 1
-    )  # with DDP, keep the tensors: they are views of its buckets
+    optimizer.zero_grad(set_to_none=world_size == 1)  # DDP keeps them: they are views of its buckets
 
     # What the log needs comes to Python in one transfer, added up over the processes
     sums = micro_losses.sum(), stop.asked, output.save_is_overdue(save_minutes), *clock.now(step + 1)

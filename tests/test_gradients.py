@@ -1,17 +1,17 @@
 """Real processes exchange gradients: each gets the average of its share, and the norm of all."""
 
-import json
 import os
 import subprocess
 import sys
 
 import pytest
 from helpers import ROOT, command, losses
+from processes import run_in_processes
 
 # Each process makes its own gradients twice: through DDP with the exchange, and through a copy of the model
 # that knows of no other process. The average of the copies' gradients, in float64, is what has to come.
 PROCESSES = """
-import contextlib, copy, json, os, socket, sys
+import contextlib, copy
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from nanochat import gradients, optim
@@ -86,7 +86,7 @@ def shares(model, optimizer):
         if isinstance(optimizer, torch.optim.AdamW):
             yield name, p, ...
         elif p in optimizer.state:  # it keeps the state of what it updates, and the whole of a matrix
-            yield name, p, optimizer._rows(p)
+            yield name, p, optimizer.rows(p)
 
 def record_buckets(ddp):
     buckets, register = {}, ddp.register_comm_hook
@@ -103,38 +103,18 @@ def check_that_gradients_exist_once(model, buckets):
     held = {s.data_ptr(): s.nbytes() for s in storages} | buckets
     assert sum(held.values()) == sum(p.nbytes for p in model.parameters()), held
 
-def check_all(variants):
+torch.set_num_threads(1)
+
+def main(variants):
     machine = runtime.start("cpu", seed=0, timeout_s=60)
     for variant in variants:
         train(machine, *variant)
     machine.close()
-
-torch.set_num_threads(1)
-for world_size, *variants in json.loads(sys.argv[1]):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    children = []
-    for rank in range(world_size):
-        if not (child := os.fork()):  # quicker than to import torch again in each
-            place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, MASTER_PORT=port)
-            os.environ.update({k: str(v) for k, v in place.items()}, MASTER_ADDR="127.0.0.1")
-            try:
-                check_all(variants)
-            except BaseException as error:
-                sys.excepthook(type(error), error, error.__traceback__)
-                os._exit(1)
-            os._exit(0)
-        children.append(child)
-    assert all([os.waitpid(child, 0)[1] == 0 for child in children])
 """
 
 
 def check_in_processes(*stages):
-    command = [sys.executable, "-c", PROCESSES, json.dumps(stages)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_in_processes(PROCESSES, [[world_size, variants] for world_size, *variants in stages])
 
 
 OURS, NCCL = ("MuonAdamW", "gloo", "float32"), ("MuonAdamW", "nccl", "float32")

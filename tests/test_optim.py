@@ -5,12 +5,11 @@ import math
 import re
 import shutil
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanochat import UserError
+from nanochat import UserError, optim
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.gradients import clip_grad_norm_
 from nanochat.muon import POLAR_EXPRESS, orthogonalize
@@ -27,72 +26,12 @@ def express(s):
 
 
 # ------------------------------------------------------------------------------------------------------
-# The coefficients: algorithm 1 of Polar Express (arXiv 2505.16932)
-
-
-def best_odd_quintic(lower, upper):
-    """(a, b, c) of the a x + b x^3 + c x^5 that stays closest to 1 on [lower, upper], by Remez' exchange.
-
-    The best one errs by +E, -E, +E, -E at lower, two inner points and upper, and the inner points are its
-    turning points: solve for the polynomial, move the points, until E stays.
-    """
-    if lower >= (1 - 5e-6) * upper:  # too narrow to solve for: the limit, Padé's polynomial
-        return np.array([15 / 8 / upper, -10 / 8 / upper**3, 3 / 8 / upper**5])
-    points = np.array([lower, 0.75 * lower + 0.25 * upper, 0.25 * lower + 0.75 * upper, upper])
-    error, before = np.inf, 0.0
-    while abs(error - before) > 1e-15:
-        before = error
-        system = np.stack([points, points**3, points**5, [1, -1, 1, -1]], axis=1)
-        a, b, c, error = np.linalg.solve(system, np.ones(4))
-        turning = np.roots([5 * c, 3 * b, a])  # of the derivative, in x^2
-        points[1:3] = np.sqrt(np.sort(turning))
-    return np.array([a, b, c])
-
-
-def polar_express_coefficients(lower, steps, safety, cushion):
-    """Each step's best polynomial for the interval that the steps before have left.
-
-    `cushion`: no interval is taken wider than 1 to 1/cushion, and the polynomial is then recentred on 1.
-    `safety`: every polynomial but the last is stretched, so that rounding cannot push a value out.
-    """
-    upper, found, powers = 1.0, [], np.array([1, 3, 5])
-    for step in range(steps):
-        coefficients = best_odd_quintic(max(lower, cushion * upper), upper)
-        ends = [coefficients @ x**powers for x in (lower, upper)]
-        if lower < cushion * upper:
-            coefficients = coefficients * 2 / sum(ends)
-        if step < steps - 1:
-            coefficients = coefficients / (1 + safety) ** powers
-        found.append(coefficients)
-        lower = coefficients @ lower**powers
-        upper = 2 - lower
-    return np.array(found)
-
-
-def test_coefficients_are_those_of_the_papers_algorithm():
-    expected = polar_express_coefficients(lower=1e-3, steps=5, safety=2e-2, cushion=2e-2)
-    np.testing.assert_allclose(POLAR_EXPRESS, expected, rtol=1e-9)
-
-
-def test_one_step_of_the_derivation_beats_every_neighbouring_polynomial():
-    x = np.linspace(0.1, 1, 2001)
-    best = best_odd_quintic(0.1, 1)
-
-    def worst(coefficients):
-        return np.abs(1 - sum(k * x**p for k, p in zip(coefficients, (1, 3, 5), strict=True))).max()
-
-    rng = np.random.default_rng(0)
-    for nudge in rng.normal(size=(200, 3)) * 0.01:
-        assert worst(best) < worst(best * (1 + nudge))
+# Orthogonalization by Polar Express
 
 
 def test_every_singular_value_from_a_thousandth_to_one_comes_close_to_one():
     s = express(torch.logspace(-3, 0, 10_000, dtype=torch.float64))
     assert s.min() > 0.85 and s.max() < 1.15
-
-
-# ------------------------------------------------------------------------------------------------------
-# Orthogonalisation
 
 
 @pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-4), (torch.bfloat16, 0.2)])
@@ -122,20 +61,16 @@ def test_orthogonalize_of_a_nearly_singular_matrix_stays_bounded(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_orthogonalize_of_zero_is_zero_and_does_not_spoil_its_neighbours(dtype):
+def test_orthogonalize_of_zero_is_zero_and_neither_neighbours_nor_size_matter(dtype):
     G = torch.randn(3, 16, 24, generator=torch.Generator().manual_seed(0))
     alone = orthogonalize(G, dtype)
+    G[0] *= 2**20
     G[1] = 0
+    G[2] *= 2**-10
     X = orthogonalize(G, dtype)
     assert X[1].eq(0).all()
-    torch.testing.assert_close(X[[0, 2]], alone[[0, 2]])
-
-
-@pytest.mark.parametrize("scale", [1e-3, 1e6])
-def test_orthogonalize_does_not_depend_on_the_size_of_the_gradient(scale):
-    G = torch.randn(1, 16, 40, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(
-        orthogonalize(scale * G, torch.float32), orthogonalize(G, torch.float32), rtol=0, atol=1e-3
+        X[[0, 2]], alone[[0, 2]], rtol=0, atol=1e-3 if dtype == torch.float32 else 0.05
     )
 
 
@@ -217,14 +152,13 @@ def test_muon_leaves_a_matrix_without_gradient_as_it_is():
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
-@pytest.mark.parametrize("decay", [0.0, 0.3])
 @pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-5), (torch.bfloat16, 5e-3)])
-def test_compiled_and_eager_muon_agree_to_rounding_and_new_rates_compile_nothing_anew(dtype, close, decay):
+def test_compiled_and_eager_muon_agree_to_rounding_and_new_rates_compile_nothing_anew(dtype, close):
     torch.manual_seed(0)
     eager = [torch.nn.Parameter(torch.randn(112, 160)) for _ in range(3)]
     compiled = copy.deepcopy(eager)
     optimizers = [
-        MuonAdamW([muon_group(params, decay=decay)], dtype, compile=params is compiled)
+        MuonAdamW([muon_group(params, decay=0.3)], dtype, 0 if params is compiled else None)
         for params in (eager, compiled)
     ]
     for step in range(4):
@@ -236,6 +170,20 @@ def test_compiled_and_eager_muon_agree_to_rounding_and_new_rates_compile_nothing
                 optimizer.step()
     for p, q in zip(eager, compiled, strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=close)
+
+
+@pytest.mark.parametrize("steps", [None, 0, 2])
+def test_the_update_is_compiled_after_so_many_steps(steps, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(optim, "compiled_muon_update", lambda: compiled.append(1) or optim.muon_update)
+    p = torch.nn.Parameter(torch.randn(4, 6))
+    optimizer = MuonAdamW([muon_group([p])], compile_after=steps)
+    seen = []
+    for _ in range(4):
+        p.grad = torch.randn(4, 6)
+        optimizer.step()
+        seen.append(len(compiled))
+    assert seen == {None: [0] * 4, 0: [1] * 4, 2: [0, 0, 1, 1]}[steps]
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -290,28 +238,28 @@ def random_gradients(model, seed):
         p.grad = torch.randn(p.shape, generator=generator)
 
 
-def test_every_parameter_is_in_one_group_and_every_row_of_the_table_is_used():
+def test_every_parameter_is_in_one_group_and_the_matrices_of_blocks_are_muons():
     model = tiny_model()
     groups = parameter_groups(model, RATES, weight_decay=0.1)
-    grouped = {
-        name: (p, g) for g in groups for name, p in zip(g["names"], g["params"], strict=True)
-    }  # a name twice would make it shorter than the sum below
+    grouped = {name: p for g in groups for name, p in zip(g["names"], g["params"], strict=True)}
     assert sum(len(g["params"]) for g in groups) == len(grouped)
-    assert {name: p.data_ptr() for name, p in model.named_parameters()} == {
-        name: p.data_ptr() for name, (p, _) in grouped.items()
-    }
-    rows = {table_row(name, p) for name, p in model.named_parameters()}
-    assert rows == set(range(len(PARAMETER_TABLE) - 1))  # the last row is for parameters that are added
-
-
-def test_muon_gets_the_matrices_inside_the_blocks_and_adamw_all_else():
-    model = tiny_model()
-    for group in parameter_groups(model, RATES, weight_decay=0.1):
+    assert {n: id(p) for n, p in model.named_parameters()} == {n: id(p) for n, p in grouped.items()}
+    for group in groups:
         for name, p in zip(group["names"], group["params"], strict=True):
             is_block_matrix = name.startswith("blocks.") and p.ndim == 2
             assert group["method"] == ("muon" if is_block_matrix else "adamw"), name
-        if group["method"] == "muon":
-            assert len({p.shape for p in group["params"]}) == 1
+        assert group["method"] == "adamw" or len({p.shape for p in group["params"]}) == 1
+
+
+@pytest.mark.parametrize("name", ["norm_weight", "x_norm_scale", "x0_gain", "y_before_scale", "bias"])
+@pytest.mark.parametrize("shape", [(), (32,)])
+def test_a_weight_that_someone_adds_is_trained_by_the_last_row_whatever_it_is_called(name, shape):
+    model = tiny_model()
+    for block in model.blocks:
+        setattr(block, name, torch.nn.Parameter(torch.zeros(shape)))
+    (group,) = (g for g in parameter_groups(model, RATES, 0.1) if f"blocks.0.{name}" in g["names"])
+    assert group["names"] == [f"blocks.{i}.{name}" for i in range(3)]
+    assert group["lr"] == RATES["scalar_lr"] * PARAMETER_TABLE[-1][4] < RATES["scalar_lr"]
 
 
 def test_rates_and_decay_are_the_settings_times_the_tables_factors():
@@ -352,40 +300,10 @@ def test_named_state_restored_into_a_new_optimizer_goes_on_bit_for_bit():
     for name, tensor in new_optimizer.named_state().items():
         assert torch.equal(tensor, optimizer.named_state()[name]), name
         assert not torch.equal(tensor, saved[name]), f"{name} shares memory with what it was loaded from"
-
-
-def test_named_state_files_each_tensor_in_float32_under_its_parameters_name():
-    model = tiny_model()
-    optimizer = make_optimizer(model)
-    random_gradients(model, 0)
-    optimizer.step()
-    parameters = dict(model.named_parameters())
-    state = optimizer.named_state()
-    assert {name.rpartition("/")[0] for name in state} == set(parameters)
-    for name, tensor in state.items():
         owner, _, key = name.rpartition("/")
         assert tensor.dtype == torch.float32
         if key in ("momentum", "exp_avg", "exp_avg_sq"):
-            assert tensor.shape == parameters[owner].shape, name
-
-
-def test_state_does_not_depend_on_the_order_of_the_parameters_in_their_groups():
-    model = tiny_model()
-    optimizer = make_optimizer(model)
-    random_gradients(model, 0)
-    optimizer.step()
-    other = copy.deepcopy(model)
-    groups = parameter_groups(other, RATES, weight_decay=0.1)
-    for group in groups:
-        group["params"].reverse()
-        group["names"].reverse()
-    reversed_optimizer = MuonAdamW(groups[::-1])
-    reversed_optimizer.load_named_state(optimizer.named_state())
-    for m, o in ((model, optimizer), (other, reversed_optimizer)):
-        random_gradients(m, 1)
-        o.step()
-    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6, msg=name)
+            assert tensor.shape == model.get_parameter(owner).shape, name
 
 
 @pytest.mark.parametrize(
@@ -407,27 +325,12 @@ def test_state_of_another_shape_or_type_is_refused_by_name(strange):
     optimizer.load_named_state(good)
 
 
-def test_one_training_step_lowers_the_loss():
-    model = tiny_model()
-    optimizer = make_optimizer(model)
-    idx = torch.randint(61, (4, 16), generator=torch.Generator().manual_seed(0))
-    losses = []
-    for _ in range(5):
-        loss = model(idx, idx.roll(-1, 1))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses == sorted(losses, reverse=True)
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_step_with_found_inf_changes_neither_weights_nor_state(bad):
     model = tiny_model()
     optimizer = make_optimizer(model)
-    for _ in range(2):
-        for p in model.parameters():
-            p.grad = torch.randn_like(p)
+    for seed in range(2):
+        random_gradients(model, seed)
         optimizer.step()
     before = copy.deepcopy((model.state_dict(), optimizer.named_state()))
     for p in model.parameters():
@@ -439,8 +342,7 @@ def test_a_step_with_found_inf_changes_neither_weights_nor_state(bad):
         for name in then:
             assert torch.equal(then[name], now[name]), name
     optimizer.found_inf = torch.zeros(())
-    for p in model.parameters():
-        p.grad = torch.randn_like(p)
+    random_gradients(model, 2)
     optimizer.step()
     assert not torch.equal(before[0]["head.weight"], model.state_dict()["head.weight"])
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from nanochat import UserError
 from nanochat.evals.bundle import Task
 from nanochat.machine.precision import autocast
-from nanochat.ops.attention import keys_before, token_before
+from nanochat.ops.attention import previous_token, shift_keys
 
 FEWSHOT_SEED = 1234  # plus the index of the question: which worked examples it gets
 GROUP = 64  # questions that one process takes at a time
@@ -235,18 +235,18 @@ class _Layer:
     def __init__(self, prefix: SharedPrefix):
         self.prefix, self.x, self.keys, self.values = prefix, None, None, None
 
-    def token_before(self, x):  # (B, T, C)
+    def previous_token(self, x):  # (B, T, C)
         if self.x is None:
             self.x = x[:, -1]
-            return token_before(x)
+            return previous_token(x)
         return torch.cat((self.x[self.prefix.owner, None], x[:, :-1]), 1)
 
     def append(self, k, v):  # (B, H, T, D); the third value of what it returns: nothing is masked
         if self.keys is None:
             self.keys, self.values = k, v
-            return keys_before(k), v, None
+            return shift_keys(k), v, None
         k, v = (torch.cat((x[self.prefix.owner], new), 2) for x, new in ((self.keys, k), (self.values, v)))
-        return keys_before(k), v, None
+        return shift_keys(k), v, None
 
 
 def launch(model, questions: list[Question], bos_id: int, dtype: torch.dtype, tokens_per_batch: int):

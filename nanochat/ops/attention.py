@@ -1,8 +1,8 @@
-"""Causal attention: which of the ways in attention_backends.py a model uses, decided once, at start.
+"""Causal attention: which of the backends in attention_backends.py a model uses, decided once, at start.
 
-Three kinds of attention can need different ways: a layer that sees the whole row (full), one that sees a
-window, and either of them where a token sees its own document only (documents). `choose` takes, for each kind
-that a run needs, the first way that this machine can run and that agrees with float64, forward and backward.
+There are three kinds of attention: a layer sees the whole row (full), a window, or, in either, only the
+token's own document (documents). `choose` takes, for each kind that a run needs, the first backend that this
+machine can run and that agrees with float64, forward and backward.
 """
 
 import inspect
@@ -29,7 +29,7 @@ BACKENDS = {
 }
 EVERYWHERE = {"full": "sdpa", "window": "banded", "documents": "mask"}  # these run on every device
 # The largest |a - b| / |b| from float64, forward and backward, for random q, k, v rounded to the dtype.
-# Bad masks and layouts are at 0.1 and more; what a CPU reaches is in tests/ops/test_attention.py
+# Wrong masks and layouts are at 0.1 and more
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 # Positions. In float64 the scores of two heads take 256 MiB, several times. On a CPU two blocks are enough
 LONGEST_PROBE = {"cuda": 4096, "cpu": 160}
@@ -37,7 +37,7 @@ LONGEST_PROBE = {"cuda": 4096, "cpu": 160}
 
 @dataclass(frozen=True)
 class Attention:
-    """Causal softmax attention, by one way for each kind."""
+    """Causal softmax attention, by one backend for each kind."""
 
     full: str = EVERYWHERE["full"]
     window: str = EVERYWHERE["window"]
@@ -59,7 +59,7 @@ class Attention:
         if visible is not None and visible.dtype == torch.bool:
             name = "blocks" if name == "blocks" and torch.is_grad_enabled() else "mask"
         if k.size(2) != T:
-            name = "mask"  # tokens behind those of a cache
+            name = "mask"  # tokens that continue a cache
         function, _ = BACKENDS[name]
         return function(q, k, v, window, visible)
 
@@ -98,9 +98,9 @@ def visible_from(documents):
     return documents[:, None, :, None] == documents[:, None, None, :]  # (B, 1, T, T)
 
 
-def token_before(x, visible=None):
-    """What x (B, T, ...) holds for the token before each position: x one position on, with zeros at the start
-    of a row and of each document that `visible` tells of."""
+def previous_token(x, visible=None):
+    """x (B, T, ...) shifted right by one position: zeros at the start of a row and of each document that
+    `visible` tells of."""
     before, more = x[:, :-1], x.ndim - 2
     if visible is not None:
         B, T = x.shape[:2]
@@ -113,18 +113,17 @@ def token_before(x, visible=None):
     return F.pad(before, (*more * [0, 0], 1, 0))
 
 
-def keys_before(k, visible=None):
-    """The key of the token before each position: k (B, H, T, D) as `token_before` moves it.
+def shift_keys(k, visible=None):
+    """k (B, H, T, D) shifted by one position, as `previous_token` does: induction in one layer.
 
-    A query then looks for what came before a value and not for the value itself. So it finds what followed a
-    token like its own in one layer; with a token's own key that takes two, and most of a short run to learn
-    (docs/ablations.md).
+    A query looks for what came before a value, so it finds what followed a token like its own. With a
+    token's own key that takes two layers, and most of a short run to learn (docs/ablations.md).
     """
-    return token_before(k.transpose(1, 2), visible).transpose(1, 2)  # transposed as it lies in memory
+    return previous_token(k.transpose(1, 2), visible).transpose(1, 2)  # transposed as it lies in memory
 
 
 def use(model, chosen: Attention):
-    """Let every layer of a model compute attention in this way: the modules that have an `attend`."""
+    """Let every layer of a model compute attention by these backends: the modules that have an `attend`."""
     for module in model.modules():
         if hasattr(module, "attend"):
             module.attend = chosen
@@ -135,14 +134,14 @@ def use(model, chosen: Attention):
 
 
 def choose(config, machine, dtype, compiled: bool, documents: bool, resolved: dict) -> Attention:
-    """The ways for a model's configuration on this machine, the same on every process.
+    """The backends for a model's configuration on this machine, the same on every process.
 
     documents: whether a token is to see its own document only. resolved: of the run that is resumed ({}: a
     new run); its "attention" stands where it can run.
     """
     device, before = machine.device, resolved.get("attention", {})
     if resolved and not before and device.type == "cpu":
-        before = EVERYWHERE  # of runs that did not record it yet
+        before = EVERYWHERE  # a run from before attention was recorded
     kinds = {"full": config.max_seq_len}
     if min(config.windows) < config.max_seq_len:
         kinds["window"] = min(config.windows)
@@ -151,34 +150,43 @@ def choose(config, machine, dtype, compiled: bool, documents: bool, resolved: di
     version, passed_over = _flash_version(device, dtype, before.get("flash"))
     found, notes = {}, []
     for kind, window in kinds.items():
-        names = candidates(kind, device, dtype, config.max_seq_len, version)
-        if kind in before:
-            names = [before[kind], *(name for name in names if name != before[kind])]
-        for name in names:
-            why = cannot_run(name, kind, device, dtype, compiled)
-            if not why and name != EVERYWHERE[kind]:
-                why = _probe(name, kind, config, device, dtype, window)
-            if not why:
-                break
-            passed_over.append(f"{name} ({why})")
-        # Of processes whose machines differ, the one that can run least decides
+        names = [before[kind]] if kind in before else []
+        names += candidates(kind, device, dtype, config.max_seq_len, version)
+        name, failed = _first_that_runs(names, kind, window, config, device, dtype, compiled)
+        passed_over += failed
+        # Where machines differ, the one that can run least decides for all processes
         found[kind] = max(machine.all_gather(name), key=[before.get(kind), *BACKENDS].index)
-        label = f"{found[kind]} {version}" if version and found[kind] in ("flash", "varlen") else found[kind]
-        notes.append(f"{label} for {'full layers' if kind == 'full' else kind + 's' * (kind == 'window')}")
+        if found[kind] == "flex":  # here, since compiled code cannot make it
+            backends.make_block_mask(config.max_seq_len, window, device)
+        note = f"{found[kind]} {version if found[kind] in ('flash', 'varlen') else ''}".strip()
+        note += {"full": " for full layers", "window": " for windows", "documents": " for documents"}[kind]
         if kind in before:
-            notes[-1] += ", as at the run's first start"
-            if found[kind] != before[kind]:
-                notes[-1] = notes[-1].replace("as at", f"not {before[kind]} as at")
+            other = "" if found[kind] == before[kind] else f"not {before[kind]} "
+            note += f", {other}as at the run's first start"
+        notes.append(note)
     reason = ", ".join(notes) + f"; {_where(device)}"
     if passed_over:
         reason += f"; not: {', '.join(dict.fromkeys(passed_over))}"
     return Attention(**found, flash=version, reason=reason)
 
 
+def _first_that_runs(names, kind: str, window: int, config, device, dtype, compiled: bool):
+    """The first backend that runs and is right, and why those before it are not taken."""
+    failed = []
+    for name in names:
+        why = cannot_run(name, kind, device, dtype, compiled)
+        if not why and name != EVERYWHERE[kind]:
+            why = _probe(name, kind, config, device, dtype, window)
+        if not why:
+            break
+        failed.append(f"{name} ({why})")
+    return name, failed
+
+
 def candidates(kind: str, device, dtype, T: int, flash_version: str = "") -> list[str]:
-    """The ways for a kind of attention on a device, in rows of T, the one to try first in front."""
+    """The backends for a kind of attention on a device, in rows of T, best first."""
     if device.type == "cpu":
-        # As measured (docs/benchmarks.md): compiled or not is the same, its operations are not compiled
+        # As measured (docs/benchmarks.md), compiled or eager: nothing in `blocks` is compiled
         faster = dtype == torch.bfloat16 or (dtype == torch.float32 and (kind != "full" or 256 <= T <= 512))
         return ["blocks"] * faster + [EVERYWHERE[kind]]
     if device.type != "cuda":
@@ -222,7 +230,7 @@ def _flash_version(device, dtype, before: str | None) -> tuple[str, list[str]]:
 
 
 def cannot_run(name: str, kind: str, device, dtype, compiled: bool) -> str:
-    """Why a way cannot be tried here, by what the device is; "" if it can."""
+    """Why a backend cannot be tried on a device; "" if it can."""
     if kind not in BACKENDS.get(name, ((), ()))[1]:
         return f"it is no way to compute {kind}"
     if name in EVERYWHERE.values():
@@ -248,19 +256,14 @@ def cannot_run(name: str, kind: str, device, dtype, compiled: bool) -> str:
 
 
 def _probe(name: str, kind: str, config, device, dtype, window: int) -> str:
-    """Run a way once, forward and backward, at the model's row length or LONGEST_PROBE; returns what is
-    wrong, or ""."""
+    """Run a backend once, forward and backward, at the model's row length or LONGEST_PROBE; returns what
+    is wrong, or ""."""
     T = min(config.max_seq_len, LONGEST_PROBE.get(device.type, 4096))
     short = max(1, window * T // config.max_seq_len)
-    try:
-        if name == "flex":
-            [backends.make_block_mask(*size, device) for size in {(config.max_seq_len, window), (T, short)}]
-        forward, backward = errors(name, kind, (1, 2, T, config.head_dim), short, device, dtype)
-    except Exception as error:  # whatever a kernel or a compiler raises: then the next way is tried
-        return backends.first_line(error)
-    if max(forward, backward) > TOLERANCE[dtype]:
-        return f"differs from float64 by {max(forward, backward):.2g}"
-    return ""
+    found = _largest_errors(name, (kind,), (1, 2, T, config.head_dim), short, device, dtype)
+    if isinstance(found, str):
+        return found
+    return f"differs from float64 by {max(found):.2g}" if max(found) > TOLERANCE[dtype] else ""
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -268,39 +271,39 @@ def _probe(name: str, kind: str, config, device, dtype, window: int) -> str:
 
 
 def check_backends(device, dtype, shape=(2, 2, 512, 64), compiled: bool = True) -> dict[str, dict | str]:
-    """Every way against float64: {name: {"ok", "forward_error", "backward_error"}, or why it cannot run}.
+    """Every backend against float64: {name: {"ok", "forward_error", "backward_error"} or why it cannot run}.
 
-    An error is the largest |a - b| / |b| over the kinds of attention that the way computes, on random q, k, v
+    An error is the largest |a - b| / |b| over the kinds that the backend computes, on random q, k, v
     (B, H, T, D) = shape, with a window of a quarter of T. FlashAttention 3 and 4 have names of their own.
     """
-    device, T = torch.device(device), shape[2]
-    results = {}
+    device, results = torch.device(device), {}
     for version in ("", "FA3", "FA4"):
         why = backends.activate_flash(version) if device.type == "cuda" else "needs CUDA" if version else ""
         for name, (_, kinds) in BACKENDS.items():
             if version and name not in ("flash", "varlen"):
                 continue
-            key = f"{name} {version}".strip()
-            if reason := why or cannot_run(name, kinds[0], device, dtype, compiled):
-                results[key] = reason
-                continue
-            try:
-                if name == "flex":
-                    [backends.make_block_mask(T, window, device) for window in (T, T // 4)]
-                found = [errors(name, kind, shape, T // 4, device, dtype) for kind in kinds]
-            except Exception as error:  # a report goes on
-                results[key] = backends.first_line(error)
-                continue
-            forward, backward = (max(column) for column in zip(*found, strict=True))
-            ok = max(forward, backward) <= TOLERANCE[dtype]
-            results[key] = {"ok": ok, "forward_error": forward, "backward_error": backward}
+            found = why or cannot_run(name, kinds[0], device, dtype, compiled)
+            found = found or _largest_errors(name, kinds, shape, shape[2] // 4, device, dtype)
+            if not isinstance(found, str):
+                ok = max(found) <= TOLERANCE[dtype]
+                found = {"ok": ok, "forward_error": found[0], "backward_error": found[1]}
+            results[f"{name} {version}".strip()] = found
     if device.type == "cuda":
         backends.activate_flash("")
     return results
 
 
+def _largest_errors(name: str, kinds, shape, window: int, device, dtype) -> tuple[float, ...] | str:
+    """The largest of `errors` over kinds of attention, forward and backward; or what was raised."""
+    try:
+        found = [errors(name, kind, shape, window, device, dtype) for kind in kinds]
+    except Exception as error:  # whatever a kernel or a compiler raises: then the next one is tried
+        return backends.first_line(error)
+    return tuple(map(max, zip(*found, strict=True)))
+
+
 def errors(name: str, kind: str, shape, window: int, device, dtype) -> tuple[float, float]:
-    """|a - b| / |b| of a way from float64, forward and backward, on random q, k, v (B, H, T, D) = shape."""
+    """|a - b| / |b| from float64, forward and backward, for random q, k, v (B, H, T, D) = shape."""
     B, H, T, D = shape
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(4, B, T, H, D, generator=generator).to(dtype)  # q, k, v and the gradient of y
@@ -312,7 +315,9 @@ def errors(name: str, kind: str, shape, window: int, device, dtype) -> tuple[flo
         documents = Attention(documents="mask").boundaries(inputs, 0).to(device)
         visible = visible_from(Attention(documents=name).boundaries(inputs, 0).to(device))
     function = BACKENDS[name][0]
-    function = torch.compile(function, dynamic=False) if name == "flex" else function
+    if name == "flex":
+        backends.make_block_mask(T, window, device)
+        function = torch.compile(function, dynamic=False)
     found = _forward_and_backward(function, q, k, v, window, visible, weights)
     if device.type == "mps":  # it has no float64
         q, k, v, weights = q.cpu(), k.cpu(), v.cpu(), weights.cpu()

@@ -1,4 +1,4 @@
-"""The ways to compute causal attention. `attention.py` chooses among them, once, at start.
+"""The backends of causal attention. `attention.py` chooses among them, once, at start.
 
 Each is a function of q, k, v (B, H, T, D), a window and, where it can, the boundaries of documents, and
 returns (B, H, T, D). The CUDA ones were written against the sources of PyTorch 2.11 and 2.13. On a CPU their

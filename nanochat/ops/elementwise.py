@@ -1,8 +1,8 @@
 """Norms, rotary positions and leaky ReLU squared.
 
-Compiled code makes one pass over memory of such a formula. Without compiling every operation of it is a pass,
-and on a CPU these passes are a fifth of a step. There the same formulas are computed in fewer operations, and
-each has a backward pass written by hand, which needs nothing but the result.
+Compiled code computes such a formula in one pass over memory. Eager code needs a pass for each operation; on
+a CPU these are a fifth of a step. So there the formulas take fewer operations, and backward passes written by
+hand need nothing but the result.
 """
 
 import torch

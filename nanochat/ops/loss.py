@@ -6,7 +6,6 @@ the cache: product, softcap, softmax, loss, and at once the gradients of x and o
 backward pass only multiplies these two by the gradient of the loss.
 """
 
-import contextlib
 import functools
 
 import torch
@@ -92,7 +91,7 @@ def chunk_losses(logits, targets, gradient: bool = False, scale: float = 1.0, *,
 def chunk_losses_in_one_pass(logits, targets, gradient: bool = False, scale: float = 1.0):
     """The same, in the form that suits torch.compile on a GPU: nothing is indexed but the logits.
 
-    The softcap keeps exponentials between e^-15 and e^15, so no maximum has to be subtracted first.
+    The softcap keeps exponentials between e^-15 and e^15, so no maximum is subtracted first.
     """
     s = torch.sigmoid(logits.float() * (2 / SOFTCAP))
     exponentials = torch.exp(2 * SOFTCAP * (s - 0.5))
@@ -127,8 +126,8 @@ def head_gradients(gradient, x, weight, dx, dw, product, down: float):
 
 
 def _chunks(x, weight, targets, gradient: bool, scale: float, compiled: bool):
-    """For each chunk: which rows it has, their losses, and the gradient of their logits (without `gradient`
-    nothing of use). The memory of one chunk serves all."""
+    """For each chunk: its rows, their losses, and with `gradient` that of their logits, in memory that the
+    next chunk uses again."""
     rows = chunk_rows(x.size(0), weight.size(0), x.device.type, x.dtype)
     memory = x.new_empty(rows, weight.size(0))
     if compiled and x.device.type in COMPILED_ON:
@@ -146,7 +145,7 @@ def losses_in_chunks(
     x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, compiled: bool
 ) -> torch.Tensor:
     """The loss of each target, (N,) float32, for a loss without gradients."""
-    with _every_cast_is_written(x.device):
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         all_losses = x.new_empty(x.size(0), dtype=torch.float32)
         for piece, losses, _ in _chunks(x, weight.to(x.dtype), targets, False, 1, compiled):
             all_losses[piece] = losses
@@ -154,12 +153,7 @@ def losses_in_chunks(
 
 
 def gradients_in_chunks(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    of_x: bool,
-    of_weight: bool,
-    compiled: bool,
+    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, of_x: bool, of_weight: bool, compiled: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The sum of the losses, float32, and its two gradients, each divided by its unit (see _units).
 
@@ -168,7 +162,7 @@ def gradients_in_chunks(
     """
     scale, down = (UP, DOWN) if x.dtype == torch.float16 else (1, 1)
     dx, dw = _memory_for_gradients(x, weight, of_x, of_weight)
-    with _every_cast_is_written(x.device):
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         total, low, unscored = torch.zeros((), device=x.device), weight.to(x.dtype), (targets == -1)[:, None]
         scored = x.masked_fill(unscored, 0)  # a row of zeros adds nothing to the weight's gradient
         dw.zero_()
@@ -177,13 +171,6 @@ def gradients_in_chunks(
             total += losses.sum()
             head_gradients(gradient, scored[piece], low, dx[piece], dw, product, down)
         return total, dx.masked_fill_(unscored, 0) if of_x else dx, dw
-
-
-@contextlib.contextmanager
-def _every_cast_is_written(device: torch.device):
-    """Inside, autograd records nothing and autocast decides nothing."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        yield
 
 
 def _memory_for_gradients(x, weight, of_x: bool, of_weight: bool):

@@ -1,10 +1,11 @@
-"""Functions as operators of PyTorch: compiled code calls them as they are and does not look inside.
+"""Functions as operators of PyTorch, which compiled code calls as they are; and one: the rows of a table.
 
 torch.library.custom_op would do this, too, but at its first call in eager mode it loads torch's compiler,
 which takes two seconds.
 """
 
 import torch
+import torch.nn as nn
 
 LIBRARY = torch.library.Library("nanochat", "DEF")
 
@@ -23,7 +24,52 @@ def register(name: str, types: str, function, shapes):
 def register_autograd(name: str, keep, gradients):
     """Give an operator its backward pass: setup_context and backward of torch.library.register_autograd.
 
-    Not by a torch.autograd.Function: torch keeps no compiled code that has one, and would make the graphs of
-    the backward pass at each start.
+    Not a torch.autograd.Function: torch's cache takes no compiled code that has one, so each start would
+    compile the backward pass again.
     """
     torch.library.register_autograd(f"nanochat::{name}", gradients, setup_context=keep, lib=LIBRARY)
+
+
+def embedding(vocab_size: int, width: int) -> nn.Embedding:
+    """A table (V, C) for `init_weights` to fill. nn.Embedding() would fill it first, and on the meta device
+    torch loads its whole compiler for that, which takes a second or two."""
+    return nn.Embedding.from_pretrained(torch.empty(vocab_size, width), freeze=False)
+
+
+def look_up(weight, idx):
+    """Rows of a table: weight (V, C), idx (B, T) int64 -> (B, T, C) in the dtype of weight.
+
+    On a CPU compiled code would add up the gradient of a row in the order in which its threads come, so no
+    two runs would be the same. PyTorch's own operator has one order, and is no slower (docs/benchmarks.md).
+    """
+    if torch.compiler.is_compiling() and weight.device.type == "cpu":
+        return torch.ops.nanochat.rows_of_table(weight, idx)
+    return torch.embedding(weight, idx)
+
+
+register(
+    "rows_of_table",
+    "(Tensor table, Tensor idx) -> Tensor",
+    torch.embedding,
+    lambda table, idx: table.new_empty(*idx.shape, table.size(1)),
+)
+register(
+    "rows_of_table_backward",
+    "(Tensor gradient, Tensor idx, int rows) -> Tensor",
+    lambda gradient, idx, rows: torch.ops.aten.embedding_dense_backward(gradient, idx, rows, -1, False),
+    lambda gradient, idx, rows: gradient.new_empty(rows, gradient.size(-1)),
+)
+
+
+def _keep(ctx, inputs, output):
+    table, idx = inputs
+    ctx.rows = table.size(0)
+    ctx.save_for_backward(idx)
+
+
+def _gradients(ctx, gradient):
+    (idx,) = ctx.saved_tensors
+    return torch.ops.nanochat.rows_of_table_backward(gradient, idx, ctx.rows), None
+
+
+register_autograd("rows_of_table", _keep, _gradients)

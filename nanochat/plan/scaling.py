@@ -191,7 +191,7 @@ def horizon_of(
 
 
 def is_spelled(settings: dict, vocab_size: int, horizon: Horizon, before: dict | None = None) -> bool:
-    """Whether tokens spelled alike share a part of their rows (spelling.py): in a run that is too short for
+    """Whether tokens spelled alike share a part of their rows (subword.py): in a run that is too short for
     each row to learn alone (docs/ablations.md). before: what a resumed run has resolved, which stays."""
     if settings["spelling"] != "auto":
         return settings["spelling"] == "on"

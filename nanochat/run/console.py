@@ -7,13 +7,11 @@ import time
 
 from nanochat.run.clock import Clock
 from nanochat.run.metrics import LoopState
-from nanochat.terminal import bar, duration, give_up, is_terminal
+from nanochat.terminal import bar, duration, give_up, is_terminal, printable
 
 FULL_STEPS = 12  # the first ones of a process have a line each: on a CPU the eleventh compiles
 LOG_S = 5.0  # seconds between two later lines of a log file
 REDRAW_S = 0.1  # seconds between two updates on a terminal
-# Characters that a terminal obeys and does not show. A model can write them.
-CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 class Console:
@@ -53,7 +51,7 @@ class Console:
         """Lines above the live line."""
         if not self.enabled or not lines:
             return
-        text = "\n".join(str(line).translate(CONTROL) for line in lines)
+        text = printable("\n".join(map(str, lines)))
         try:
             if self.terminal:
                 from tqdm import tqdm  # takes the live line or bar away while it writes

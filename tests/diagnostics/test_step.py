@@ -14,7 +14,7 @@ from nanochat.data.tokenizer import open_tokenizer
 from nanochat.diagnostics import scaled_rates, training_step
 from nanochat.gpt import GPT
 from nanochat.machine import precision
-from nanochat.ops.subword import spell
+from nanochat.ops.subword import register_subwords
 from nanochat.plan import scaling
 
 # What base_train's schedules give in a run of two steps: Muon's momentum, and the share of the weight decay
@@ -32,7 +32,7 @@ def test_it_is_the_step_of_base_train_to_the_last_digit(tmp_path, corpus):
     config = replace(scaling.model_config(2, 16, 16, 32, tokenizer.vocab_size, "L"), spelled=True)
     model = GPT(config)
     model.init_weights(torch.Generator().manual_seed(DEFAULTS["seed"]))
-    spell(model, tokenizer)
+    register_subwords(model, tokenizer)
     rates, decay = scaled_rates(DEFAULTS, config, batch_tokens=64, steps=2)
     optimizer = optim.MuonAdamW(optim.parameter_groups(model, rates, decay))
     scaler = precision.make_scaler(CPU, torch.float32)

@@ -8,14 +8,15 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_gpt import make_model, random_tokens
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
 from nanochat import decode, engine
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPTConfig
 from nanochat.ops import attention as choices
 from nanochat.ops import attention_backends as backends
-from nanochat.ops.attention import Attention, attention, keys_before, token_before, visible_from
+from nanochat.ops.attention import Attention, attention, previous_token, shift_keys, visible_from
 
 
 def slow_attention(q, k, v, window):
@@ -50,48 +51,10 @@ def test_attention_is_the_slow_one_for_any_lengths_and_window(data):
     torch.testing.assert_close(y.double(), expected, rtol=0, atol=close)
 
 
-@pytest.mark.parametrize("T, window", [(12, 4), (12, 12), (12, 5)])
-def test_attention_in_bfloat16_is_within_its_rounding(T, window):
-    q, k, v = random_qkv(T, T, torch.bfloat16)
-    y = attention(q, k, v, window)
-    assert y.dtype == torch.bfloat16
-    torch.testing.assert_close(
-        y.double(), slow_attention(q.double(), k.double(), v.double(), window), rtol=0.02, atol=0.02
-    )
-
-
 @pytest.mark.parametrize("T, window", [(6, 6), (6, 2), (6, 3), (6, 1), (5, 2)])
 def test_gradients_are_those_of_finite_differences(T, window):
     qkv = [x.requires_grad_() for x in random_qkv(T, T, torch.float64, B=1, H=2, D=2)]
     assert torch.autograd.gradcheck(lambda q, k, v: attention(q, k, v, window), qkv)
-
-
-def test_gradients_of_the_banded_way_are_those_of_full_attention_under_a_mask():
-    T, window = 32, 8
-    qkv = [x.requires_grad_() for x in random_qkv(T, T, torch.float64)]
-    weights = torch.randn(2, 3, T, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    distance = torch.arange(T)[:, None] - torch.arange(T)
-    mask = (distance >= 0) & (distance < window)
-    full = F.scaled_dot_product_attention(*qkv, attn_mask=mask)
-    expected = torch.autograd.grad((full * weights).sum(), qkv)
-    found = torch.autograd.grad((attention(*qkv, window) * weights).sum(), qkv)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("Tq, window", [(16, 16), (16, 4), (16, 5), (1, 5), (3, 5), (3, 99)])
-def test_positions_outside_of_the_window_do_not_count_whatever_they_hold(Tq, window):
-    Tk = 16
-    q, k, v = random_qkv(Tq, Tk, torch.float64)
-    y = attention(q, k, v, window)
-    for position in range(Tk):
-        k2, v2 = k.clone(), v.clone()
-        k2[:, :, position] += 100
-        v2[:, :, position] = -100
-        moved = (attention(q, k2, v2, window) - y).abs().amax(dim=(0, 1, 3)) > 0  # (Tq,)
-        own = torch.arange(Tk - Tq, Tk)
-        sees = (own >= position) & (own - position < window)
-        assert torch.equal(moved, sees), position
 
 
 def test_a_window_that_divides_the_row_needs_no_mask_of_its_square():
@@ -238,26 +201,26 @@ def test_both_forms_of_documents_say_the_same(rows):
 
 
 def small_model(pattern="SL"):
-    model = GPT(GPTConfig(2, 32, 2, 20, 16, pattern))
-    generator = torch.Generator().manual_seed(0)
-    model.init_weights(generator)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.2 * torch.randn(p.shape, generator=generator))
-    return model, torch.randint(20, (3, 16), generator=generator)
+    model = make_model(2, 32, 2, 20, 16, pattern)
+    return model, random_tokens(model, 3)
 
 
-@pytest.mark.parametrize("with_documents", [False, True])
-def test_a_model_has_the_same_gradients_by_varlen_as_by_sdpa(slow_flash, with_documents):
+def check_same_gradients(*ways, with_documents: bool):
+    """A model's loss and gradients by these backends are those of SDPA."""
     model, inputs = small_model()
     found = []
-    for chosen in (Attention(), Attention("varlen", "varlen", "varlen")):
+    for chosen in (Attention(), Attention(*ways)):
         choices.use(model, chosen)
         documents = chosen.boundaries(inputs, 0) if with_documents else None
         loss = model(inputs, inputs, documents=documents)
         found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("with_documents", [False, True])
+def test_a_model_has_the_same_gradients_by_varlen_as_by_sdpa(slow_flash, with_documents):
+    check_same_gradients("varlen", "varlen", "varlen", with_documents=with_documents)
 
 
 @pytest.mark.slow
@@ -369,6 +332,7 @@ def choose_on(monkeypatch, capability, dtype=torch.bfloat16, failing=(), flash3=
     monkeypatch.setattr(choices, "_capability", lambda device: capability)
     monkeypatch.setattr(choices, "_probe", probe)
     monkeypatch.setattr(backends, "activate_flash", activate)
+    monkeypatch.setattr(backends, "make_block_mask", lambda *size: None)
     machine = FakeMachine(others=options.pop("others", ()))
     defaults = {"config": CONFIG, "compiled": True, "documents": False, "resolved": {}}
     return choices.choose(machine=machine, dtype=dtype, **defaults | options)
@@ -430,29 +394,19 @@ def test_processes_on_different_gpus_take_the_same(monkeypatch, here, there, bef
     assert choose_on(monkeypatch, here, config=config, others=[there], resolved=before).full == together
 
 
-def test_the_probe_of_a_long_row_needs_little_memory_and_keeps_the_window_s_share(monkeypatch):
-    seen = []
-    monkeypatch.setattr(choices, "errors", lambda *found: seen.append(found[2:4]) or (0.0, 0.0))
-    for T in (1024, 2**17):
-        config = GPTConfig(2, 32, 2, 20, T)
-        for kind, window in (("full", T), ("window", T // 4)):
-            assert choices._probe("varlen", kind, config, torch.device("cuda"), torch.float32, window) == ""
-    assert seen[:2] == [((1, 2, 1024, 16), 1024), ((1, 2, 1024, 16), 256)]
-    assert seen[2:] == [((1, 2, 4096, 16), 4096), ((1, 2, 4096, 16), 1024)]
-
-
-def test_the_probe_turns_down_what_is_wrong_or_fails(monkeypatch):
-    def probe():
-        return choices._probe("efficient", "full", CONFIG_OF_16, torch.device("cpu"), torch.float32, 16)
-
-    CONFIG_OF_16 = GPTConfig(2, 32, 2, 20, 16)
-    for function, said in (
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
         (lambda q, k, v, window, documents: attention(q, k, v, 15), "differs from float64"),
         (lambda q, k, v, window, documents: attention(q, k, v, 16).detach(), "RuntimeError"),
         (backends.sdpa, ""),
-    ):
-        monkeypatch.setitem(choices.BACKENDS, "efficient", (function, ("full",)))
-        assert probe().startswith(said) and bool(probe()) == bool(said)
+    ],
+)
+def test_the_probe_turns_down_what_is_wrong_or_fails(monkeypatch, function, said):
+    monkeypatch.setitem(choices.BACKENDS, "efficient", (function, ("full",)))
+    config = GPTConfig(2, 32, 2, 20, 16)
+    found = choices._probe("efficient", "full", config, torch.device("cpu"), torch.float32, 16)
+    assert found.startswith(said) and bool(found) == bool(said)
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -462,16 +416,16 @@ def test_the_probe_turns_down_what_is_wrong_or_fails(monkeypatch):
 def test_a_position_has_key_and_stream_of_the_token_before_it_and_none_at_the_start_of_a_document():
     k = torch.randn(2, 3, 6, 4, generator=torch.Generator().manual_seed(0))
     x = k[:, 0]  # (B, T, C)
-    alone = keys_before(k)
+    alone = shift_keys(k)
     assert torch.equal(alone[:, :, 1:], k[:, :, :-1]) and not alone[:, :, 0].any()
-    assert torch.equal(token_before(x), alone[:, 0])
+    assert torch.equal(previous_token(x), alone[:, 0])
     numbers = torch.tensor([[1, 1, 2, 2, 2, 3], [1, 1, 1, 1, 1, 1]])
     begins = torch.tensor([0, 2, 5, 6, 12, 12, 12], dtype=torch.int32)  # the same documents, for varlen
     expected = alone.clone()
     expected[0, :, [2, 5]] = 0
     for documents in (numbers, begins):
-        assert torch.equal(keys_before(k, visible_from(documents)), expected)
-        assert torch.equal(token_before(x, visible_from(documents)), expected[:, 0])
+        assert torch.equal(shift_keys(k, visible_from(documents)), expected)
+        assert torch.equal(previous_token(x, visible_from(documents)), expected[:, 0])
 
 
 def test_one_layer_copies_what_followed_a_token():
@@ -479,5 +433,5 @@ def test_one_layer_copies_what_followed_a_token():
     tokens = torch.tensor([[3, 7, 1, 3, 5, 7]])
     one_hot = 20 * F.one_hot(tokens, 8).float()[:, None]  # (B, 1, T, 8)
     values = F.one_hot(tokens, 8).float()[:, None]
-    copied = Attention()(one_hot, keys_before(one_hot), values, 6).squeeze().argmax(-1)
+    copied = Attention()(one_hot, shift_keys(one_hot), values, 6).squeeze().argmax(-1)
     assert copied[3] == 7 and copied[5] == 1

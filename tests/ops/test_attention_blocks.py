@@ -4,20 +4,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_attention import FakeMachine, check_same_gradients
 
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPTConfig
 from nanochat.ops import attention as choices
 from nanochat.ops import attention_blocks as blocks
 from nanochat.ops.attention import Attention
 
 CPU = torch.device("cpu")
-
-
-class Machine:
-    device = CPU
-
-    def all_gather(self, value):
-        return [value]
 
 
 @pytest.fixture
@@ -77,20 +71,6 @@ def test_sharp_scores_in_bfloat16_stay_within_the_tolerance():
         assert (a - b).norm() / b.norm() < choices.TOLERANCE[torch.bfloat16]
 
 
-def test_each_query_is_in_one_tile_with_no_more_keys_than_its_block_sees():
-    for B, T, window in ((3, 512, 512), (5, 700, 100), (1, 2048, 512), (2, 1, 1)):
-        tiles = blocks.tiles(B, 4, T, window)
-        seen = torch.zeros(B, T)
-        for tile in tiles:
-            seen[tile.rows, tile.queries] += 1
-            assert tile.keys.start == max(0, tile.queries.start - window + 1)
-            assert tile.keys.stop == tile.queries.stop
-        assert (seen == 1).all()
-        assert [tile.place.start for tile in tiles] == [0, *(tile.place.stop for tile in tiles[:-1])]
-    pairs = sum(tile.place.stop - tile.place.start for tile in blocks.tiles(4, 3, 512, 512))
-    assert pairs == 4 * 3 * 512 * 512 * 5 // 8  # four blocks compute 1 + 2 + 3 + 4 of 16 squares
-
-
 def test_a_long_row_keeps_nothing_of_its_square():
     q, k, v, *_ = (x.float() for x in inputs(1, 1500, H=1))
     kept = []
@@ -111,22 +91,9 @@ def test_a_query_that_sees_nothing_makes_no_nan():
     assert all(x.isfinite().all() for x in found)
 
 
-def test_a_model_has_the_same_gradients_in_blocks_as_by_sdpa(small_blocks):
-    model = GPT(GPTConfig(2, 32, 2, 20, 16, "SL"))
-    generator = torch.Generator().manual_seed(0)
-    model.init_weights(generator)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.2 * torch.randn(p.shape, generator=generator))
-    tokens = torch.randint(20, (3, 16), generator=generator)
-    for documents in (None, Attention().boundaries(tokens, 0)):
-        found = []
-        for chosen in (Attention(), Attention("blocks", "blocks", "blocks")):
-            choices.use(model, chosen)
-            loss = model(tokens, tokens, documents=documents)
-            found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
-        for a, b in zip(*found, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+@pytest.mark.parametrize("with_documents", [False, True])
+def test_a_model_has_the_same_gradients_in_blocks_as_by_sdpa(small_blocks, with_documents):
+    check_same_gradients("blocks", "blocks", "blocks", with_documents=with_documents)
 
 
 def test_tokens_behind_a_cache_and_masks_without_gradients_do_not_go_by_blocks(monkeypatch):
@@ -146,7 +113,7 @@ def test_tokens_behind_a_cache_and_masks_without_gradients_do_not_go_by_blocks(m
 
 def choose(dtype, T=512, resolved=None):
     config = GPTConfig(2, 64, 2, 20, T, "SL")
-    return choices.choose(config, Machine(), dtype, True, True, resolved or {})
+    return choices.choose(config, FakeMachine("cpu"), dtype, True, True, resolved or {})
 
 
 @pytest.mark.parametrize(

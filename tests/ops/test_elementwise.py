@@ -72,6 +72,12 @@ def test_the_backward_passes_are_the_derivatives(name):
     assert gradcheck(lambda x: CLASSES[name].apply(x, *more), (x,), eps=1e-7)
 
 
+def test_the_activation_is_the_square_of_a_leaky_relu():
+    x = draw(torch.float32)
+    expected = torch.where(x > 0, x, x / 2) ** 2
+    torch.testing.assert_close(elementwise.squared_leaky_relu(x.clone()), expected)
+
+
 @pytest.mark.parametrize("by_hand", [True, False])
 def test_rows_may_have_positions_of_their_own(by_hand, monkeypatch):
     monkeypatch.setattr(elementwise, "_by_hand", lambda x: by_hand)

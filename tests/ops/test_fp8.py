@@ -79,7 +79,7 @@ def test_the_largest_value_of_any_size_becomes_the_largest_number_and_zeros_stay
         x = numbers(8, seed=exponent, dtype=torch.float32) * 2.0**exponent
         assert quantize(x, dtype)[0].float().abs().max() == largest
     x8, scale = quantize(torch.zeros(4), dtype)
-    assert (x8.float() == 0).all() and 0 < scale < 1e-30
+    assert (x8.float() == 0).all() and 0 < scale < 1e-30  # finite, so that products of zeros are zero
 
 
 def test_the_three_products_are_the_exact_ones_of_the_rounded_factors():
@@ -96,19 +96,6 @@ def test_the_three_products_are_the_exact_ones_of_the_rounded_factors():
         assert ((found.double() - wanted).abs() <= half_unit * wanted.abs() + sums).all()
 
 
-def test_the_products_differ_from_float32_by_what_the_rounding_to_8_bits_explains():
-    """A rounded value is off by up to half a unit in the last place: 2**-4 (e4m3) or 2**-3 (e5m2) of its
-    power of two, evenly spread, so by that / sqrt(3) on average. Values lie between one and two times their
-    power of two. The errors of both factors are independent and add up in squares."""
-    x, weight, grad = numbers(M, C), numbers(N, C, seed=1, dtype=torch.float32), numbers(M, N, seed=2)
-    exact = x.float() @ weight.T, grad.float() @ weight, grad.float().T @ x.float()
-    e4m3, e5m2 = 2**-4 / math.sqrt(3), 2**-3 / math.sqrt(3)
-    most = [math.hypot(e4m3, e4m3), math.hypot(e5m2, e4m3), math.hypot(e5m2, e4m3)]
-    for found, wanted, bound in zip(products(x, weight, grad), exact, most, strict=True):
-        apart = (found.float() - wanted).norm() / wanted.norm()
-        assert bound / 2 < apart < bound
-
-
 def test_float32_inputs_under_autocast_give_what_their_casts_give():
     """CUDA's autocast computes norms in float32, and they are what these layers read."""
     x, weight, grad = numbers(M, C, dtype=torch.float32), numbers(N, C, seed=1), numbers(M, N, seed=2)
@@ -119,31 +106,12 @@ def test_float32_inputs_under_autocast_give_what_their_casts_give():
             assert torch.equal(one.float(), other.float())
 
 
-def test_products_of_zeros_are_zero():
-    zeros = (
-        torch.zeros(M, C, dtype=torch.bfloat16),
-        torch.zeros(N, C),
-        torch.zeros(M, N, dtype=torch.bfloat16),
-    )
-    assert all((t == 0).all() for t in products(*zeros))
-
-
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_a_gradient_that_is_not_finite_stays_visible(bad):
     grad = numbers(M, N, seed=2)
     grad[3, 5] = bad
     _, grad_x, grad_weight = products(numbers(M, C), numbers(N, C, dtype=torch.float32), grad)
     assert not grad_x.isfinite().all() and not grad_weight.isfinite().all()
-
-
-def test_gradients_of_micro_batches_add_up_in_float32():
-    x, grad = numbers(M, C), numbers(M, N, seed=2)
-    weight = numbers(N, C, seed=1, dtype=torch.float32)
-    linear = layer(weight)
-    for rows in (slice(0, 32), slice(32, 64)):
-        linear(x[rows]).backward(grad[rows])
-    parts = [products(x[rows], weight, grad[rows])[2] for rows in (slice(0, 32), slice(32, 64))]
-    assert torch.equal(linear.weight.grad, parts[0] + parts[1]) and linear.weight.grad.dtype == torch.float32
 
 
 def test_the_layouts_and_sizes_are_those_that_cuda_takes(monkeypatch):
@@ -249,27 +217,21 @@ def test_fp8_needs_compute_capability_8_9(monkeypatch, capability, can):
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "says"),
     [
-        ({"dtype": torch.float16}, "goes with --dtype=bfloat16"),
-        ({"max_seq_len": 2040}, "multiple of 16; 2040 is none"),
-        ({"resolved": {"compiled": True}}, "began without --fp8; leave it out, or start a new run"),
-        ({"resolved": {"fp8": False}}, "began without --fp8"),
-        ({"fp8": False, "resolved": {"fp8": True}}, "began with --fp8; give it again, or start a new run"),
+        ({"dtype": torch.float16}, "--dtype=bfloat16"),
+        ({"max_seq_len": 2040}, "multiple of 16; 2040"),
+        ({"resolved": {"compiled": True}}, "without --fp8"),
+        ({"resolved": {"fp8": False}}, "without --fp8"),
+        ({"fp8": False, "resolved": {"fp8": True}}, "with --fp8; give it again"),
     ],
 )
-def test_what_does_not_go_together_is_one_sentence(monkeypatch, change, sentence):
+def test_what_does_not_go_together_is_refused(monkeypatch, change, says):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    fine = {
-        "fp8": True,
-        "device": CUDA,
-        "dtype": torch.bfloat16,
-        "max_seq_len": 2048,
-        "resolved": {"fp8": True},
-    }
-    check_fp8(**fine)
-    with pytest.raises(UserError, match=sentence):
-        check_fp8(**fine | change)
+    fine = {"fp8": True, "device": CUDA, "dtype": torch.bfloat16, "max_seq_len": 2048}
+    check_fp8(**fine, resolved={"fp8": True})
+    with pytest.raises(UserError, match=says):
+        check_fp8(**fine | {"resolved": {"fp8": True}} | change)
 
 
 def test_base_train_refuses_fp8_on_a_cpu(corpus, tmp_path):

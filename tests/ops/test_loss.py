@@ -1,6 +1,5 @@
 """The softcapped cross-entropy: against one written out in float64, in chunks of any size, and compiled."""
 
-import math
 from functools import partial
 
 import pytest
@@ -11,8 +10,6 @@ from torch.utils._pytree import tree_leaves
 
 import nanochat.ops.loss
 from nanochat.ops.loss import SOFTCAP, softcap, softcapped_cross_entropy
-
-REDUCTIONS = ["mean", "sum", "none"]
 
 
 def random_problem(N=23, C=8, V=31, scale=3.0):
@@ -55,30 +52,21 @@ def distance(found, expected):
     return ((found.double() - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("rows", [1, 4, 22, 23, 100])
 def test_value_and_gradients_are_those_written_out_in_chunks_of_any_size(reduction, rows, in_chunks_of):
     in_chunks_of(rows)
     x, weight, targets = random_problem()
     loss = softcapped_cross_entropy(x, weight, targets, reduction)
-    assert loss.dtype == torch.float32
+    with torch.no_grad():
+        value = softcapped_cross_entropy(x, weight, targets, reduction)
     expected = reduced(slow_losses(x, weight, targets), targets, reduction)
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=5e-6)
+    for found in (loss, value):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=5e-6)
     for ours, slow in zip(gradients(loss, x, weight), gradients(expected, x, weight), strict=True):
         torch.testing.assert_close(ours, slow, rtol=1e-4, atol=1e-5)
         assert distance(ours, slow.double()) < 2e-6
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("rows", [1, 5, 100])
-def test_without_gradients_the_value_is_the_same(reduction, rows, in_chunks_of):
-    in_chunks_of(rows)
-    x, weight, targets = random_problem()
-    with torch.no_grad():
-        loss = softcapped_cross_entropy(x, weight, targets, reduction)
-    assert loss.dtype == torch.float32
-    expected = reduced(slow_losses(x, weight, targets), targets, reduction)
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=5e-6)
 
 
 @pytest.mark.parametrize("vocab_size, N", [(257, 1), (4099, 300), (50_021, 3), (7, 1025)])
@@ -172,16 +160,6 @@ def test_a_frozen_head_or_an_x_without_gradient_leaves_the_other_gradient_as_it_
         loss = softcapped_cross_entropy(*frozen, targets)
         (found,) = torch.autograd.grad(loss, wanted)
         assert torch.equal(found, expected)
-
-
-def test_losses_of_several_micro_steps_add_up_in_the_gradients():
-    x, weight, targets = random_problem(N=24)
-    whole = gradients(softcapped_cross_entropy(x, weight, targets, "sum"), x, weight)
-    parts = [softcapped_cross_entropy(x[i : i + 8], weight, targets[i : i + 8], "sum") for i in (0, 8, 16)]
-    for part in parts:
-        part.backward()
-    for found, expected in zip((x.grad, weight.grad), whole, strict=True):
-        torch.testing.assert_close(found, expected)
 
 
 class Largest(TorchDispatchMode):
@@ -279,9 +257,3 @@ def test_softcap_is_bounded_odd_rising_and_the_identity_near_zero():
     torch.testing.assert_close(softcap(x / 1000), x / 1000, rtol=1e-3, atol=1e-6)
     assert softcap(torch.tensor([1e30, -1e30])).tolist() == [SOFTCAP, -SOFTCAP]
     assert softcap(x.bfloat16()).dtype == torch.float32
-
-
-def test_no_loss_is_larger_than_the_softcap_allows():
-    x, weight, targets = random_problem(scale=1e4)
-    losses = softcapped_cross_entropy(x, weight, targets.clamp_min(0), "none")
-    assert losses.max() <= 2 * SOFTCAP + math.log(weight.size(0))

@@ -1,4 +1,4 @@
-"""Rows that tokens share with what is spelled alike: the pieces, the tables, and models that have them."""
+"""Sub-word embeddings: which sub-words a token has, the sums of their rows, and models that have them."""
 
 from dataclasses import replace
 
@@ -7,55 +7,55 @@ import torch
 from test_gpt import make_model, random_tokens
 
 from nanochat import UserError
-from nanochat.engine import with_rows_of_pieces
+from nanochat.engine import fold_subwords
 from nanochat.gpt import GPT
 from nanochat.ops.elementwise import norm
-from nanochat.ops.subword import PIECES, Pieces, pieces_of, pieces_table
+from nanochat.ops.subword import MOST, SubwordEmbedding, subword_table, subwords_of
 from nanochat.plan import scaling
 
 
 def test_a_token_has_two_to_four_letters_in_a_row_its_word_and_its_shape():
     letters = {b"<s", b"se", b"el", b"lf", b"f>", b"<se", b"sel", b"elf", b"lf>", b"<sel", b"self", b"elf>"}
-    assert pieces_of(b" Self") == letters | {b"<self>", b"shape  Aa"}
-    assert pieces_of(b"self") == letters | {b"<self>", b"shape a"}
-    assert pieces_of(b"a") == {b"<a", b"a>", b"<a>", b"shape a"}
-    assert pieces_of(b"\n        ") == {b"shape \n        "}
+    assert subwords_of(b" Self") == letters | {b"<self>", b"shape  Aa"}
+    assert subwords_of(b"self") == letters | {b"<self>", b"shape a"}
+    assert subwords_of(b"a") == {b"<a", b"a>", b"<a>", b"shape a"}
+    assert subwords_of(b"\n        ") == {b"shape \n        "}
     shapes = [(b"IDs(", b"aA"), (b" 12", b" 0"), (b"):", b"-"), (b"AB_", b"A"), (b" aB", b" aA")]
-    assert all(b"shape " + shape in pieces_of(token) for token, shape in shapes)
-    assert b"shape aA" in pieces_of("é".encode())  # bytes of no ASCII letter are pieces like any other
+    assert all(b"shape " + shape in subwords_of(token) for token, shape in shapes)
+    assert b"shape aA" in subwords_of("é".encode())  # bytes of no ASCII letter are letters like any other
 
 
 def test_only_what_several_tokens_share_gets_a_number_and_the_most_frequent_the_first():
     tokens = [b"self", b" self", b"Self", b"x"]
-    table = pieces_table(tokens, 6)  # the last two rows are of special tokens
-    assert table.shape == (6, PIECES) and table.dtype == torch.int32
-    # 13 pieces stand in three tokens each, `shape a` in two; rows of 6 tokens give numbers to five of them
+    table = subword_table(tokens, 6)  # the last two rows are of special tokens
+    assert table.shape == (6, MOST) and table.dtype == torch.int32
+    # 13 sub-words stand in three tokens each, `shape a` in two; rows of 6 tokens give numbers to five of them
     assert [sorted(set(row.tolist()) - {0}) for row in table] == [[1, 2, 3, 4, 5]] * 3 + [[]] * 3
     assert (table[0, :5] == torch.tensor([5, 4, 3, 2, 1])).all()  # the rarest first
-    assert sorted(set(pieces_table(tokens, 99)[3].tolist())) == [0, 14]  # `x` has the shape of `self`
+    assert sorted(set(subword_table(tokens, 99)[3].tolist())) == [0, 14]  # `x` has the shape of `self`
 
 
-def test_of_a_token_with_many_pieces_the_rarest_count():
+def test_a_token_with_many_subwords_keeps_the_rarest():
     long = b"abcdefghijklmnopqrstuvwxyz"
-    table = pieces_table([long, b" " + long, b"abc", b"abd", b"abe"], 300)
-    assert (table[0] > 0).all() and table[0].unique().numel() == PIECES
+    table = subword_table([long, b" " + long, b"abc", b"abd", b"abe"], 300)
+    assert (table[0] > 0).all() and table[0].unique().numel() == MOST
     assert table[0].min() > table[2][table[2] > 0].min()  # `<ab`, which five tokens have, is not one of them
 
 
-def spelled_model(**sizes):
-    """With pieces of its own for every token, but the last."""
+def subword_model(**sizes):
+    """With sub-words of its own for every token, but the last."""
     model = make_model(spelled=True, **sizes)
     V = model.config.vocab_size
     generator = torch.Generator().manual_seed(5)
-    table = torch.randint(V, (V, PIECES), generator=generator)
+    table = torch.randint(V, (V, MOST), generator=generator)
     table[:, 9:], table[-1] = 0, 0
-    model.pieces.spell(table)
+    model.pieces.register(table)
     return model
 
 
-def test_a_row_is_the_tokens_own_and_those_of_its_pieces_forward_and_backward():
-    model = spelled_model()
-    M = torch.zeros(67, 67, dtype=torch.float64)  # by hand: M[token, piece] is what a row is times
+def test_a_row_is_the_tokens_own_and_those_of_its_subwords_forward_and_backward():
+    model = subword_model()
+    M = torch.zeros(67, 67, dtype=torch.float64)  # by hand: M[token, sub-word] is what a row is times
     for token, pieces in enumerate(model.pieces.spelling.tolist()):
         found = [piece for piece in pieces if piece]
         for piece in found:
@@ -69,12 +69,12 @@ def test_a_row_is_the_tokens_own_and_those_of_its_pieces_forward_and_backward():
         gradients = torch.autograd.grad(rows, (own.weight, pieces), dy)
         torch.testing.assert_close(gradients[0], dy)
         torch.testing.assert_close(gradients[1].double(), M.T @ dy.double(), rtol=0, atol=1e-5)
-        assert gradients[1][0].eq(0).all()  # 0 is no piece
+        assert gradients[1][0].eq(0).all()  # 0 is no sub-word
 
 
-def test_a_model_without_pieces_gives_the_same_logits_as_the_one_that_it_is_made_from():
-    model = spelled_model()
-    config, tensors = with_rows_of_pieces(model.config, model.state_dict())
+def test_a_model_with_its_subwords_folded_in_gives_the_same_logits():
+    model = subword_model()
+    config, tensors = fold_subwords(model.config, model.state_dict())
     plain = GPT(config)
     plain.init_rotary()
     plain.load_state_dict(tensors)
@@ -84,23 +84,23 @@ def test_a_model_without_pieces_gives_the_same_logits_as_the_one_that_it_is_made
     assert model.flops_per_token() == plain.flops_per_token()
 
 
-def test_fresh_pieces_leave_the_head_as_it_is_and_tell_tokens_apart():
-    pieces = Pieces(50, 16)
+def test_fresh_subwords_leave_the_head_as_it_is_and_tell_tokens_apart():
+    pieces = SubwordEmbedding(50, 16)
     pieces.init_weights(torch.Generator().manual_seed(0))
-    table = torch.zeros(50, PIECES)
+    table = torch.zeros(50, MOST)
     table[1:3, 0] = 7
-    pieces.spell(table)
+    pieces.register(table)
     embedding, head = pieces(torch.zeros(50, 16), torch.ones(50, 16))
     assert head.eq(1).all() and embedding[0].eq(0).all()
     assert torch.equal(embedding[1], embedding[2]) and embedding[1].std() > 0.3
 
 
 @pytest.mark.parametrize("number", [-1, 50])
-def test_a_table_with_numbers_that_no_piece_has_is_refused(number):
-    pieces = Pieces(50, 16)
+def test_a_table_with_numbers_that_no_subword_has_is_refused(number):
+    pieces = SubwordEmbedding(50, 16)
     pieces.init_weights()
-    damaged = pieces.state_dict() | {"spelling": torch.full((50, PIECES), number)}
-    with pytest.raises(UserError, match=f"has numbers from {number} to {number}, and there are 50 rows"):
+    damaged = pieces.state_dict() | {"spelling": torch.full((50, MOST), number)}
+    with pytest.raises(UserError, match=f"from {number} to {number}.* 50 rows"):
         pieces.load_state_dict(damaged)
 
 
@@ -115,7 +115,7 @@ def test_a_table_with_numbers_that_no_piece_has_is_refused(number):
         ("off", 10, {"spelled": True}, False),  # another model, which checkpoints refuse
     ],
 )
-def test_short_runs_are_spelled_and_a_resumed_run_stays_what_it_was(spelling, tokens, before, spelled):
+def test_short_runs_have_subwords_and_a_resumed_run_stays_what_it_was(spelling, tokens, before, spelled):
     horizon = scaling.Horizon(tokens // 100, 100, 1e9, "", "")
     assert scaling.is_spelled({"spelling": spelling}, 300, horizon, before) == spelled
 
@@ -136,8 +136,8 @@ def test_without_tables_all_value_embeddings_are_the_rows_of_the_head():
 
 
 @pytest.mark.slow
-def test_compiled_code_has_the_gradients_of_pieces_of_eager_code_each_time():
-    model = spelled_model()
+def test_compiled_code_has_the_subword_gradients_of_eager_code_each_time():
+    model = subword_model()
     idx = random_tokens(model)
 
     def gradients(forward):

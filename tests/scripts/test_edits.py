@@ -12,7 +12,7 @@ from helpers import command, edit, losses, run_tree
 from safetensors.torch import load_file
 
 SCRIPT, MODEL = "scripts/base_train.py", "nanochat/gpt.py"
-MUON_ADAMW = "optimizer = optim.MuonAdamW(groups, compute_dtype, compile_now, machine.rank, world_size)\n"
+MUON_ADAMW = "optimizer = optim.MuonAdamW(groups, compute_dtype, eager_updates, machine.rank, world_size)\n"
 ADAMW = "optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)\n"
 
 
