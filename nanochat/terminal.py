@@ -124,6 +124,11 @@ def give_up(stream):
     os.close(nowhere)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the name of its type."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def gib(size: int) -> str:
     """A number of bytes as a person says it."""
     return f"{size / 2**30:.1f} GiB"

@@ -27,7 +27,7 @@ from nanochat.data.validation import ValidationBatches, tokenize_validation
 from nanochat.engine import continuations
 from nanochat.evals.bits_per_byte import bits_per_byte
 from nanochat.evals.sample_prompts import sample_prompts as sample_prompts_for
-from nanochat.evals.task_scores import in_words, open_tasks, score_tasks
+from nanochat.evals.tasks import in_words, open_tasks, score_tasks
 from nanochat.files import user_path
 from nanochat.gpt import GPT
 from nanochat.gradients import clip_grad_norm_, exchange_gradients

@@ -27,7 +27,7 @@ from nanochat.data.conversation_loader import ConversationBatches, ConversationL
 from nanochat.data.conversations import open_conversations
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.engine import find_source, model_config
-from nanochat.evals import chat_eval
+from nanochat.evals import exact_match as chat_eval
 from nanochat.evals.bits_per_byte import bits_per_byte
 from nanochat.evals.exact_match import exact_match_questions, nearest_answer_share
 from nanochat.files import user_path

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from nanochat import UserError
-from nanochat.data.parquet import first_line, without_surrogates
-from nanochat.terminal import bar
+from nanochat.data.parquet import without_surrogates
+from nanochat.terminal import bar, first_line
 
 # The time to train grows with the square of the longest run that the pattern leaves whole, so the training
 # cuts runs. Longer ones are DNA, or one letter again and again: no word that a token should learn. The

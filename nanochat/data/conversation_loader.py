@@ -18,8 +18,7 @@ import numpy as np
 import torch
 
 from nanochat import UserError
-from nanochat.data.chat_format import render
-from nanochat.data.conversations import Conversations
+from nanochat.data.chat_format import Conversations, render
 from nanochat.data.loader import check_division
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.machine.transfers import to_device

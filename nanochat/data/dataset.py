@@ -18,8 +18,9 @@ from pathlib import Path
 
 from nanochat import UserError
 from nanochat.data.amount import estimate_tokens, text_bytes, vocabulary_size
-from nanochat.data.parquet import Documents, RowGroups, first_line, write_sorted
+from nanochat.data.parquet import Documents, RowGroups, write_sorted
 from nanochat.data.tokenizer import Tokenizer
+from nanochat.terminal import first_line
 
 STALE_S = 86_400  # a temporary folder unchanged for so many seconds is left from a killed build
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from nanochat import UserError
+from nanochat.terminal import first_line
 
 # A document is validation if its hash is a multiple of this number. With Python 3.11 that gives 0.4 M of the
 # standard library's 31 M characters: enough for a stable number, and scored in seconds. Never change it, or
@@ -152,11 +153,6 @@ def footer_digest(path: Path) -> tuple[bytes, int]:
         length = int.from_bytes(file.read(4), "little")
         file.seek(-8 - length, 2)
         return hashlib.sha256(os.fsencode(f"{path.name} {size} ") + file.read(length)).digest(), documents
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or the name of its type."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 # -- writing

@@ -23,8 +23,9 @@ import numpy as np
 
 from nanochat import UserError
 from nanochat.data.bpe import train_tokens
-from nanochat.data.parquet import first_line, without_surrogates
+from nanochat.data.parquet import without_surrogates
 from nanochat.files import replacing, special_kind, user_path
+from nanochat.terminal import first_line
 
 # The pattern of GPT-4 (cl100k_base), but it cuts numbers after two digits, not three: a thousand tokens for
 # three-digit numbers are too many for a small vocabulary.

@@ -22,7 +22,7 @@ from pathlib import Path
 from nanochat import UserError, optim
 from nanochat.engine import continuations
 from nanochat.evals.bits_per_byte import bits_per_byte
-from nanochat.evals.task_scores import score_tasks
+from nanochat.evals.tasks import score_tasks
 from nanochat.machine import runtime
 from nanochat.plan.scaling import MOST_STEPS
 from nanochat.terminal import counted
