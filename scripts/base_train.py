@@ -20,13 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import configurator
 from nanochat import checkpoint, optim
+from nanochat.data.dataset import sample_prompts as sample_prompts_for
 from nanochat.data.loader import TrainLoader, merge_states
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import open_tokenizer
 from nanochat.data.validation import ValidationBatches, tokenize_validation
 from nanochat.engine import continuations
 from nanochat.evals.bits_per_byte import bits_per_byte
-from nanochat.evals.sample_prompts import sample_prompts as sample_prompts_for
 from nanochat.evals.tasks import in_words, open_tasks, score_tasks
 from nanochat.files import user_path
 from nanochat.gpt import GPT

@@ -6,12 +6,14 @@ name is never half written, and if two processes build the same one, the second 
 """
 
 import contextlib
+import itertools
 import json
 import os
 import re
 import shutil
 import tempfile
 import time
+import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,3 +157,45 @@ def open_built(folder: Path) -> Dataset | None:
         return Dataset(name, splits["train"], splits["val"], index["fingerprint"], index["note"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
+
+
+# -- what a model continues during its training, to show what it has learned
+
+CODE = ["def", "class", "import"]  # prompts for the embedded text, which is Python code
+WORDS, CHARACTERS = 4, 24  # of a document's beginning, at most
+UNSPACED = 8  # characters of it if the first space comes late, as in Chinese
+PROMPTS, DOCUMENTS = 3, 200  # prompts to make, and documents to look at
+
+
+def sample_prompts(setting: str, dataset: Dataset) -> list[str]:
+    """The prompts that the setting `sample_prompts` means: `auto`, or texts separated by |.
+
+    auto: code for the embedded text, else the first words of the first validation documents that have words,
+    each beginning once. If none has, the one prompt is empty: the model then begins a text by itself.
+    """
+    if setting != "auto":
+        return setting.split("|")
+    if re.match(r"embedded-py\d", dataset.name):
+        return CODE
+    documents = itertools.islice(Documents(dataset.val_shards), DOCUMENTS)
+    found = dict.fromkeys(beginning(text) for text in documents)
+    return [text for text in found if text][:PROMPTS] or [""]
+
+
+def beginning(text: str) -> str:
+    """The first words of the first line of a text that has a letter or a digit; empty if no line has one.
+
+    Without a space at its end: tokens of most words begin with the space before them.
+    """
+    text = "".join(c for c in text[:10_000] if c.isspace() or unicodedata.category(c) != "Cc")  # no controls
+    lines = (" ".join(line.split()) for line in text.splitlines())
+    line = next((line for line in lines if any(map(str.isalnum, line))), "")
+    words = line.split(" ")
+    if len(words[0]) > CHARACTERS:
+        end = UNSPACED
+        while end < len(line) and unicodedata.category(line[end]).startswith("M"):  # accents and the like
+            end += 1
+        return line[:end].rstrip()
+    while len(" ".join(words)) > CHARACTERS or len(words) > WORDS:
+        words.pop()
+    return " ".join(words)
