@@ -127,28 +127,6 @@ def test_processes_that_build_at_once_get_the_same_whole_data(library, tmp_path)
     assert len(os.listdir(tmp_path / "base" / "data")) == 1
 
 
-def test_a_second_builder_keeps_what_the_first_one_finished(library, tmp_path, monkeypatch):
-    write = imported.write_sorted
-    stamps = []
-
-    def slow_write(documents, folder):
-        if not stamps:  # while the first is at it, a second one begins and finishes
-            stamps.append(None)
-            stamps[0] = open_dataset(base_dir=tmp_path).train_shards[0].stat().st_mtime_ns
-        return write(documents, folder)
-
-    monkeypatch.setattr(imported, "write_sorted", slow_write)
-    data = open_dataset(base_dir=tmp_path)
-    assert data.train_shards[0].stat().st_mtime_ns == stamps[0]
-
-
-def test_the_real_standard_library_gives_enough_text_and_row_groups(tmp_path):
-    data = open_dataset(base_dir=tmp_path)
-    train, val = documents(data)
-    assert sum(map(len, train)) > 5_000_000 and sum(map(len, val)) > 50_000
-    assert len(RowGroups(data.train_shards).sizes) >= 8
-
-
 # -- parquet shards in place
 
 

@@ -85,18 +85,6 @@ def test_it_is_the_count_by_hand_for_any_batch_size_and_number_of_processes(prob
         assert list(evaluation.loss_by_position) == list(by_position)
 
 
-def test_unscored_targets_count_neither_as_bits_nor_as_bytes(problem):
-    model, _, _, token_bytes = problem
-    inputs, targets = torch.randint(V, (2, 4, T), generator=torch.Generator().manual_seed(0))
-    targets[0, 5:], targets[2], targets[3, ::2] = -1, -1, -1
-    with torch.no_grad():
-        losses = model(inputs).double().log_softmax(-1).gather(2, targets.clamp_min(0)[..., None])[..., 0]
-    scored = targets >= 0
-    expected = -losses[scored].sum() / math.log(2) / token_bytes[targets[scored]].sum()
-    found = bits_per_byte(model, [(inputs, targets)], token_bytes, torch.float32, ALONE)
-    assert found.bpb == pytest.approx(expected.item(), rel=1e-6)
-
-
 def test_a_uniform_model_spends_the_logarithm_of_the_vocabulary_on_each_token(problem):
     _, documents, tokens, token_bytes = problem
     fresh = GPT(GPTConfig(1, 32, 2, V, T))
@@ -140,12 +128,6 @@ def test_evaluation_leaves_no_gradient_behind(problem):
     model.zero_grad()
     bits_per_byte(model, ValidationBatches(tokens, T, 4), token_bytes, torch.float32, ALONE)
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_a_cpu_evaluates_without_compiling_and_a_gpu_as_it_trains():
-    assert not evaluate.pays_to_compile(True, torch.device("cpu"))
-    assert evaluate.pays_to_compile(True, torch.device("cuda"))
-    assert not evaluate.pays_to_compile(False, torch.device("cuda"))
 
 
 @pytest.mark.slow
