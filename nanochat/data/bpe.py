@@ -2,7 +2,7 @@
 
 BPE starts from the 256 bytes. It joins the most frequent pair of neighbours to a new token, again and again.
 
-The library answers no signal until it is done. So it runs in a process of its own (`python -m
+The library does not react to signals while it trains. So it runs in a process of its own (`python -m
 nanochat.data.bpe`), which gets the texts through a pipe and can be ended at any moment. If the process that
 started it dies, it ends too.
 """

@@ -33,7 +33,7 @@ from nanochat.machine.transfers import for_new_thread, to_device
 
 PACKING = 2  # version of the packing; a state of another version is refused, because its rows would differ
 STEPS_AHEAD = 2  # steps that the background thread prepares ahead
-ARRIVING_AHEAD = 2  # further ones while shards arrive: 1, and on a GPU the step that begins before the log
+ARRIVING_AHEAD = 2  # further ones while shards arrive, so that the loop knows early that one is missing
 
 
 class TrainLoader:

@@ -108,7 +108,7 @@ def _root(path: Path) -> Iterator[Path | zipfile.Path]:
         reason = f"no evaluation bundle can be read at {path} ({error.strerror})"
         raise UserError(f"{reason}; {advice}") from error
     except UNREADABLE as error:
-        raise UserError(f"{path} is no zip file of an evaluation bundle; {advice}") from error
+        raise UserError(f"{path} is not a zip file of an evaluation bundle; {advice}") from error
     with archive:
         yield zipfile.Path(archive, root_of(archive.namelist()))
 
@@ -136,7 +136,7 @@ class _Source:
             return content.decode()
         except UnicodeDecodeError as error:
             line = content[: error.start].count(b"\n") + 1
-            raise _damaged(f"{place}, line {line}", "it is no UTF-8 text") from error
+            raise _damaged(f"{place}, line {line}", "it is not UTF-8 text") from error
         except (KeyError, FileNotFoundError) as error:
             raise _damaged(place, "the file is missing") from error
         except (OSError, *UNREADABLE) as error:
@@ -152,9 +152,9 @@ def _entries(source: _Source) -> list[dict]:
         content = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise _damaged(f"{place}, line {line}", f"it is no YAML ({error.problem})") from error
+        raise _damaged(f"{place}, line {line}", f"it is not YAML ({error.problem})") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise _damaged(place, f"it is no YAML ({type(error).__name__})") from error
+        raise _damaged(place, f"it is not YAML ({type(error).__name__})") from error
     entries = content.get("icl_tasks") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries or not all(isinstance(e, dict) for e in entries):
         raise _damaged(place, "it has no list icl_tasks of tasks")
@@ -185,11 +185,11 @@ def _read_task(source: _Source, place: str, entry: dict, baselines: dict, max_pe
     shots = entry.get("num_fewshot")
     shots = shots[0] if isinstance(shots, list) and shots else shots
     checks = {
-        "its label is no text": isinstance(label, str) and label.strip(),
-        "its dataset_uri is no text": isinstance(uri, str) and uri.strip(),
+        "its label is not text": isinstance(label, str) and label.strip(),
+        "its dataset_uri is not text": isinstance(uri, str) and uri.strip(),
         f"its icl_task_type is none of {', '.join(TASK_TYPES)}": task_type in list(TASK_TYPES),
-        "its continuation_delimiter is no text": isinstance(delimiter, str),
-        "its num_fewshot is no list of a number from 0": type(shots) is int and shots >= 0,
+        "its continuation_delimiter is not text": isinstance(delimiter, str),
+        "its num_fewshot is not a list of a number from 0": type(shots) is int and shots >= 0,
         "eval_meta_data.csv has no random baseline for it": label in list(baselines),
     }
     for reason, good in checks.items():
@@ -210,7 +210,7 @@ def _read_examples(source: _Source, name: str, task_type: str, max_per_task: int
         try:
             examples.append(_example(json.loads(line), TASK_TYPES[task_type]))
         except (ValueError, RecursionError) as error:
-            reason = error if isinstance(error, UserError) else f"it is no JSON ({first_line(error)})"
+            reason = error if isinstance(error, UserError) else f"it is not JSON ({first_line(error)})"
             raise _damaged(f"{source.root / name}, line {number}", reason) from error
     return examples
 
@@ -218,17 +218,17 @@ def _read_examples(source: _Source, name: str, task_type: str, max_per_task: int
 def _example(content: object, fields: tuple[str, ...]) -> dict:
     """The checked fields of an example; UserError with the reason if one is missing or of another type."""
     if not isinstance(content, dict):
-        raise UserError("it is no JSON object")
+        raise UserError("it is not a JSON object")
     example = {field: content.get(field) for field in fields}
     for field, value in example.items():
         if field in ("choices", "context_options"):
             if not isinstance(value, list) or not value:
-                raise UserError(f"{field} is no list of texts")
+                raise UserError(f"{field} is not a list of texts")
             example[field] = [_text(field, one) for one in value]
             size = len(value)
         elif field == "gold":
             if type(value) is not int or not 0 <= value < size:
-                raise UserError(f"gold is no index from 0 to {size - 1}")
+                raise UserError(f"gold is not an index from 0 to {size - 1}")
         else:
             example[field] = _text(field, value)
     return example
@@ -240,4 +240,4 @@ def _text(field: str, value: object) -> str:
         return value
     if type(value) in (int, float) and math.isfinite(value):
         return str(value)
-    raise UserError(f"{field} is {'missing' if value is None else 'no text'}")
+    raise UserError(f"{field} is {'missing' if value is None else 'not text'}")

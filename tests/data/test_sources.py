@@ -78,7 +78,7 @@ def test_a_built_data_set_is_opened_by_its_index_without_reading_the_sources(lib
         lambda shard, index: shard.unlink(),
         lambda shard, index: index.unlink(),
         lambda shard, index: index.write_text(index.read_text()[:40]),
-        lambda shard, index: index.write_text("[1, 2]"),
+        lambda shard, index: index.write_text('{"train": {"../x": 1}, "val": {}}'),
     ],
     ids=["short shard", "missing shard", "missing index", "half an index", "index of another kind"],
 )

@@ -89,8 +89,8 @@ def test_without_a_bundle_the_reason_is_one_line_with_the_command(tmp_path):
     [
         ("core.yaml", "", None, "core.yaml: the file is missing"),
         ("core.yaml", "icl_tasks:", "tasks:", "core.yaml: it has no list icl_tasks"),
-        ("core.yaml", "icl_tasks:", "icl_tasks: [", "core.yaml, line 2: it is no YAML"),
-        ("core.yaml", "icl_tasks:", "x: !!python/name:os.system a\nicl_tasks:", "line 1: it is no YAML"),
+        ("core.yaml", "icl_tasks:", "icl_tasks: [", "core.yaml, line 2: it is not YAML"),
+        ("core.yaml", "icl_tasks:", "x: !!python/name:os.system a\nicl_tasks:", "line 1: it is not YAML"),
         ("core.yaml", "label: two", "label: one", "core.yaml: the label one stands twice"),
         ("core.yaml", "label: two", "label: 2.0", "core.yaml, task 2 (2.0): its label"),
         ("core.yaml", "label: two", "label: three", "(three): eval_meta_data.csv has no random"),
@@ -103,13 +103,13 @@ def test_without_a_bundle_the_reason_is_one_line_with_the_command(tmp_path):
         ("eval_meta_data.csv", "33.3", "much", "eval_meta_data.csv, line 4: could not convert"),
         ("eval_meta_data.csv", "33.3", "100", "eval_meta_data.csv, line 4: the random baseline is 100.0"),
         ("eval_meta_data.csv", "Random baseline", "Baseline", "line 3: a row lacks the column"),
-        ("eval_data/some/two.jsonl", '"d"}', "", "two.jsonl, line 2: it is no JSON ("),
+        ("eval_data/some/two.jsonl", '"d"}', "", "two.jsonl, line 2: it is not JSON ("),
         ("eval_data/some/two.jsonl", '"d"', "null", "two.jsonl, line 2: continuation is missing"),
-        ("eval_data/some/two.jsonl", '"d"', "NaN", "two.jsonl, line 2: continuation is no text"),
-        ("eval_data/some/two.jsonl", '{"context": "c", "continuation": "d"}', "1", "it is no JSON object"),
-        ("eval_data/some/two.jsonl", '"d"', '"\udcff"', "two.jsonl, line 2: it is no UTF-8"),
-        ("eval_data/some/one.jsonl", '"gold": 1', '"gold": 2', "line 2: gold is no index from 0 to 1"),
-        ("eval_data/some/one.jsonl", '["a", "b"]', "[]", "one.jsonl, line 1: choices is no list of texts"),
+        ("eval_data/some/two.jsonl", '"d"', "NaN", "two.jsonl, line 2: continuation is not text"),
+        ("eval_data/some/two.jsonl", '{"context": "c", "continuation": "d"}', "1", "it is not a JSON object"),
+        ("eval_data/some/two.jsonl", '"d"', '"\udcff"', "two.jsonl, line 2: it is not UTF-8"),
+        ("eval_data/some/one.jsonl", '"gold": 1', '"gold": 2', "line 2: gold is not an index from 0 to 1"),
+        ("eval_data/some/one.jsonl", '["a", "b"]', "[]", "one.jsonl, line 1: choices is not a list of texts"),
     ],
 )  # fmt: skip
 def test_damage_is_named_with_file_and_line(folder, tmp_path, file, old, new, message):
@@ -129,7 +129,7 @@ def test_damage_is_named_with_file_and_line(folder, tmp_path, file, old, new, me
 
 def test_a_path_that_is_no_bundle_is_refused(tmp_path):
     (tmp_path / "text").write_text("no zip file")
-    for path, message in (("nowhere", "No such file"), ("text", "is no zip file"), ("", "an empty path")):
+    for path, message in (("nowhere", "No such file"), ("text", "is not a zip file"), ("", "an empty path")):
         with pytest.raises(UserError, match=message):
             open_bundle(tmp_path / path if path else "", tmp_path)
 
