@@ -134,15 +134,13 @@ def _remove_stale(folder: Path) -> None:
 
 def _put_in_place(temporary: Path, folder: Path) -> None:
     """Give a complete folder its final name. If another process was faster, keep its folder."""
-    if folder.exists() and open_built(folder) is None:  # damaged: move it out of the way and remove it
-        aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-        os.replace(folder, aside / "damaged")
-        shutil.rmtree(aside, ignore_errors=True)
-    try:
-        os.rename(temporary, folder)
-    except OSError:
-        if open_built(folder) is None:
-            raise
+    if open_built(folder) is None:
+        shutil.rmtree(folder, ignore_errors=True)  # it is damaged, or not there
+        try:
+            os.rename(temporary, folder)
+        except OSError:
+            if open_built(folder) is None:
+                raise
 
 
 def open_built(folder: Path) -> Dataset | None:
