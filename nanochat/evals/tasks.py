@@ -43,7 +43,7 @@ def cloze_tasks(dataset: Dataset, folder: Path) -> list[Task]:
     the next start makes the questions again.
     """
     path = Path(folder) / FILE
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, TypeError):
         digest, content = path.read_bytes().split(b"\n", 1)
         if hashlib.sha256(content).hexdigest().encode() == digest:
             return [Task(**task) for task in json.loads(content)]
