@@ -1,9 +1,10 @@
 """Training batches from shards, with an exact position in the data.
 
 A run has L *lanes*, one for each row of a global batch: row n of the run comes from lane n mod L. Document n
-of an epoch goes to lane n mod L. Each lane packs its documents into rows of max_seq_len + 1 tokens and starts
-its next epoch on its own. Lane n belongs to rank n mod world_size. So the rows of a lane depend on the data,
-the seed, the tokenizer, L and max_seq_len alone, and any number of processes can continue a run.
+of an epoch goes to lane n mod L; where there are many row groups, row group n does. Each lane packs its
+documents into rows of max_seq_len + 1 tokens and starts its next epoch on its own. Lane n belongs to rank
+n mod world_size. So the rows of a lane depend on the data, the seed, the tokenizer, L and max_seq_len alone,
+and any number of processes can continue a run.
 
 A row holds `<|bos|>` and tokens of one document, then `<|bos|>` and tokens of another one, until it is full.
 inputs = row[:-1] and targets = row[1:], so every token of a document is a target exactly once.
