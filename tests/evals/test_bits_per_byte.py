@@ -1,11 +1,11 @@
 """Bits per byte and the loss by position against a count by hand, token by token."""
 
 import math
-import threading
 
 import numpy as np
 import pytest
 import torch
+from evals.processes import in_processes
 
 from nanochat import UserError
 from nanochat.data.validation import ValidationBatches
@@ -16,18 +16,6 @@ from nanochat.machine.runtime import Machine
 
 ALONE = Machine(torch.device("cpu"))
 V, T, BOS = 50, 80, 0
-
-
-class Together:
-    """Machines of processes that are threads of this one, which add up what all of them bring."""
-
-    def __init__(self, world_size: int):
-        self.values, self.barrier = [], threading.Barrier(world_size)
-
-    def all_sum(self, values):
-        self.values.append(values)
-        self.barrier.wait(60)
-        return [sum(column) for column in zip(*self.values, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -66,19 +54,13 @@ def by_hand(model, documents, token_bytes):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_it_is_the_count_by_hand_for_any_batch_size_and_number_of_processes(problem, batch_size, world_size):
     model, documents, tokens, token_bytes = problem
-    machines, found = Together(world_size), []
 
-    def process(rank):
-        batches = ValidationBatches(tokens, T, batch_size, rank, world_size)
-        found.append(bits_per_byte(model, batches, token_bytes, torch.float32, machines))
+    def one(machine):
+        batches = ValidationBatches(tokens, T, batch_size, machine.rank, world_size)
+        return bits_per_byte(model, batches, token_bytes, torch.float32, machine)
 
-    threads = [threading.Thread(target=process, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found = in_processes(world_size, one)
     bpb, by_position = by_hand(model, documents, token_bytes)
-    assert len(found) == world_size
     for evaluation in found:
         assert evaluation.bpb == pytest.approx(bpb, rel=1e-6)
         assert evaluation.loss_by_position == pytest.approx(by_position, rel=1e-6)
