@@ -95,7 +95,7 @@ found = find_source(source, base_path, say)
 if step != -1:
     found = checkpoint.find(found.path.parent, step, say)
 machine.check_same({"the checkpoint": found.path.name, "its identity": found.state["identity"]})
-# Without out_dir the results go to the checkpoint's run, or to a checkpoint that was copied out of one
+# Without out_dir the results go to the run's folder; a checkpoint copied out of its run gets them itself
 home = found.path.parent if STEP.fullmatch(found.path.name) else found.path
 folder = home if out_dir is None else user_path("out_dir", out_dir)
 
