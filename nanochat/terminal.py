@@ -93,6 +93,25 @@ def printable(text: str) -> str:
     return text.translate(CONTROL)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the name of its type."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def table(rows: list, left: int = 1) -> str:
+    """A Markdown table with aligned columns, of rows of texts; the first row is its head, and the first
+    `left` columns begin at the left."""
+    rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    widths = [max(3, *map(len, column)) for column in zip(*rows, strict=True)]
+    rule = [f":{'-' * (w - 1)}" if i < left else f"{'-' * (w - 1)}:" for i, w in enumerate(widths)]
+    lines = []
+    for row in [rows[0], rule, *rows[1:]]:
+        pairs = enumerate(zip(row, widths, strict=True))
+        cells = (cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in pairs)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def gib(size: int) -> str:
     """A number of bytes as a person says it."""
     return f"{size / 2**30:.1f} GiB"

@@ -10,26 +10,29 @@ tasks are those made from the validation text, and CORE's if its public bundle i
 base_eval_NNNNNN.md and .json for the checkpoint of step NNNNNN.
 """
 
+import json
+import os
 import time
+from pathlib import Path
 from typing import Literal
 
 import torch
 
 import configurator
 from nanochat import UserError, checkpoint
+from nanochat.checkpoint.files import to_json
+from nanochat.checkpoint.folder import STEP
+from nanochat.data.dataset import sample_prompts as prompts_for
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.data.validation import ValidationBatches, tokenize_validation
 from nanochat.engine import continuations, find_source, load_for_inference
 from nanochat.evals.bits_per_byte import bits_per_byte
-from nanochat.evals.bundle import open_bundle
-from nanochat.evals.own_tasks import open_own_tasks
-from nanochat.evals.page import page, results_folder, settings_of_run, write_results
-from nanochat.evals.sample_prompts import sample_prompts as prompts_for
-from nanochat.evals.task_scores import score_tasks
+from nanochat.evals.bundle import Task, open_bundle
+from nanochat.evals.tasks import cloze_tasks, score_tasks
 from nanochat.files import user_path
 from nanochat.machine import precision, runtime
-from nanochat.terminal import bar
+from nanochat.terminal import bar, table
 
 # Model
 source: str | None = None  # a run's tag, its folder or a checkpoint's (none = the newest, mid before base)
@@ -59,6 +62,28 @@ parts = [part.strip() for part in eval.split(",")]
 if unknown := [part for part in parts if part not in ("bpb", "core", "sample")]:
     raise UserError(f"eval has {unknown[0]!r}; give any of bpb, core and sample, with commas between them")
 
+# Settings that are the run's, and what they are of a checkpoint without a config.json
+OF_RUN = {
+    "data": "embedded", "val_data": None, "text_field": "text", "eval_tokens": -1, "sample_prompts": "auto",
+    "dtype": "auto", "seed": 42,
+}  # fmt: skip
+
+
+def settings_of_run(found: checkpoint.Checkpoint) -> dict:
+    """The values of OF_RUN in the run that wrote a checkpoint. mid_train trains on conversations, so of its
+    runs the text is the default."""
+    values = dict(OF_RUN)
+    if "config.json" in found.files:
+        path = found.path / "config.json"
+        names = ("dtype", "seed") if "loss_on" in found.state["identity"] else OF_RUN
+        try:
+            saved = json.loads(path.read_bytes())["settings"]
+            values |= {name: saved[name]["value"] for name in names if name in saved}
+        except (ValueError, LookupError, TypeError) as error:
+            raise UserError(f"{path} is not a run's config.json; copy the checkpoint again") from error
+    return values
+
+
 # ------------------------------------------------------------------------------------------------------
 # Load: the checkpoint, the settings of its run, the model
 
@@ -70,7 +95,9 @@ found = find_source(source, base_path, say)
 if step != -1:
     found = checkpoint.find(found.path.parent, step, say)
 machine.check_same({"the checkpoint": found.path.name, "its identity": found.state["identity"]})
-folder = results_folder(found, out_dir)
+# Without out_dir the results go to the run's folder; a checkpoint copied out of its run gets them itself
+home = found.path.parent if STEP.fullmatch(found.path.name) else found.path
+folder = home if out_dir is None else user_path("out_dir", out_dir)
 
 run = settings_of_run(found)
 if data is not None:  # the run's validation files belong to the run's data
@@ -92,7 +119,7 @@ with machine.main_first("data"):  # the first process builds what is missing; th
             where = {"base_dir": base_path, "text_field": run["text_field"]}
             dataset = open_dataset(run["data"], run["val_data"], **where)
         if "core" in parts:
-            own = open_own_tasks(dataset, dataset.tokenizer_folder(base_path), say)
+            own = cloze_tasks(dataset, dataset.tokenizer_folder(base_path))
     except UserError as error:
         problem = str(error) + (" (as in the run; name other text with --data)" if data is None else "")
 if problem and "bpb" in parts:
@@ -134,13 +161,14 @@ if opened:
     facts["CORE's bundle"] = f"{opened.path}, fingerprint {opened.fingerprint[:12]}{cut}"
 began = time.monotonic()
 if "bpb" in parts:
-    rows = max(1, min(run["device_batch_size"], 2**16 // model.config.max_seq_len))
+    rows = max(1, min(found.resolved.get("device_batch_size", 8), 2**16 // model.config.max_seq_len))
     with machine.main_first("validation"):  # the first process tokenizes; the others find its file
         place = dataset.tokenizer_folder(base_path)
         val_tokens = tokenize_validation(dataset.val_shards, tokenizer, run["eval_tokens"], place)
     validation = ValidationBatches(val_tokens, model.config.max_seq_len, rows, *share, device)
     token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(device)
-    evaluated = bits_per_byte(model, validation, token_bytes, compute_dtype, machine, run["compiled"])
+    compiled = found.resolved.get("compiled", False)
+    evaluated = bits_per_byte(model, validation, token_bytes, compute_dtype, machine, compiled)
     results |= {"val_bpb": evaluated.bpb, "loss_by_position": evaluated.loss_by_position}
 if "core" in parts:
 
@@ -154,10 +182,49 @@ if "sample" in parts and machine.is_main:
 facts["time"] = f"{time.monotonic() - began:.1f} s"
 
 # ------------------------------------------------------------------------------------------------------
-# Show and write
+# Show and write: Markdown that is readable on a terminal too
+
+
+def tasks_table(tasks: list[Task], accuracies: dict[str, float]) -> str:
+    rows = [["task", "accuracy", "by guessing", "centred", "questions"]]
+    for task in tasks:
+        accuracy, guessing = accuracies[task.label], task.baseline / 100
+        numbers = accuracy, guessing, (accuracy - guessing) / (1 - guessing)
+        rows.append([task.label, *(f"{number:.3f}" for number in numbers), f"{len(task.examples):,}"])
+    return table(rows)
+
+
+def page() -> str:
+    shown = [f"# {home.name}, step {found.step:,}", table([["", ""], *facts.items()], left=2)]
+    if "val_bpb" in results:
+        shown += [f"## Bits per byte: {results['val_bpb']:.6f}"]
+        by_position = results["loss_by_position"].items()
+        rows = [[tokens, f"{nats:.4f}"] for tokens, nats in by_position]
+        shown += [table([["tokens of context", "nats per token"], *rows])]
+    if "own_score" in results:
+        shown += [f"## Tasks from the validation text: {results['own_score']:.4f}"]
+        shown += [tasks_table(own, results["own_tasks"])]
+    if "core" in results:
+        accuracies = {}
+        for task in public:
+            guessing = task.baseline / 100
+            accuracies[task.label] = guessing + (1 - guessing) * results["core_tasks"][task.label]
+        shown += [f"## CORE: {results['core']:.4f}", tasks_table(public, accuracies)]
+    if samples := results.get("samples"):
+        fence = "````"
+        shown += ["## Samples", *(f"{fence}text\n{s.replace(fence, '` ` ` `')}\n{fence}" for s in samples)]
+    return "\n\n".join(shown) + "\n"
+
 
 if machine.is_main:
-    text = page(f"{results_folder(found, None).name}, step {found.step:,}", facts, results, own, public)
-    say(text)
-    write_results(folder, found.step, results, text, say)
+    say(text := page())
+    stem = folder / f"base_eval_{found.step:06d}"
+    try:
+        os.makedirs(folder, exist_ok=True)
+        checkpoint.write_whole(Path(f"{stem}.json"), to_json(results))
+        checkpoint.write_whole(Path(f"{stem}.md"), text.encode(errors="backslashreplace"))
+    except (OSError, UserError) as error:
+        say(f"the results are not written: {error}")
+    else:
+        say(f"results: {stem}.md and .json")
 machine.close()

@@ -19,14 +19,14 @@ import torch
 
 import configurator
 from nanochat import checkpoint, explain_errors, optim
+from nanochat.data.dataset import sample_prompts as sample_prompts_for
 from nanochat.data.loader import TrainLoader, merge_states
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import open_tokenizer
 from nanochat.data.validation import ValidationBatches, tokenize_validation
 from nanochat.engine import continuations
 from nanochat.evals.bits_per_byte import bits_per_byte
-from nanochat.evals.sample_prompts import sample_prompts as sample_prompts_for
-from nanochat.evals.task_scores import open_tasks, score_tasks
+from nanochat.evals.tasks import open_tasks, score_tasks
 from nanochat.files import user_path
 from nanochat.gpt import GPT, check_dtypes
 from nanochat.gradients import clip_grad_norm_, wrap_in_ddp

@@ -26,9 +26,8 @@ from nanochat.data.conversation_loader import ConversationBatches, ConversationL
 from nanochat.data.conversations import open_conversations
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.engine import find_source, model_config
-from nanochat.evals import chat_eval
 from nanochat.evals.bits_per_byte import bits_per_byte
-from nanochat.evals.exact_match import exact_match_questions, nearest_answer_share
+from nanochat.evals.exact_match import answer, exact_match, exact_match_questions, nearest_answer_share
 from nanochat.files import user_path
 from nanochat.gpt import GPT, check_dtypes
 from nanochat.gradients import clip_grad_norm_, wrap_in_ddp
@@ -226,14 +225,12 @@ def evaluate():
         record |= {"val_bpb": found.bpb, "loss_by_position": found.loss_by_position}
         said = " of the targets"
     if questions and is_due(eval_every):
-        exact = record["exact_match"] = chat_eval.exact_match(
-            model, tokenizer, questions, compute_dtype, machine
-        )
+        exact = record["exact_match"] = exact_match(model, tokenizer, questions, compute_dtype, machine)
         said += f", {100 * exact:.1f} % of {len(questions)} questions answered word for word"
         said += f" (nearest training answer: {100 * nearest:.1f} %)" if nearest is not None else ""
     if is_due(sample_every) and machine.is_main:
-        answers = chat_eval.answer(model, tokenizer, [[("user", p)] for p in prompts], compute_dtype)
-        record["samples"] = [f"{p}\n-> {answer}" for p, answer in zip(prompts, answers, strict=True)]
+        answers = answer(model, tokenizer, [[("user", p)] for p in prompts], compute_dtype)
+        record["samples"] = [f"{p}\n-> {text}" for p, text in zip(prompts, answers, strict=True)]
     output.log_evaluation(record, began, said, final=last_step)
 
 

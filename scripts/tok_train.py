@@ -18,6 +18,7 @@ from nanochat.data.parquet import iterate_documents
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import TIKTOKEN_FILES, from_tiktoken, is_cached, tokenizer_path, train
 from nanochat.files import user_path
+from nanochat.terminal import table
 
 # Text
 data = "embedded"  # embedded (Python's standard library), a file or folder of text, climbmix or fineweb-edu
@@ -97,10 +98,8 @@ results = {}
 for kind, text in samples().items():
     results[kind] = {name: len(text.encode()) / len(each.encode(text)) for name, each in tokenizers.items()}
 heads = [f"{name} ({each.vocab_size:,})" for name, each in tokenizers.items()]
-print("| bytes a token | " + " | ".join(heads) + " |")
-print("|---|" + "---|" * len(tokenizers))
-for kind, values in results.items():
-    print(f"| {kind} | " + " | ".join(f"{value:.2f}" for value in values.values()) + " |")
+rows = [[kind, *(f"{value:.2f}" for value in values.values())] for kind, values in results.items()]
+print(table([["bytes a token", *heads], *rows]))
 if missing := [name for name in TIKTOKEN_FILES if name not in cached]:
     print(f"\nnot compared, because their files are not on this machine: {', '.join(missing)}")
 if json:

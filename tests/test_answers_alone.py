@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nanochat.data.chat_format import Conversations
 from nanochat.data.conversation_loader import ConversationBatches, ConversationLoader, render_all
-from nanochat.data.conversations import Conversations
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.evals.bits_per_byte import bits_per_byte
 from nanochat.gpt import GPT, GPTConfig

@@ -2,16 +2,16 @@
 
 BPE starts from the 256 bytes. It joins the most frequent pair of neighbours to a new token, again and again.
 
-The library answers no signal until it is done. So it runs in a process of its own (`python -m
+The library does not react to signals while it trains. So it runs in a process of its own (`python -m
 nanochat.data.bpe`), which gets the texts through a pipe and can be ended at any moment. If the process that
 started it dies, it ends too.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -20,15 +20,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from nanochat import UserError
-from nanochat.data.parquet import first_line, without_surrogates
-from nanochat.terminal import bar
+from nanochat.data.parquet import without_surrogates
+from nanochat.terminal import bar, first_line
 
 # The time to train grows with the square of the longest run that the pattern leaves whole, so the training
 # cuts runs. Longer ones are DNA, or one letter again and again: no word that a token should learn. The
 # longest run of the embedded text has 200 characters. The encoder cuts nothing.
 LONGEST_RUN = 256  # characters
-LENGTH = struct.Struct("<q")  # the bytes of the next text in the pipe
-END = -1  # instead of a length: that was the last text
 ROOT = Path(__file__).parents[2]  # the folder that has the package nanochat
 
 
@@ -82,11 +80,10 @@ def _limited(texts: Iterable[str], max_chars: int, progress) -> Iterator[str]:
 
 
 def _send(pipe: BinaryIO, arguments: list, texts: Iterable[str]) -> None:
-    pipe.write(json.dumps(arguments).encode() + b"\n")
-    for text in texts:
-        content = text.encode()
-        pipe.write(LENGTH.pack(len(content)) + content)
-    pipe.write(LENGTH.pack(END))
+    """Each on a line of JSON; an empty line ends the texts."""
+    for value in itertools.chain([arguments], texts):
+        pipe.write(json.dumps(value).encode() + b"\n")
+    pipe.write(b"\n")
     pipe.flush()
 
 
@@ -112,17 +109,10 @@ def _main() -> None:
 
 def _received(pipe: BinaryIO) -> Iterator[str]:
     """The texts that _send() sends. After the last one a thread waits for the death of the sender."""
-    while True:
-        head = pipe.read(LENGTH.size)
-        if len(head) < LENGTH.size:
+    for line in iter(pipe.readline, b"\n"):
+        if not line.endswith(b"\n"):  # the sender has died
             os._exit(1)
-        (size,) = LENGTH.unpack(head)
-        if size == END:
-            break
-        content = pipe.read(size)
-        if len(content) < size:
-            os._exit(1)
-        yield content.decode()
+        yield json.loads(line)
 
     def end_with_the_sender():
         pipe.read(1)  # returns when the sender closes the pipe or dies

@@ -1,4 +1,4 @@
-"""How a conversation becomes tokens: each turn between its special tokens, and which of them are targets.
+"""Conversations, and how one becomes tokens: each turn between its special tokens, and what is a target.
 
     <|bos|> <|user_start|> question <|user_end|> <|assistant_start|> answer <|assistant_end|> ...
 
@@ -6,14 +6,48 @@ A system message has no tokens of its own: it stands before the first question, 
 content of a message is encoded as plain text, so text that looks like a special token stays text.
 """
 
+import hashlib
 import itertools
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from nanochat import UserError
-from nanochat.data.conversations import Message
 from nanochat.data.tokenizer import Tokenizer
+
+Message = tuple[str, str]  # (role, content); the roles are system, user and assistant
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """The conversations of one split; the weight of each is how often it comes up in an epoch."""
+
+    messages: list[tuple[Message, ...]]
+    weights: list[float]
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the content, hexadecimal."""
+        digest = hashlib.sha256()
+        for messages, weight in zip(self.messages, self.weights, strict=True):
+            digest.update(json.dumps([messages, weight]).encode())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class ConversationData:
+    """Conversations split into training and validation."""
+
+    name: str
+    train: Conversations
+    val: Conversations
+    note: str  # one line for the log
+
+    @property
+    def fingerprint(self) -> str:
+        """Of both splits; a checkpoint stores it."""
+        return hashlib.sha256((self.train.fingerprint() + self.val.fingerprint()).encode()).hexdigest()
 
 
 def check(tokenizer: Tokenizer, vocab_size: int):

@@ -18,9 +18,8 @@ import numpy as np
 import torch
 
 from nanochat import UserError
-from nanochat.data.chat_format import render
-from nanochat.data.conversations import Conversations
-from nanochat.data.loader import check_division
+from nanochat.data.chat_format import Conversations, render
+from nanochat.data.loader import check_division, check_stream
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.machine.transfers import to_device
 
@@ -151,7 +150,9 @@ class ConversationLoader:
             "packing": PACKING,
             "conversations": len(rendered.weights),
         }
-        epoch, row = _start(self._stream, state)
+        if state is not None:
+            check_stream(self._stream, state)
+        epoch, row = (state["epoch"], state["row"]) if state else (0, 0)
         self._open_epoch(epoch)
         self._row = row
         self._after = (epoch, row)  # the position after the last complete step
@@ -256,16 +257,3 @@ def as_batch(
             counted[n, at : at + end - first] = rendered.counted[first:end]
             at += end - first
     return torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(np.where(counted[:, 1:], ids[:, 1:], -1))
-
-
-def _start(stream: dict, state: dict | None) -> tuple[int, int]:
-    """(epoch, row) of `state`, or the start. Raises UserError if it is the position in another stream."""
-    if state is None:
-        return 0, 0
-    for name, value in stream.items():
-        if state.get(name) != value:
-            raise UserError(
-                f"the saved position in the conversations is for {name} {state.get(name)}, this run has "
-                f"{value}; resume with the run's first settings and data, or start again with --resume=never"
-            )
-    return state["epoch"], state["row"]

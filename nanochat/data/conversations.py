@@ -12,80 +12,40 @@ column `messages` or `conversations`. Other fields are ignored.
 """
 
 import hashlib
-import json
-import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-
-import pyarrow.parquet
 
 from nanochat import UserError
 from nanochat.data import textfiles
-from nanochat.data.parquet import PYARROW_ERRORS, first_line
+from nanochat.data.chat_format import ConversationData, Conversations, Message
+from nanochat.data.parquet import PYARROW_ERRORS
+from nanochat.data.python_questions import open_embedded
 from nanochat.files import user_path
+from nanochat.terminal import first_line
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
-LONGEST_MESSAGE = 1 << 22  # characters; a longer one is no message of a conversation
-SHOWN_ERRORS = 10  # of the bad conversations, so many are named
+SHOWN_ERRORS = 10  # bad conversations that a message names
 VALIDATION_SHARE = 40  # by its hash one conversation in so many is validation, as with documents
 LARGEST_WEIGHT = 1000.0
-
-Message = tuple[str, str]  # (role, content)
-
-
-@dataclass(frozen=True)
-class Conversations:
-    """The conversations of one split, each (messages, weight): how often it comes up in an epoch."""
-
-    messages: list[tuple[Message, ...]]
-    weights: list[float]
-
-    def fingerprint(self) -> str:
-        """SHA-256 of the content, hexadecimal."""
-        digest = hashlib.sha256()
-        for messages, weight in zip(self.messages, self.weights, strict=True):
-            digest.update(json.dumps([messages, weight]).encode())
-        return digest.hexdigest()
-
-
-@dataclass(frozen=True)
-class ConversationData:
-    """Conversations split into training and validation."""
-
-    name: str
-    train: Conversations
-    val: Conversations
-    note: str  # one line for the log
-
-    @property
-    def fingerprint(self) -> str:
-        """Of both splits; a checkpoint stores it."""
-        return hashlib.sha256((self.train.fingerprint() + self.val.fingerprint()).encode()).hexdigest()
 
 
 def open_conversations(
     data: str, val_data: str | None, skip_bad: bool, base_dir: Path, say: Callable = print
 ) -> ConversationData:
-    """The conversations of mid_train's settings: "embedded", or files (`open_files`)."""
-    if data != "embedded":
-        return open_files(data, val_data, skip_bad, say)
-    if val_data is not None:
-        raise UserError("the embedded questions have their own validation; give --val_data with other --data")
-    from nanochat.data.python_questions import open_embedded
-
-    return open_embedded()
-
-
-def open_files(data: str, val_data: str | None, skip_bad: bool, say: Callable = print) -> ConversationData:
-    """The conversations of the settings `data` and `val_data`: files or folders with commas between them.
+    """The conversations of mid_train's settings: "embedded", or files and folders with commas between them.
 
     `data` may give each a weight: `a.jsonl:3,b.jsonl:0.5`. Without val_data, validation is drawn from the
     files by the hash of a conversation's first user message, so conversations that begin alike stay in one
     split. All bad conversations are found before a UserError names the first of them; with skip_bad they are
     left out, and `say` gets their number.
     """
+    if data == "embedded":
+        if val_data is not None:
+            raise UserError(
+                "the embedded questions have their own validation; give --val_data with other --data"
+            )
+        return open_embedded()
     bad: list[str] = []
     train = _read_sources("data", data, bad)
     val = _read_sources("val_data", val_data, bad) if val_data is not None else Conversations([], [])
@@ -120,99 +80,65 @@ def _split(both: Conversations) -> tuple[Conversations, Conversations]:
 
 
 def _read_sources(setting: str, value: str, bad: list[str]) -> Conversations:
+    """The good conversations of all files of a setting; the reason for each bad one goes to `bad`."""
     read = Conversations([], [])
     for path, weight in _sources(setting, value):
-        files = textfiles.find_files(setting, path)[0]
-        known = [file for file in files if _reader(file)]
-        if not known:
-            raise UserError(f"{setting}={path} has no {' '.join(READERS)} file; give one with conversations")
-        for file in known:
-            for messages in _read_file(file, bad):
-                read.messages.append(messages)
-                read.weights.append(weight)
+        files = [f for f in textfiles.find_files(setting, path)[0] if f.suffix not in (".txt", ".md", ".py")]
+        if not files:
+            raise UserError(f"{setting}={path} has no .jsonl .jsonl.gz .json .parquet file; give one")
+        for file in files:
+            for value, place in _values(file, bad):
+                messages, reason = _checked(value)
+                if reason:
+                    bad.append(f"{place}: {reason}")
+                else:
+                    read.messages.append(messages)
+                    read.weights.append(weight)
     return read
 
 
-def _sources(setting: str, value: str) -> list[tuple[Path, float]]:
+def _sources(setting: str, value: str) -> Iterator[tuple[Path, float]]:
     """(path, weight) of each part of a setting."""
-    whole = user_path(setting, value)
-    if whole.exists():
-        return [(whole, 1.0)]
-    found = []
-    for part in value.split(","):
-        path, colon, weight = part.strip().rpartition(":")
-        if not colon or user_path(setting, part.strip()).exists():
-            path, weight = part.strip(), "1"
+    parts = [value] if user_path(setting, value).exists() else value.split(",")
+    for part in map(str.strip, parts):
+        path, colon, weight = part.rpartition(":")
+        if not colon or user_path(setting, part).exists():
+            path, weight = part, "1"
         try:
             number = float(weight)
         except ValueError:
-            number = math.nan
+            number = 0.0
         if not 0 < number <= LARGEST_WEIGHT:
             raise UserError(
                 f"--{setting} has the weight {weight!r} for {path or 'no file'}; give a number above 0 "
                 f"and up to {LARGEST_WEIGHT:g} after the colon"
             )
-        found.append((user_path(setting, path), number))
-    return found
+        yield user_path(setting, path), number
 
 
-# -- one file
+def _values(path: Path, bad: list[str]) -> Iterator[tuple[object, str]]:
+    """(value, its place) of each conversation of a file. A line that is no JSON goes to `bad`."""
+    if path.suffix.lower() == ".parquet":
+        yield from _rows(path)
+        return
+    with textfiles.opened(path) as file:
+        yield from textfiles.json_values(path, file, bad)
 
 
-def _read_file(path: Path, bad: list[str]) -> Iterator[tuple[Message, ...]]:
-    """The good conversations of a file; the reason for each bad one goes to `bad`."""
+def _rows(path: Path) -> Iterator[tuple[dict, str]]:
+    import pyarrow.parquet
+
     try:
-        with open(path, "rb") as file:
-            for value, place in _reader(path)(path, file, bad):
-                messages, reason = _checked(value)
-                if reason:
-                    bad.append(f"{place}: {reason}")
-                else:
-                    yield messages
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); repair or remove it") from error
-
-
-def _jsonl(path, file, bad):
-    for line, place in textfiles.jsonl_lines(path, file):
-        try:
-            value = textfiles.parse_line(line, place)
-        except UserError as error:
-            bad.append(str(error))
-        else:
-            yield value, place
-
-
-def _gzipped(path, file, bad):
-    yield from _jsonl(path, textfiles.unzipped(file), bad)
-
-
-def _json(path, file, bad):
-    yield from textfiles.json_values(path, file)
-
-
-def _parquet(path, file, bad):
-    number = 0
-    try:
-        table = pyarrow.parquet.ParquetFile(file)
+        table = pyarrow.parquet.ParquetFile(path)
         columns = [name for name in ("messages", "conversations") if name in table.schema_arrow.names]
         if not columns:
             raise UserError(f"{path} has no column `messages` or `conversations`; name another file")
-        for batch in table.iter_batches(1024, columns=columns[:1], use_threads=False):
-            for value in batch.column(0).to_pylist():
-                number += 1
-                yield {columns[0]: value}, f"{path}, row {number}"
+        batches = table.iter_batches(1024, columns=columns[:1], use_threads=False)
+        rows = (value for batch in batches for value in batch.column(0).to_pylist())
+        for number, value in enumerate(rows, start=1):
+            yield {columns[0]: value}, f"{path}, row {number}"
     except PYARROW_ERRORS as error:
-        raise UserError(
-            f"{path} is damaged after row {number} ({first_line(error)}); get it again"
-        ) from error
-
-
-READERS = {".jsonl": _jsonl, ".jsonl.gz": _gzipped, ".json": _json, ".parquet": _parquet}
-
-
-def _reader(path: Path):
-    return next((reader for suffix, reader in READERS.items() if path.name.lower().endswith(suffix)), None)
+        raise UserError(f"{path} is damaged ({first_line(error)}); get it again") from error
 
 
 # -- one conversation
@@ -246,11 +172,7 @@ def _message(message) -> tuple[str, str, str]:
         return "", "", f"has the unknown role {role[:40]!r}; known are {', '.join(ROLES)}"
     if not isinstance(content, str):
         return "", "", "has no `content` that is text"
-    if not content.strip():
-        return "", "", "is empty"
-    if len(content) > LONGEST_MESSAGE:
-        return "", "", f"is too long: {len(content):,} characters, {LONGEST_MESSAGE:,} are allowed"
-    return ROLES[role], content, ""
+    return ROLES[role], content, "" if content.strip() else "is empty"
 
 
 def _wrong_order(roles: list[str]) -> str:

@@ -6,20 +6,23 @@ name is never half written, and if two processes build the same one, the second 
 """
 
 import contextlib
+import itertools
 import json
 import os
 import re
 import shutil
 import tempfile
 import time
+import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat import UserError
 from nanochat.data.amount import estimate_tokens, text_bytes, vocabulary_size
-from nanochat.data.parquet import Documents, RowGroups, first_line, write_sorted
+from nanochat.data.parquet import Documents, RowGroups, write_sorted
 from nanochat.data.tokenizer import Tokenizer
+from nanochat.terminal import first_line
 
 STALE_S = 86_400  # a temporary folder unchanged for so many seconds is left from a killed build
 
@@ -131,15 +134,13 @@ def _remove_stale(folder: Path) -> None:
 
 def _put_in_place(temporary: Path, folder: Path) -> None:
     """Give a complete folder its final name. If another process was faster, keep its folder."""
-    if folder.exists() and open_built(folder) is None:  # damaged: move it out of the way and remove it
-        aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-        os.replace(folder, aside / "damaged")
-        shutil.rmtree(aside, ignore_errors=True)
-    try:
-        os.rename(temporary, folder)
-    except OSError:
-        if open_built(folder) is None:
-            raise
+    if open_built(folder) is None:
+        shutil.rmtree(folder, ignore_errors=True)  # it is damaged, or not there
+        try:
+            os.rename(temporary, folder)
+        except OSError:
+            if open_built(folder) is None:
+                raise
 
 
 def open_built(folder: Path) -> Dataset | None:
@@ -154,3 +155,45 @@ def open_built(folder: Path) -> Dataset | None:
         return Dataset(name, splits["train"], splits["val"], index["fingerprint"], index["note"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
+
+
+# -- what a model continues during its training, to show what it has learned
+
+CODE = ["def", "class", "import"]  # prompts for the embedded text, which is Python code
+WORDS, CHARACTERS = 4, 24  # of a document's beginning, at most
+UNSPACED = 8  # characters of it if the first space comes late, as in Chinese
+PROMPTS, DOCUMENTS = 3, 200  # prompts to make, and documents to look at
+
+
+def sample_prompts(setting: str, dataset: Dataset) -> list[str]:
+    """The prompts that the setting `sample_prompts` means: `auto`, or texts separated by |.
+
+    auto: code for the embedded text, else the first words of the first validation documents that have words,
+    each beginning once. If none has, the one prompt is empty: the model then begins a text by itself.
+    """
+    if setting != "auto":
+        return setting.split("|")
+    if re.match(r"embedded-py\d", dataset.name):
+        return CODE
+    documents = itertools.islice(Documents(dataset.val_shards), DOCUMENTS)
+    found = dict.fromkeys(beginning(text) for text in documents)
+    return [text for text in found if text][:PROMPTS] or [""]
+
+
+def beginning(text: str) -> str:
+    """The first words of the first line of a text that has a letter or a digit; empty if no line has one.
+
+    Without a space at its end: tokens of most words begin with the space before them.
+    """
+    text = "".join(c for c in text[:10_000] if c.isspace() or unicodedata.category(c) != "Cc")  # no controls
+    lines = (" ".join(line.split()) for line in text.splitlines())
+    line = next((line for line in lines if any(map(str.isalnum, line))), "")
+    words = line.split(" ")
+    if len(words[0]) > CHARACTERS:
+        end = UNSPACED
+        while end < len(line) and unicodedata.category(line[end]).startswith("M"):  # accents and the like
+            end += 1
+        return line[:end].rstrip()
+    while len(" ".join(words)) > CHARACTERS or len(words) > WORDS:
+        words.pop()
+    return " ".join(words)

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from nanochat import UserError
 from nanochat.data.dataset import writing
 from nanochat.data.download import fetch, look_up
-from nanochat.data.textfiles import READERS
+from nanochat.data.textfiles import SUFFIXES
 from nanochat.files import replacing
 from nanochat.terminal import counted, gib
 
@@ -53,7 +53,7 @@ def local_files(
     if not names:
         there = ", ".join(sorted(sizes)[:8]) + (", ..." if len(sizes) > 8 else "")
         raise UserError(
-            f"data={address} has no file that can be read ({' '.join(READERS)}); it has: {there or 'nothing'}"
+            f"data={address} has no file that can be read ({' '.join(SUFFIXES)}); it has: {there or 'nothing'}"
         )
     if sum(sizes[name] for name in names) > LARGEST:
         raise UserError(_too_large(address, [(name, sizes[name]) for name in names], tokens))
@@ -82,7 +82,7 @@ def _chosen(files: dict[str, int], pattern: str) -> list[str]:
     """The names, sorted, that a pattern or folder means; of all files if it is empty, see `local_files`."""
     paths = [PurePosixPath(name) for name in sorted(files)]
     inside = [p for p in paths if not p.is_absolute() and not any(part.startswith(".") for part in p.parts)]
-    names = [str(path) for path in inside if path.name.lower().endswith(tuple(READERS))]
+    names = [str(path) for path in inside if path.name.lower().endswith(SUFFIXES)]
     if pattern:
         return [n for n in names if fnmatch.fnmatchcase(n, pattern) or n.startswith(f"{pattern}/")]
     names = [name for name in names if not PurePosixPath(name).name.lower().startswith(NO_TEXT)]

@@ -1,10 +1,10 @@
 """Training batches from shards, with an exact position in the data.
 
-A run has L *lanes*, one for each row of a global batch: row n of the run comes from lane n mod L. The
-documents of an epoch are dealt to the lanes like cards. Each lane packs its documents into rows of
-max_seq_len + 1 tokens and starts its next epoch on its own. Lane n belongs to rank n mod world_size. So the
-rows of a lane depend on the data, the seed, the tokenizer, L and max_seq_len alone, and any number of
-processes can continue a run.
+A run has L *lanes*, one for each row of a global batch: row n of the run comes from lane n mod L. Document n
+of an epoch goes to lane n mod L; where there are many row groups, row group n does. Each lane packs its
+documents into rows of max_seq_len + 1 tokens and starts its next epoch on its own. Lane n belongs to rank
+n mod world_size. So the rows of a lane depend on the data, the seed, the tokenizer, L and max_seq_len alone,
+and any number of processes can continue a run.
 
 A row holds `<|bos|>` and tokens of one document, then `<|bos|>` and tokens of another one, until it is full.
 inputs = row[:-1] and targets = row[1:], so every token of a document is a target exactly once.
@@ -34,7 +34,7 @@ from nanochat.machine.transfers import for_new_thread, to_device
 
 PACKING = 2  # version of the packing; a state of another version is refused, because its rows would differ
 STEPS_AHEAD = 2  # steps that the background thread prepares ahead
-ARRIVING_AHEAD = 2  # further ones while shards arrive: 1, and on a GPU the step that begins before the log
+ARRIVING_AHEAD = 2  # further ones while shards arrive, so that the loop knows early that one is missing
 
 
 class TrainLoader:
@@ -214,22 +214,21 @@ def _divisors(n: int) -> str:
     return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
 
 
-def _start_positions(stream: dict, lanes: Sequence[int], state: dict | None) -> list[dict]:
-    """Each lane's position in `state`, or the start if that is None.
-
-    Raises UserError if the state comes from other data or settings, ValueError if a lane is missing.
-    """
-    if state is None:
-        return [{"epoch": 0, "taken": 0, "pieces": []} for _ in lanes]
+def check_stream(stream: dict, state: dict) -> None:
+    """Raise UserError if a saved position comes from other data or settings than those of `stream`."""
     for name, value in stream.items():
         if state.get(name) != value:
             raise UserError(
                 f"the saved position in the data is for {name} {state.get(name)}, this run has {value}; "
                 "resume with the run's first settings and data, or start a new run with --resume=never"
             )
-    missing = [lane for lane in lanes if str(lane) not in state["lanes"]]
-    if missing:
-        raise ValueError(f"the state lacks lanes {missing}; join the states of all ranks with merge_states")
+
+
+def _start_positions(stream: dict, lanes: Sequence[int], state: dict | None) -> list[dict]:
+    """Each lane's position in `state`, or the start if that is None."""
+    if state is None:
+        return [{"epoch": 0, "taken": 0, "pieces": []} for _ in lanes]
+    check_stream(stream, state)
     return [state["lanes"][str(lane)] for lane in lanes]
 
 

@@ -1,7 +1,7 @@
 """The lanes of a run. Each packs its share of the documents into rows, and its position is exact.
 
-The seed gives the order of the documents in each epoch. A feed deals them to the lanes like cards. A lane
-keeps some documents in a buffer. A *piece* is a document in the buffer, from some token on. To fill a row,
+The seed gives the order of the documents in each epoch; document n of it goes to lane n mod L. A lane keeps
+some documents in a buffer. A *piece* is a document in the buffer, from some token on. To fill a row,
 the lane takes the largest piece that fits, again and again. If no piece fits, it draws one, cuts it, and
 keeps the rest. A position is small: the epoch, how many of its documents the lane has taken, and where its
 pieces begin.

@@ -10,12 +10,15 @@ import hashlib
 import math
 import os
 import struct
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from nanochat import UserError
+from nanochat.terminal import first_line
 
 # A document is validation if its hash is a multiple of this number. With Python 3.11 that gives 0.4 M of the
 # standard library's 31 M characters: enough for a stable number, and scored in seconds. Never change it, or
@@ -122,9 +125,7 @@ def open_shard(shard: Path, field: str = "text"):
             f"{shard} cannot be read as a parquet file ({first_line(error)}); remove it or get it again"
         ) from error
     schema = file.schema_arrow
-    if (times := schema.names.count(field)) > 1:
-        raise UserError(f"{shard} has {times} columns `{field}`; write the file again with one of them")
-    if not times or not _is_text(schema.field(field).type):
+    if schema.names.count(field) != 1 or not _is_text(schema.field(field).type):
         columns = ", ".join(schema.names)
         raise UserError(
             f"{shard} has no text in a column `{field}` (it has {columns}); name the column with --text_field"
@@ -152,11 +153,6 @@ def footer_digest(path: Path) -> tuple[bytes, int]:
         length = int.from_bytes(file.read(4), "little")
         file.seek(-8 - length, 2)
         return hashlib.sha256(os.fsencode(f"{path.name} {size} ") + file.read(length)).digest(), documents
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or the name of its type."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 # -- writing
@@ -255,61 +251,45 @@ class _Buckets:
     """Sorts documents by SHA-256 in bounded memory. Iterate over it for (hash, split, content) in that order.
 
     Documents wait in memory. When they are too many, the first bits of a hash say which bucket file a
-    document goes to; in the end one bucket after another is sorted. Equal documents are stored once and
-    counted: a text that comes a million times would otherwise fill one bucket.
+    document goes to; in the end one bucket after another is sorted.
     """
 
-    HEADER = struct.Struct("<32s5sQQ")  # hash, split, how often, bytes of the content after the header
+    HEADER = struct.Struct("<32s5sQ")  # hash, split, bytes of the content after the header
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._pending: dict[tuple[bytes, str], list] = {}
+        self._pending: list[tuple[bytes, str, bytes]] = []
         self._bytes = 0
-        self._spilled: set[int] = set()  # numbers of the bucket files
+        self._spilled: set[Path] = set()
 
     def add(self, split: str, content: bytes) -> None:
-        entry = self._pending.setdefault((hashlib.sha256(content).digest(), split), [0, content])
-        entry[0] += 1
-        if entry[0] == 1:
-            self._bytes += len(content) + 400  # bytes of the Python objects around it
-            if self._bytes > PENDING_BYTES:
-                self._spill()
+        self._pending.append((hashlib.sha256(content).digest(), split, content))
+        self._bytes += len(content) + 300  # bytes of the Python objects around it
+        if self._bytes > PENDING_BYTES:
+            self._spill()
 
     def __iter__(self) -> Iterator[tuple[bytes, str, bytes]]:
-        if not self._spilled:
-            yield from _sorted(self._pending)
-            return
-        self._spill()
-        for bucket in sorted(self._spilled):
-            path = self._path(bucket)
-            entries: dict[tuple[bytes, str], list] = {}
+        if self._spilled:
+            self._spill()
+        yield from sorted(self._pending)
+        for path in sorted(self._spilled):
             with open(path, "rb") as file:
-                while header := file.read(self.HEADER.size):
-                    key, split, times, size = self.HEADER.unpack(header)
-                    entry = entries.setdefault((key, split.rstrip(b"\0").decode()), [0, file.read(size)])
-                    entry[0] += times
+                yield from sorted(self._entries(file))
             path.unlink()
-            yield from _sorted(entries)
+
+    def _entries(self, file: BinaryIO) -> Iterator[tuple[bytes, str, bytes]]:
+        while header := file.read(self.HEADER.size):
+            key, split, size = self.HEADER.unpack(header)
+            yield key, split.rstrip(b"\0").decode(), file.read(size)
 
     def _spill(self) -> None:
         """Append what waits in memory to the bucket files."""
-        buckets: dict[int, list] = {}
-        for (key, split), (times, content) in self._pending.items():
-            buckets.setdefault(int.from_bytes(key[:8], "big") * BUCKETS >> 64, []).append(
-                self.HEADER.pack(key, split.encode(), times, len(content)) + content
-            )
-        self._pending.clear()
-        self._bytes = 0
-        for bucket, entries in buckets.items():
-            with open(self._path(bucket), "ab") as file:
+        buckets: dict[Path, list] = defaultdict(list)
+        for key, split, content in self._pending:
+            path = self._folder / f"bucket_{int.from_bytes(key[:8], 'big') * BUCKETS >> 64:04d}"
+            buckets[path] += [self.HEADER.pack(key, split.encode(), len(content)), content]
+        for path, entries in buckets.items():
+            with open(path, "ab") as file:
                 file.writelines(entries)
         self._spilled |= buckets.keys()
-
-    def _path(self, bucket: int) -> Path:
-        return self._folder / f"bucket_{bucket:04d}"
-
-
-def _sorted(entries: dict) -> Iterator[tuple[bytes, str, bytes]]:
-    for (key, split), (times, content) in sorted(entries.items(), key=lambda item: item[0]):
-        for _ in range(times):
-            yield key, split, content
+        self._pending, self._bytes = [], 0

@@ -1,18 +1,22 @@
-"""The public functions of the running Python's standard library, read from its source files.
+"""The public functions of the running Python's standard library, and questions about each of them.
 
-Nothing is imported: some modules do things when they are imported (they open a browser, print a text, need a
-display). Functions whose text does not say everything are left out: those with decorators that may change
-the parameters, and those with a default that is no literal.
+The functions are read from source files. Nothing is imported: some modules do things when they are imported
+(they open a browser, print a text, need a display). Functions whose text does not say everything are left
+out: those with decorators that may change the parameters, and those with a default that is no literal.
+
+The answers come from inspect.signature of the very text that the question shows.
 """
 
 import ast
 import inspect
 import os
+import random
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from nanochat import UserError
 
@@ -154,3 +158,194 @@ def _summary(node: ast.FunctionDef) -> str:
     plain = sentence.isascii() and sentence.isprintable()
     good = plain and sentence.endswith(".") and 20 <= len(sentence) <= LONGEST_SUMMARY
     return sentence if good else ""
+
+
+# -- questions about a function
+
+
+class Facts(NamedTuple):
+    """What the makers of answers need."""
+
+    function: Function
+    parameters: list[inspect.Parameter]
+    others: list[str]  # names of parameters of any function
+    rng: random.Random
+
+
+# Each gets Facts and returns (what else fills the question, answer), or None if it does not apply
+
+
+def first_parameter(facts):
+    if len(facts.parameters) > 1:
+        return {}, f"The first parameter is {facts.parameters[0].name}."
+
+
+def last_parameter(facts):
+    if len(facts.parameters) > 1:
+        return {}, f"The last parameter is {facts.parameters[-1].name}."
+
+
+def next_parameter(facts):
+    if len(facts.parameters) > 1:
+        at = facts.rng.randrange(len(facts.parameters) - 1)
+        a, b = (parameter.name for parameter in facts.parameters[at : at + 2])
+        return {"p": a}, f"After {a} comes {b}."
+
+
+def default_value(facts):
+    optional = [parameter for parameter in facts.parameters if parameter.default is not parameter.empty]
+    if optional:
+        chosen = facts.rng.choice(optional)
+        return {"p": chosen.name}, f"By default, {chosen.name}={chosen.default!r}."
+
+
+def number_of_parameters(facts):
+    n = len(facts.parameters)
+    if n == 1 and facts.rng.random() < 0.7:  # else half of the answers are 1
+        return None
+    return {}, f"The function {facts.function.name} has {n} parameter{'s' if n > 1 else ''}."
+
+
+def has_parameter(facts):
+    names = [parameter.name for parameter in facts.parameters]
+    absent = [other for other in facts.others if other not in names]
+    if facts.rng.random() < 0.5 or not absent:
+        name = facts.rng.choice(names)
+        return {"p": name}, f"Yes, {facts.function.name} has a parameter {name}."
+    name = facts.rng.choice(absent)
+    return {"p": name}, f"No, {facts.function.name} has no parameter {name}."
+
+
+def keyword_only(facts):
+    if any(parameter.kind == parameter.KEYWORD_ONLY for parameter in facts.parameters):
+        return {}, f"Yes, {facts.function.name} takes keyword-only arguments."
+    if facts.rng.random() < 0.06:  # about as many without them as with them
+        return {}, f"No, {facts.function.name} takes no keyword-only arguments."
+
+
+def call(facts):
+    if all(p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD for p in facts.parameters):
+        return {}, f"The call is {facts.function.name}({', '.join(p.name for p in facts.parameters)})."
+
+
+def name(facts):
+    return {}, f"The function is {facts.function.name}."
+
+
+def class_of_method(facts):
+    if facts.function.class_name and facts.function.bound == "self":
+        return {}, f"The method {facts.function.name} belongs to {facts.function.class_name}."
+
+
+def module(facts):
+    if not facts.function.class_name:
+        return {}, f"It imports from {facts.function.module}."
+
+
+def imported_name(facts):
+    if not facts.function.class_name:
+        return {}, f"It imports the name {facts.function.name}."
+
+
+def documentation(facts):
+    if facts.function.summary:
+        return {}, facts.function.summary
+
+
+class Kind(NamedTuple):
+    """How a kind of question is asked, at first and later in a conversation, and who answers it.
+
+    {code} stands for the text that answers it, {name} for the function, {p} for a parameter.
+    """
+
+    share: float  # how likely it is to be drawn, against the others
+    answer: Callable
+    first: tuple[str, ...]
+    later: tuple[str, ...] = ()
+
+
+KINDS = (
+    Kind(2.0, first_parameter, (
+        "What is the first parameter of this function?\n\n{code}",
+        "{code}\n\nName the first parameter of {name}.",
+        "Look at this definition:\n\n{code}\n\nWhich parameter comes first?",
+    ), ("What is its first parameter?", "Which parameter comes first?")),
+    Kind(2.0, last_parameter, (
+        "What is the last parameter of this function?\n\n{code}",
+        "{code}\n\nName the last parameter of {name}.",
+        "Look at this definition:\n\n{code}\n\nWhich parameter comes last?",
+    ), ("What is its last parameter?", "And which parameter comes last?")),
+    Kind(2.0, next_parameter, (
+        "{code}\n\nWhich parameter comes after {p}?",
+        "Which parameter follows {p} here?\n\n{code}",
+        "What comes after {p} in the signature of {name}?\n\n{code}",
+    ), ("Which parameter comes after {p}?", "And what follows {p}?")),
+    Kind(4.0, default_value, (
+        "{code}\n\nWhat is the default of {p}?",
+        "What is {p} by default?\n\n{code}",
+        "Which value does {p} have if {name} is called without it?\n\n{code}",
+        "{code}\n\nGive the default value of {p}.",
+    ), ("What is the default of {p}?", "And what is {p} by default?")),
+    Kind(1.5, number_of_parameters, (
+        "How many parameters does this function have?\n\n{code}",
+        "{code}\n\nHow many parameters does {name} have?",
+        "Count the parameters of {name}.\n\n{code}",
+    ), ("How many parameters does it have?",)),
+    Kind(1.0, has_parameter, (
+        "Does this function have a parameter {p}?\n\n{code}",
+        "{code}\n\nIs {p} a parameter of {name}?",
+        "Is there a parameter {p} here?\n\n{code}",
+    ), ("Does it have a parameter {p}?", "Is {p} one of its parameters?")),
+    Kind(9.0, keyword_only, (  # few functions have them
+        "Does this function take keyword-only arguments?\n\n{code}",
+        "{code}\n\nDoes {name} take keyword-only arguments?",
+        "{code}\n\nCan some arguments of {name} only be given by keyword?",
+    ), ("Does it take keyword-only arguments?",)),
+    Kind(2.0, call, (
+        "Call this function with the names of its parameters, in order.\n\n{code}",
+        "{code}\n\nComplete the call of {name}, in the order of its parameters.",
+        "How do I call {name} with variables named like its parameters?\n\n{code}",
+    ), ("Now write a call of it, in the order of its parameters.",)),
+    Kind(2.0, name, (
+        "What is the name of this function?\n\n{code}",
+        "{code}\n\nWhich function is this?",
+        "Which function is defined here?\n\n{code}",
+    )),
+    Kind(2.0, class_of_method, (
+        "{in_class}\n\nWhich class does {name} belong to?",
+        "Which class defines {name} here?\n\n{in_class}",
+        "Name the class of the method {name}.\n\n{in_class}",
+    )),
+    Kind(2.0, module, (
+        "{line}\n\nWhich module does this line import from?",
+        "Which module is used here?\n\n{line}",
+        "From which module does this line import {name}?\n\n{line}",
+    )),
+    Kind(2.0, imported_name, (
+        "{line}\n\nWhat does this line import?",
+        "Which name does this line import?\n\n{line}",
+        "Which name can I use after this line?\n\n{line}",
+    )),
+    Kind(1.5, documentation, (
+        "What does {qualified_name} do?",
+        "What is {qualified_name} for?",
+        "Explain {qualified_name} in one sentence.",
+        "{code}\n\nWhat does {name} do?",
+    ), ("What does it do?", "And what does it do?")),
+)  # fmt: skip
+
+
+def texts(facts: Facts) -> dict[str, str]:
+    """What fills a question about a function. Half of the longer signatures have a parameter a line."""
+    function, parameters = facts.function, facts.function.parameters
+    code = f"def {function.name}({', '.join(parameters)}):"
+    if len(parameters) > 1 and facts.rng.random() < 0.5:
+        code = "\n".join([f"def {function.name}(", *(f"    {text}," for text in parameters), "):"])
+    with_self = ", ".join(("self", *parameters))
+    return {
+        "code": code,
+        "in_class": f"class {function.class_name}:\n    def {function.name}({with_self}):",
+        "line": f"from {function.module} import {function.name}",
+        "name": function.name,
+        "qualified_name": function.qualified_name,
+    }

@@ -1,7 +1,6 @@
 """Conversations about the running Python's own library, made on the spot: nothing is downloaded.
 
     data = open_embedded()                           # ConversationData, the same for one version of Python
-    questions = exact_match_questions(data, 300)     # held-out questions (exact_match.py)
 
 Most questions bring the text that answers them, a signature or a line of code, so a small model can answer
 for a function that it never met: it has to read, not to know. The answers come from inspect.signature of the
@@ -14,13 +13,11 @@ that name, and so are all computations with one word or the same numbers.
 
 import hashlib
 import random
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
-from nanochat.data.conversations import ConversationData, Conversations
-from nanochat.data.python_computations import computations
-from nanochat.data.python_functions import Function, read_functions
-from nanochat.data.python_question_kinds import KINDS, Facts, texts
+from nanochat.data.chat_format import ConversationData, Conversations
+from nanochat.data.python_functions import KINDS, Facts, Function, read_functions, texts
 
 HELD_OUT_SHARE = 10  # one name in so many is validation
 QUESTIONS_PER_FUNCTION = 3  # at most, each a conversation of its own
@@ -28,14 +25,7 @@ FOLLOWED_UP = 0.3  # share of the functions that also get a conversation of seve
 WITH_SYSTEM = 0.1  # share of the conversations that begin with a system message
 TRAIN_COMPUTATIONS, VAL_COMPUTATIONS = 3000, 300
 GREETING_WEIGHT = 5.0  # a greeting comes up so often in an epoch
-
-
-@dataclass(frozen=True)
-class PythonQuestions(ConversationData):
-    """ConversationData that knows the kind of each question: {(question, answer): kind}."""
-
-    kinds: dict[tuple[str, str], str]
-
+Turn = tuple[str, str]  # (question, answer)
 
 SYSTEM = (
     "You answer questions about Python.",
@@ -63,7 +53,7 @@ GREETINGS = (
 # -- the data set
 
 
-def open_embedded(root: Path | None = None) -> PythonQuestions:
+def open_embedded(root: Path | None = None) -> ConversationData:
     """Training and validation conversations about the functions under `root` (the standard library).
 
     They are built in about 3 seconds. Raises UserError if there are no source files.
@@ -74,21 +64,20 @@ def open_embedded(root: Path | None = None) -> PythonQuestions:
     words = {word for function in functions for word in function.name.split("_")}
     words = sorted(word for word in words if word.isalpha() and word.islower() and 3 <= len(word) <= 8)
     splits = {False: Conversations([], []), True: Conversations([], [])}
-    kinds: dict[tuple[str, str], str] = {}
     for function in functions:
         for turns in _conversations(function, parameters):
-            _add(splits[held_out(function.name)], turns, kinds)
+            _add(splits[held_out(function.name)], turns)
     for validation, number in ((False, TRAIN_COMPUTATIONS), (True, VAL_COMPUTATIONS)):
-        for turn in computations(words, number, validation, held_out):
-            _add(splits[validation], [turn], kinds)
+        for turn in computations(words, number, validation):
+            _add(splits[validation], [turn])
     for question, answer in GREETINGS:
-        _add(splits[False], [(question, answer, "greeting")], kinds, GREETING_WEIGHT)
+        _add(splits[False], [(question, answer)], GREETING_WEIGHT)
     train, val = splits[False], splits[True]
     note = (
         f"{len(train.messages):,} training and {len(val.messages):,} validation conversations about "
         f"{len(functions):,} functions of Python's library"
     )
-    return PythonQuestions("python-questions", train, val, note, kinds)
+    return ConversationData("python-questions", train, val, note)
 
 
 def held_out(name: str) -> bool:
@@ -100,33 +89,149 @@ def _rng(text: str) -> random.Random:
     return random.Random(hashlib.sha256(text.encode()).digest())
 
 
-def _add(split: Conversations, turns: list[tuple[str, str, str]], kinds: dict, weight: float = 1.0):
-    """Add a conversation of turns (question, answer, kind) to a split."""
-    messages = [message for q, a, _ in turns for message in (("user", q), ("assistant", a))]
+def _add(split: Conversations, turns: list[Turn], weight: float = 1.0):
+    """Add a conversation of questions and answers to a split."""
+    messages = [message for q, a in turns for message in (("user", q), ("assistant", a))]
     rng = _rng(messages[0][1])
     if rng.random() < WITH_SYSTEM:
         messages.insert(0, ("system", rng.choice(SYSTEM)))
     split.messages.append(tuple(messages))
     split.weights.append(weight)
-    kinds.update(((question, answer), kind) for question, answer, kind in turns)
 
 
-def _conversations(function: Function, others: list[str]) -> list[list[tuple[str, str, str]]]:
+def _conversations(function: Function, others: list[str]) -> list[list[Turn]]:
     """The conversations about a function: single questions, and perhaps one with several."""
     rng = _rng(function.qualified_name)
     facts = Facts(function, list(function.signature().parameters.values()), others, rng)
-    order = sorted(KINDS, key=lambda kind: rng.random() ** (1 / KINDS[kind].share), reverse=True)
-    asked = [(kind, found) for kind in order if (found := KINDS[kind].answer(facts))]
+    order = sorted(KINDS, key=lambda kind: rng.random() ** (1 / kind.share), reverse=True)
+    asked = [(kind, *found) for kind in order if (found := kind.answer(facts))]
     conversations = [
-        [(rng.choice(KINDS[kind].first).format(**texts(facts), **values), answer, kind)]
-        for kind, (values, answer) in asked[:QUESTIONS_PER_FUNCTION]
+        [(rng.choice(kind.first).format(**texts(facts), **values), answer)]
+        for kind, values, answer in asked[:QUESTIONS_PER_FUNCTION]
     ]
     if rng.random() < FOLLOWED_UP:
         shown = texts(facts)["code"]
-        later = [(kind, found) for kind, found in asked if KINDS[kind].later][:3]
         turns = []
-        for kind, (values, answer) in later:
-            wording = rng.choice(KINDS[kind].later).format(**values)
-            turns.append((wording if turns else f"{shown}\n\n{wording}", answer, kind))
+        for kind, values, answer in [found for found in asked if found[0].later][:3]:
+            wording = rng.choice(kind.later).format(**values)
+            turns.append((wording if turns else f"{shown}\n\n{wording}", answer))
         conversations.append(turns)
     return conversations
+
+
+# -- small computations: an expression, and what Python says its value is
+
+NAMES = ("a", "b", "c", "x", "y", "n", "item", "result")
+
+ASKED = (
+    "What is the value of {code}?",
+    "What does Python say to {code}?",
+    "{code}\n\nWhat is the value of this expression?",
+    "Evaluate this expression: {code}",
+)
+PRINTED = (
+    "What does this print?\n\n{code}",
+    "{code}\n\nWhat is printed?",
+    "I run these lines:\n\n{code}\n\nWhat do they print?",
+)
+
+
+def _list_item(words, rng):
+    chosen = rng.sample(words, rng.randint(2, 4))
+    at = rng.choice([0, 1, -1])
+    return f"{chosen}[{at}]"
+
+
+def _dictionary(words, rng):
+    chosen = rng.sample(words, rng.randint(2, 4))
+    return f"{dict(zip(chosen, rng.sample(range(10), len(chosen)), strict=True))}[{rng.choice(chosen)!r}]"
+
+
+def _length(words, rng):
+    return f"len({rng.sample(words, rng.randint(1, 5))})"
+
+
+def _membership(words, rng):
+    chosen = rng.sample(words, rng.randint(3, 5))
+    return f"{chosen[0]!r} in {chosen[1:] if rng.random() < 0.5 else rng.sample(chosen, len(chosen))}"
+
+
+def _variable(words, rng):
+    names, values = rng.sample(NAMES, 2), rng.sample(words, 2)
+    lines = [f"{name} = {value!r}" for name, value in zip(names, values, strict=True)]
+    return "\n".join([*lines, f"print({rng.choice(names)})"])
+
+
+def _sum(words, rng):
+    return f"{rng.randint(0, 12)} + {rng.randint(0, 12)}"
+
+
+def _larger(words, rng):
+    return f"max({rng.randint(10, 99)}, {rng.randint(10, 99)})"
+
+
+def _sorted(words, rng):
+    return f"sorted({rng.sample(range(10), 3)})"
+
+
+def _word_length(words, rng):
+    return f"len({rng.choice(words)!r})"
+
+
+def _upper(words, rng):
+    return f"{rng.choice(words)!r}.upper()"
+
+
+def _contains(words, rng):
+    word = rng.choice(words)
+    letter = rng.choice(word if rng.random() < 0.5 else "abcdefghijklmnopqrstuvwxyz")
+    return f"{letter!r} in {word!r}"
+
+
+COMPUTATIONS = {  # {maker of an expression: its share}
+    _list_item: 3,
+    _dictionary: 3,
+    _length: 1.5,
+    _membership: 1,
+    _variable: 3,
+    _sum: 1,
+    _larger: 1,
+    _sorted: 0.5,
+    _word_length: 0.5,
+    _upper: 0.5,
+    _contains: 0.5,
+}
+
+
+def computations(words: list[str], n: int, validation: bool) -> Iterator[Turn]:
+    """At most n different questions of one split with their answers, none if there are few words."""
+    words = [word for word in words if held_out(word) == validation]
+    if len(words) < 5:  # the longest list that is drawn from them
+        return
+    rng = _rng(f"computations {validation}")
+    seen, tries = set(), 0
+    while len(seen) < n and tries < 10 * n:
+        tries += 1
+        make = rng.choices(list(COMPUTATIONS), list(COMPUTATIONS.values()))[0]
+        made = (make(words, rng) for _ in range(100))
+        mine = (code for code in made if "'" in code or held_out(_numbers(code)) == validation)
+        code = next((code for code in mine if code not in seen), None)
+        if code is not None:
+            seen.add(code)
+            yield _asked(code, rng)
+
+
+def _numbers(code: str) -> str:
+    """The numbers of an expression in order of size, so that 3 + 4 and 4 + 3 are in one split."""
+    digits = "".join(c if c.isdigit() else " " for c in code).split()
+    return " ".join(sorted(digits))
+
+
+def _asked(code: str, rng: random.Random) -> Turn:
+    if "print(" in code:
+        shown = []
+        exec(code, {"__builtins__": {}, "print": shown.append})
+        return rng.choice(PRINTED).format(code=code), f"It prints {shown[0]}."
+    builtins = {"len": len, "max": max, "sorted": sorted}
+    value = eval(code, {"__builtins__": builtins})
+    return rng.choice(ASKED).format(code=code), f"The value is {value!r}."

@@ -4,30 +4,29 @@ A text file of up to LONG_TEXT characters is one document. A longer one is cut i
 document; together they are the whole file. A section ends at the first blank line after SECTION characters,
 else at the first end of a line there, but always after 2 * SECTION; only the last one may be shorter than
 SECTION. A .json file is one object, one text, or a list of them; a .jsonl file has one of them a line. The
-text of an object is in its field `text_field`.
+text of an object is in its field `text_field`. A .json file is read as a whole, all others in parts.
 """
 
 import codecs
+import contextlib
 import gzip
 import io
 import json
 import os
-import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from nanochat import UserError
-from nanochat.data.parquet import PYARROW_ERRORS, first_line, open_shard
+from nanochat.data.parquet import PYARROW_ERRORS, open_shard
 from nanochat.files import special_kind, user_path
+from nanochat.terminal import first_line
 
 LONG_TEXT = 1 << 16  # characters
 SECTION = 1 << 13  # characters
-CHUNK = 1 << 20  # bytes read at once
-LONGEST_ITEM = 1 << 27  # bytes of one JSON value, which must fit into memory
-
-_BLANK = re.compile(r"[ \t\n\r]*")
+CHUNK = 1 << 20  # characters read at once
+SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".jsonl.gz", ".json", ".parquet")
 
 
 def find_files(setting: str, value: str | Path) -> tuple[list[Path], int]:
@@ -47,7 +46,7 @@ def find_files(setting: str, value: str | Path) -> tuple[list[Path], int]:
                 f"{setting}={path} does not exist or may not be read; give a file or folder of text"
             )
         files = _walk(path) if path.is_dir() else [path]
-        known = [file for file in files if _reader(file)]
+        known = [file for file in files if file.name.lower().endswith(SUFFIXES)]
         for file in known:
             _check_regular(file)
         others += len(files) - len(known)
@@ -55,7 +54,7 @@ def find_files(setting: str, value: str | Path) -> tuple[list[Path], int]:
     if not found:
         raise UserError(
             f"{setting}={value} has no file that can be read; "
-            f"give {' '.join(READERS)} files or a folder with some"
+            f"give {' '.join(SUFFIXES)} files or a folder with some"
         )
     return list(found), others
 
@@ -84,36 +83,48 @@ def _walk(folder: Path) -> list[Path]:
     return sorted(files, key=lambda path: path.relative_to(folder).as_posix())
 
 
-def _reader(path: Path) -> Callable | None:
-    return next((reader for suffix, reader in READERS.items() if path.name.lower().endswith(suffix)), None)
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """A file, open for bytes. What goes wrong in reading it is a UserError that names it."""
+    try:
+        with open(path, "rb") as file:
+            yield file
+    except (OSError, EOFError, zlib.error) as error:  # the last two, and BadGzipFile, of a damaged .gz
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise UserError(f"{path} cannot be read ({reason}); repair it or get it again") from error
 
 
 def read_documents(path: Path, text_field: str, advance: Callable[[int], None]) -> Iterator[str]:
     """The documents of a file. `advance(n)` is called after n more of its bytes have been read.
 
-    Raises UserError with the file and the line or byte if something in it cannot be read.
+    Raises UserError with the file, and the line if it has lines, if something in it cannot be read.
     """
-    try:
-        with open(path, "rb") as file:
-            done = 0
-            for text in _reader(path)(path, file, text_field):
-                if (now := file.tell()) > done:
-                    advance(now - done)
-                    done = now
-                yield text
-            advance(max(0, file.seek(0, 2) - done))
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be read ({error.strerror or first_line(error)}); repair or remove it"
-        ) from error
+    suffix, done = path.suffix.lower(), 0
+    with opened(path) as file:
+        if suffix == ".parquet":
+            texts = _column(path, text_field)
+        elif suffix in (".json", ".jsonl", ".gz"):
+            texts = (_text_of(value, text_field, place) for value, place in json_values(path, file))
+        else:
+            texts = _sections(path, file)
+        for text in texts:
+            if (now := file.tell()) > done:
+                advance(now - done)
+                done = now
+            yield text
+        advance(max(0, file.seek(0, 2) - done))
 
 
-def _read_text(path: Path, file: BinaryIO, text_field: str) -> Iterator[str]:
-    decode = _decoder(path)
-    waiting, long, chunk = "", False, b"..."
+def _sections(path: Path, file: BinaryIO) -> Iterator[str]:
+    """The sections of a text file, without a byte-order mark; every line ends in \\n."""
+    reader = io.TextIOWrapper(file, "utf-8-sig")
+    waiting, long, chunk = "", False, "..."
     while chunk:
-        chunk = file.read(CHUNK)
-        waiting += decode(chunk, not chunk)
+        try:
+            chunk = reader.read(CHUNK)
+        except UnicodeDecodeError as error:
+            raise _not_utf8(path, error) from error
+        waiting += chunk
         long = long or len(waiting) > LONG_TEXT
         start = 0
         while long and len(waiting) - start > 2 * SECTION:
@@ -121,6 +132,7 @@ def _read_text(path: Path, file: BinaryIO, text_field: str) -> Iterator[str]:
             yield waiting[start:end]
             start = end
         waiting = waiting[start:]
+    reader.detach()  # else its end would close the file
     yield waiting
 
 
@@ -134,73 +146,52 @@ def _cut(text: str, start: int) -> int:
     return most
 
 
-def _decoder(path: Path) -> Callable[[bytes, bool], str]:
-    """decode(chunk, whether it is the last) -> text without a byte-order mark; every line ends in \\n."""
-    utf8 = codecs.getincrementaldecoder("utf-8-sig")()
-    lines = io.IncrementalNewlineDecoder(None, translate=True)
-    taken = 0  # bytes of the chunks so far
-
-    def decode(chunk: bytes, final: bool) -> str:
-        nonlocal taken
-        held = len(utf8.getstate()[0])  # bytes of a character whose end was not in the last chunk
-        try:
-            text = utf8.decode(chunk, final)
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{path} is not UTF-8 at byte {taken - held + error.start} ({error.reason}); "
-                "convert it or remove it"
-            ) from error
-        taken += len(chunk)
-        return lines.decode(text, final)
-
-    return decode
-
-
-# -- JSON
-
-
-def _read_jsonl(path: Path, file: BinaryIO, text_field: str) -> Iterator[str]:
-    for line, place in jsonl_lines(path, file):
-        yield _text_of(parse_line(line, place), text_field, place)
-
-
-def jsonl_lines(path: Path, file: BinaryIO) -> Iterator[tuple[bytes, str]]:
-    """(line, file:line) of each line that is not blank."""
-    number = 0
-    try:
-        while line := file.readline(LONGEST_ITEM):
+def _not_utf8(path: Path, error: UnicodeDecodeError) -> UserError:
+    """The error of a text file, with its line: the decoder knows the place in a part of the file alone."""
+    number = 1
+    with open(path, "rb") as file, contextlib.suppress(UnicodeDecodeError):
+        for line in file:
+            line.decode()
             number += 1
-            if len(line) == LONGEST_ITEM:
-                raise UserError(f"{path}:{number} is longer than {LONGEST_ITEM:,} bytes; split the line")
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            if not line.isspace():
-                yield line, f"{path}:{number}"
-    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise UserError(
-            f"{path} is damaged or incomplete after line {number} ({first_line(error)}); get it again"
-        ) from error
+    return UserError(f"{path}:{number} is not UTF-8 ({error.reason}); convert it or remove it")
 
 
-def _read_gzip(path: Path, file: BinaryIO, text_field: str) -> Iterator[str]:
-    yield from _read_jsonl(path, unzipped(file), text_field)
+def json_values(path: Path, file: BinaryIO, bad: list[str] | None = None) -> Iterator[tuple[object, str]]:
+    """(value, its place) of each line of a .jsonl file that is not blank, or of each item of a .json file.
+
+    A line that is no JSON goes to `bad`, as a sentence, or is a UserError without that list.
+    """
+    if path.suffix.lower() == ".json":
+        values = _parsed(file.read(), str(path))
+        for number, value in enumerate(values if isinstance(values, list) else [values], start=1):
+            yield value, f"{path}, item {number}"
+        return
+    lines = gzip.GzipFile(fileobj=file) if path.suffix.lower() == ".gz" else file
+    for number, line in enumerate(lines, start=1):
+        if line.isspace():
+            continue
+        place = f"{path}:{number}"
+        try:
+            value = _parsed(line, place)
+        except UserError as error:
+            if bad is None:
+                raise
+            bad.append(str(error))
+        else:
+            yield value, place
 
 
-def unzipped(file: BinaryIO) -> BinaryIO:
-    """The content of a .gz file that is open."""
-    return io.BufferedReader(gzip.GzipFile(fileobj=file), CHUNK)
-
-
-def parse_line(line: bytes, place: str):
-    """The JSON value of a line. Raises UserError that names the place."""
+def _parsed(content: bytes, place: str):
     try:
-        return json.loads(line.decode())
+        return json.loads(content.removeprefix(codecs.BOM_UTF8).decode())
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{place} is not UTF-8 at byte {error.start} of the line ({error.reason}); convert it"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{place} is not JSON ({_reason(error)}); correct the line or remove it") from error
+        line = content.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{place} is not UTF-8 in line {line} ({error.reason}); convert it") from error
+    except json.JSONDecodeError as error:
+        at = f"{error.msg}: line {error.lineno}, column {error.colno}"
+        raise UserError(f"{place} is not JSON ({at}); correct or remove it") from error
+    except (ValueError, RecursionError) as error:  # a number with too many digits, too many brackets
+        raise UserError(f"{place} is not JSON ({first_line(error)}); correct or remove it") from error
 
 
 def _text_of(value, text_field: str, place: str) -> str:
@@ -223,119 +214,11 @@ def _text_of(value, text_field: str, place: str) -> str:
     return text or ""
 
 
-def _read_json(path: Path, file: BinaryIO, text_field: str) -> Iterator[str]:
-    for value, place in json_values(path, file):
-        yield _text_of(value, text_field, place)
-
-
-def json_values(path: Path, file: BinaryIO) -> Iterator[tuple[object, str]]:
-    """(value, file:line) of each item of a list, or of the one value that is no list.
-
-    A list is read item by item, so memory holds one item and at most one more chunk.
-    """
-    items = _JsonItems(path, file)
-    if items.peek() != "[":
-        yield items.next_value()
-    else:
-        items.skip()
-        mark = items.peek()
-        while mark != "]":
-            yield items.next_value()
-            mark = items.peek()
-            if mark not in (",", "]"):
-                raise items.error("a comma or ] is missing")
-            if mark == ",":
-                items.skip()
-                items.peek()
-        items.skip()
-    if items.peek():
-        raise items.error("there is more text after its end")
-
-
-class _JsonItems:
-    """The values of a JSON text, one after another; it reads only as much as the next value needs."""
-
-    def __init__(self, path: Path, file: BinaryIO):
-        self._path, self._file = path, file
-        self._decode = _decoder(path)
-        self._text, self._at, self._line = "", 0, 1
-        self._ended = False
-
-    def peek(self) -> str:
-        """The next character that is not blank, or "" at the end of the file."""
-        while True:
-            self._pass(_BLANK.match(self._text, self._at).end())
-            if self._at < len(self._text) or not self._more(CHUNK):
-                return self._text[self._at : self._at + 1]
-
-    def skip(self) -> None:
-        """Pass over the character that peek() gave."""
-        self._at += 1
-
-    def next_value(self) -> tuple:
-        """(value, file:line where it begins). An incomplete value is parsed again with twice the text."""
-        place = f"{self._path}:{self._line}"
-        while True:
-            try:
-                value, end = json.JSONDecoder().raw_decode(self._text, self._at)
-            except (ValueError, RecursionError) as error:
-                size = len(self._text) - self._at
-                if (
-                    size > LONGEST_ITEM
-                    or isinstance(error, RecursionError)
-                    or not self._more(max(CHUNK, size))
-                ):
-                    raise UserError(
-                        f"{place} does not begin a complete JSON value ({_reason(error)}); correct the file"
-                    ) from error
-            else:
-                self._pass(end)
-                return value, place
-
-    def error(self, reason: str) -> UserError:
-        """A UserError for the current line."""
-        return UserError(f"{self._path}:{self._line} is not JSON ({reason}); correct the file")
-
-    def _pass(self, to: int) -> None:
-        """Move to the character `to` and count the lines on the way."""
-        self._line += self._text.count("\n", self._at, to)
-        self._at = to
-
-    def _more(self, size: int) -> bool:
-        """Read `size` more bytes and drop what has been passed. False if the file has ended."""
-        if self._ended:
-            return False
-        chunk = self._file.read(size)
-        self._ended = not chunk
-        self._text = self._text[self._at :] + self._decode(chunk, self._ended)
-        self._at = 0
-        return True
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "msg", None) or first_line(error)
-
-
-def _read_parquet(path: Path, file: BinaryIO, text_field: str) -> Iterator[str]:
+def _column(path: Path, text_field: str) -> Iterator[str]:
+    """The texts of a column of a parquet file."""
     shard = open_shard(path, text_field)
-    done = 0
     try:
         for batch in shard.iter_batches(1024, columns=[text_field], use_threads=False):
-            texts = batch.column(0).to_pylist()
-            done += len(texts)
-            yield from (text or "" for text in texts)
+            yield from (text or "" for text in batch.column(0).to_pylist())
     except PYARROW_ERRORS as error:
-        raise UserError(
-            f"{path} is damaged after document {done} ({first_line(error)}); get it again"
-        ) from error
-
-
-READERS: dict[str, Callable[[Path, BinaryIO, str], Iterator[str]]] = {
-    ".txt": _read_text,
-    ".md": _read_text,
-    ".py": _read_text,
-    ".jsonl": _read_jsonl,
-    ".jsonl.gz": _read_gzip,
-    ".json": _read_json,
-    ".parquet": _read_parquet,
-}
+        raise UserError(f"{path} is damaged ({first_line(error)}); get it again") from error

@@ -21,13 +21,11 @@ import torch
 from nanochat import UserError
 from nanochat.data.parquet import RowGroups, footer_digest
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.files import replacing, special_kind
+from nanochat.files import replacing
 from nanochat.machine.transfers import to_device
 
-FORMAT = 1  # of the file; part of its name, so that a file of another format is not looked at
-DIGEST_BYTES = 32  # a SHA-256 ends the file
-# What numpy raises for a file that is no array
-UNREADABLE = (OSError, ValueError, TypeError, AttributeError, EOFError, MemoryError, SyntaxError)
+FORMAT = 2  # of the file; part of its name, so that a file of another format is not looked at
+DIGEST = 8  # a SHA-256 begins the file: so many int32
 TEXTS = 64  # documents that are tokenized at a time, on all cores
 
 
@@ -109,8 +107,8 @@ def tokenize_validation(
         return _tokenize(shards, tokenizer, eval_tokens)
     key = [FORMAT, [footer_digest(shard)[0].hex() for shard in shards], tokenizer.fingerprint, eval_tokens]
     key = hashlib.sha256(json.dumps(key).encode()).hexdigest()
-    path = Path(folder) / f"validation-{key[:16]}.npy"
-    tokens = _read(path, key, tokenizer)
+    path = Path(folder) / f"validation-{key[:16]}.bin"
+    tokens = _read(path, key)
     if tokens is None:
         tokens = _tokenize(shards, tokenizer, eval_tokens)
         with contextlib.suppress(OSError):
@@ -141,34 +139,25 @@ def _encoded(shards: Sequence[Path], tokenizer: Tokenizer) -> Iterator[np.ndarra
             yield from tokenizer.encode_batch(some, threads)
 
 
-# -- the file: an array in numpy's format, and then the SHA-256 of the key and of the array
+# -- the file: the SHA-256 of the key and of the tokens, then the tokens
 
 
-def _read(path: Path, key: str, tokenizer: Tokenizer) -> np.ndarray | None:
+def _read(path: Path, key: str) -> np.ndarray | None:
     """The tokens in a file, mapped into memory; None if it is missing, damaged or made for another key."""
     try:
-        if special_kind(path):
-            return None
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        whole = tokens.offset + tokens.nbytes + DIGEST_BYTES == path.stat().st_size
-        if not whole or tokens.dtype != np.int32 or tokens.ndim != 1 or len(tokens) < 2:
-            return None
-        with open(path, "rb") as file:
-            file.seek(-DIGEST_BYTES, os.SEEK_END)
-            if file.read() != _digest(key, tokens):
-                return None
-        in_range = tokens.min() >= 0 and tokens.max() < tokenizer.vocab_size
-        return tokens if in_range and tokens[0] == tokenizer.bos_id else None
-    except UNREADABLE:
+        content = np.memmap(path, np.int32, mode="r")
+    except (OSError, ValueError):
         return None
+    tokens = content[DIGEST:]
+    return tokens if content[:DIGEST].tobytes() == _digest(key, tokens) else None
 
 
 def _write(path: Path, key: str, tokens: np.ndarray) -> None:
     """Write the file, complete or not at all. Raises OSError if the folder cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
-        np.save(file, tokens)
         file.write(_digest(key, tokens))
+        file.write(tokens)
 
 
 def _digest(key: str, tokens: np.ndarray) -> bytes:

@@ -1,4 +1,4 @@
-"""Questions about a text, made from the text itself: what comes next here?
+"""Cloze questions about a text, made from the text itself: what comes next here?
 
 A question is a passage (the query), what the text has after it (the answer), and two or three wrong choices.
 Questions come in groups of as many as they have choices. All questions of a group offer the same choices,
@@ -10,13 +10,15 @@ What a model scores above chance it has read in the query.
 import ast
 import hashlib
 import io
+import random
 import re
 import tokenize
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from nanochat.evals.bundle import SHUFFLE_SEED, Task
 
 QUERY_CHARS = 240  # of a query at most; the time of an evaluation grows with it
 CONTINUATION_CHARS = 40  # of a continuation, and then to the end of its word
@@ -134,9 +136,8 @@ def arguments(source: Source) -> Iterator[Span]:
 # -- tasks
 
 
-@dataclass(frozen=True)
-class TaskKind:
-    """A kind of question."""
+class Kind(NamedTuple):
+    """A kind of question; each becomes a task."""
 
     label: str
     task_type: str  # CORE's: multiple_choice, schema (which passage stood before?) or language_modeling
@@ -145,14 +146,9 @@ class TaskKind:
     find: Callable  # the places, in a text or, for Python, in a Source
     python: bool = False
 
-    @property
-    def random_baseline(self) -> float:
-        """What guessing scores, in percent."""
-        return 0.0 if self.choices == 1 else 100 / self.choices
-
-    def items(self, group: list[Question]) -> list[dict]:
-        """The questions of a group as the lines of a task's file have them."""
-        queries, answers = zip(*group, strict=True)
+    def examples(self, group: list[Question]) -> list[dict]:
+        """The questions of a group with the fields of bundle.TASK_TYPES."""
+        queries, answers = map(list, zip(*group, strict=True))
         if self.task_type == "language_modeling":
             return [{"context": query, "continuation": answer} for query, answer in group]
         if self.task_type == "schema":
@@ -161,39 +157,41 @@ class TaskKind:
         return [{"query": query, "choices": answers, "gold": i} for i, query in enumerate(queries)]
 
 
-TASKS = (
-    TaskKind("continuation", "multiple_choice", 4, False, word_runs),
-    TaskKind("beginning", "schema", 4, False, word_runs),
-    TaskKind("repeated_word", "multiple_choice", 4, False, repeated_words),
-    TaskKind("next_word", "language_modeling", 1, False, repeated_words),
-    TaskKind("keyword", "multiple_choice", 4, True, keywords, python=True),
-    TaskKind("bracket", "multiple_choice", 3, True, brackets, python=True),
-    TaskKind("indentation", "multiple_choice", 4, True, indentations, python=True),
-    TaskKind("argument", "multiple_choice", 4, False, arguments, python=True),
+KINDS = (
+    Kind("continuation", "multiple_choice", 4, False, word_runs),
+    Kind("beginning", "schema", 4, False, word_runs),
+    Kind("repeated_word", "multiple_choice", 4, False, repeated_words),
+    Kind("next_word", "language_modeling", 1, False, repeated_words),
+    Kind("keyword", "multiple_choice", 4, True, keywords, python=True),
+    Kind("bracket", "multiple_choice", 3, True, brackets, python=True),
+    Kind("indentation", "multiple_choice", 4, True, indentations, python=True),
+    Kind("argument", "multiple_choice", 4, False, arguments, python=True),
 )
 
 
-def make_items(documents: Iterable[str]) -> dict[TaskKind, list[dict]]:
-    """The items of each task for which the documents have enough places.
+def make_tasks(documents: Iterable[str]) -> list[Task]:
+    """The tasks for which the documents have enough places.
 
-    The same documents give the same items. Only the first TEXT_CHARS characters are read.
+    The same documents give the same tasks. Only the first TEXT_CHARS characters are read.
     """
-    questions: dict[TaskKind, list[Question]] = {task: [] for task in TASKS}
+    questions: dict[Kind, list[Question]] = {kind: [] for kind in KINDS}
     for text in _first(documents):
         try:
             source = Source(text)
         except NOT_PYTHON:
             source = None
-        for task in TASKS:
-            where = source if task.python else text
-            for start, end in task.find(where) if where else ():
-                questions[task].append((text[query_start(text, start) : start], text[start:end]))
-    items = {}
-    for task in TASKS:
-        found = [item for group in _groups(task, questions[task]) for item in task.items(group)]
-        if len(found) >= FEWEST_QUESTIONS:
-            items[task] = found
-    return items
+        for kind in KINDS:
+            where = source if kind.python else text
+            for start, end in kind.find(where) if where else ():
+                questions[kind].append((text[query_start(text, start) : start], text[start:end]))
+    tasks = []
+    for kind in KINDS:
+        examples = [example for group in _groups(kind, questions[kind]) for example in kind.examples(group)]
+        if len(examples) >= FEWEST_QUESTIONS:
+            random.Random(SHUFFLE_SEED).shuffle(examples)
+            guessing = 0.0 if kind.choices == 1 else 100 / kind.choices  # percent
+            tasks.append(Task(kind.label, kind.task_type, 0, "", round(guessing, 4), examples))
+    return tasks
 
 
 def _first(documents: Iterable[str]) -> Iterator[str]:
@@ -217,20 +215,20 @@ def query_start(text: str, at: int) -> int:
     return blank + 1 if blank >= 0 else first
 
 
-def _groups(task: TaskKind, questions: list[Question]) -> list[list[Question]]:
+def _groups(kind: Kind, questions: list[Question]) -> list[list[Question]]:
     """Groups of questions that can share their choices, QUESTIONS questions in all if there are so many.
 
     The order of the hashes draws the questions: it is random, and the same for the same text.
     """
 
     def place(question: Question) -> bytes:
-        return hashlib.sha256("\0".join((task.label, *question)).encode(errors="replace")).digest()
+        return hashlib.sha256("\0".join((kind.label, *question)).encode(errors="replace")).digest()
 
     waiting, complete, used = [], [], set()
     for query, answer in sorted(set(questions), key=place):
-        if len(query) < QUERY_CHARS // 4 or (answer in used and not task.few_answers):
+        if len(query) < QUERY_CHARS // 4 or (answer in used and not kind.few_answers):
             continue
-        fitting = (group for group in waiting if all(_apart(task, (query, answer), other) for other in group))
+        fitting = (group for group in waiting if all(_apart(kind, (query, answer), other) for other in group))
         group = next(fitting, None)
         if group is None:
             if len(waiting) == OPEN_GROUPS:
@@ -238,16 +236,16 @@ def _groups(task: TaskKind, questions: list[Question]) -> list[list[Question]]:
             waiting.append(group := [])
         group.append((query, answer))
         used.add(answer)
-        if len(group) == task.choices:
+        if len(group) == kind.choices:
             waiting.remove(group)
             complete.append(group)
-        if len(complete) * task.choices >= QUESTIONS:
+        if len(complete) * kind.choices >= QUESTIONS:
             break
     return complete
 
 
-def _apart(task: TaskKind, one: Question, other: Question) -> bool:
+def _apart(kind: Kind, one: Question, other: Question) -> bool:
     """Whether the answer of each question is wrong for the other one."""
     if one[1] == other[1]:
         return False
-    return task.few_answers or (one[1].strip() not in other[0] and other[1].strip() not in one[0])
+    return kind.few_answers or (one[1].strip() not in other[0] and other[1].strip() not in one[0])

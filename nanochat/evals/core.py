@@ -9,7 +9,7 @@ after a few worked examples ("few-shot"). The model never writes: it is asked ho
 
 A task's accuracy is centred, so that guessing gives 0 and no mistake gives 1. CORE is the mean over its 22
 tasks. Prompts, seeds and decisions are those of karpathy/nanochat, which publishes a bundle of these tasks
-(data/bundle.py reads it): the same model gets the same answers right.
+(bundle.py reads it): the same model gets the same answers right.
 """
 
 import functools

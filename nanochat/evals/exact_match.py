@@ -1,12 +1,11 @@
-"""How many held-out questions get exactly the expected answer, and what needs no model to get there.
+"""How many held-out questions a model answers word for word, and how many need no model.
 
-    questions = exact_match_questions(data, 300)                    # [((messages), answer), ...]
-    answers = nearest_answer_baseline(data.train, questions)        # or those of a model
-    exact_match_by_kind(data, questions, answers)                   # {"all": 0.11, "call": 0.0, ...}
-
-The baseline gives the answer of the nearest training question.
+questions = exact_match_questions(data, 300)              # [((messages), answer), ...]
+exact_match(model, tokenizer, questions, dtype, machine)  # the share that the model answers
+nearest_answer_share(data, questions)                     # with the answer of the nearest training question
 """
 
+import functools
 import math
 import random
 import re
@@ -15,11 +14,15 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
+import torch
 
-from nanochat.data.conversations import ConversationData, Conversations, Message
+from nanochat.data.chat_format import ConversationData, Conversations, Message, prompt_ids
+from nanochat.engine import generate_batch
 
 Question = tuple[tuple[Message, ...], str]  # (a conversation that waits for its answer, the answer)
 
+MOST_ANSWER_TOKENS = 48
+BATCH = 16  # conversations that are answered together
 MOST_INDEXED = 50_000  # training conversations; a larger index would delay the start
 
 _WORD = re.compile(r"\w+|[^\w\s]")
@@ -36,31 +39,48 @@ def exact_match_questions(data: ConversationData, n: int) -> list[Question]:
     return questions[:n]
 
 
-def kind_of(data: ConversationData, question: str, answer: str) -> str:
-    """The kind of a question; "question" where `data` does not know it."""
-    return getattr(data, "kinds", {}).get((question, answer), "question")
+def answer(model, tokenizer, conversations, dtype: torch.dtype) -> list[str]:
+    """The likeliest answer to each conversation, whose last message is a question. An answer ends at
+    <|assistant_end|>, after MOST_ANSWER_TOKENS tokens, or where the model's positions end."""
+    stop_ids = {tokenizer.special_tokens["<|assistant_end|>"], tokenizer.bos_id}
+    prompts = [prompt_ids(tokenizer, messages) for messages in conversations]
+    answers = [""] * len(prompts)
+    by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    for first in range(0, len(by_length), BATCH):
+        batch = by_length[first : first + BATCH]
+        options = {"temperature": 0, "stop_ids": stop_ids}
+        batch_prompts = [prompts[i] for i in batch]
+        columns = list(generate_batch(model, batch_prompts, MOST_ANSWER_TOKENS, dtype, **options))
+        for row, i in enumerate(batch):
+            ids = [column[row] for column in columns if column[row] is not None]
+            answers[i] = tokenizer.decode(ids).strip()
+    return answers
 
 
-def exact_match_by_kind(
-    data: ConversationData, questions: list[Question], answers: list[str]
-) -> dict[str, float]:
-    """The share of answers that equal the expected one, but for blanks at the ends: of all, and by kind."""
-    right: dict[str, list[bool]] = defaultdict(list)
-    for (messages, expected), answer in zip(questions, answers, strict=True):
-        same = answer.strip() == expected.strip()
-        right["all"].append(same)
-        right[kind_of(data, messages[-1][1], expected)].append(same)
-    return {kind: sum(found) / len(found) for kind, found in right.items()}
+def exact_match(model, tokenizer, questions: list[Question], dtype: torch.dtype, machine) -> float:
+    """The share of questions that the model answers word for word, over all processes."""
+    mine = questions[machine.rank :: machine.world_size]
+    answers = answer(model, tokenizer, [messages for messages, _ in mine], dtype)
+    total, asked = machine.all_sum([_right(mine, answers), len(mine)])
+    return total / asked if asked else 0.0
+
+
+def _right(questions: list[Question], answers: list[str]) -> int:
+    """How many answers equal the expected ones, but for blanks at the ends."""
+    return sum(a.strip() == wanted.strip() for a, (_, wanted) in zip(answers, questions, strict=True))
+
+
+# -- without a model
 
 
 def nearest_answer_share(data: ConversationData, questions: list[Question]) -> float | None:
-    """The share that `nearest_answer_baseline` answers word for word; None if its index would be large."""
+    """The share that `nearest_answers` answers word for word; None if its index would be large."""
     if len(data.train.messages) > MOST_INDEXED:
         return None
-    return exact_match_by_kind(data, questions, nearest_answer_baseline(data.train, questions))["all"]
+    return _right(questions, nearest_answers(data.train, questions)) / len(questions)
 
 
-def nearest_answer_baseline(train: Conversations, questions: list[Question]) -> list[str]:
+def nearest_answers(train: Conversations, questions: list[Question]) -> list[str]:
     """For each question the answer of the nearest training question.
 
     Near means a large cosine between the counts of words, pairs of words and letter triples, each weighted
@@ -76,15 +96,17 @@ def nearest_answer_baseline(train: Conversations, questions: list[Question]) -> 
         length = math.sqrt(sum(weight * weight for weight in weights.values()))
         for feature, weight in weights.items():
             index[feature].append((n, weight / length))
-    wanted = {}  # feature: (training questions, weights) as arrays
+
+    @functools.cache
+    def found(feature: str) -> tuple[np.ndarray, np.ndarray]:  # (training questions, weights)
+        pairs = np.array(index.get(feature, []), np.float64).reshape(-1, 2)
+        return pairs[:, 0].astype(np.int64), pairs[:, 1]
+
     answers = []
     for messages, _ in questions:
         score = np.zeros(len(asked))
         for feature, times in _features(messages[-1][1]).items():
-            if feature not in wanted:
-                pairs = np.array(index.get(feature, []), np.float64).reshape(-1, 2)
-                wanted[feature] = pairs[:, 0].astype(np.int64), pairs[:, 1]
-            numbers, weights = wanted[feature]
+            numbers, weights = found(feature)
             score[numbers] += weights * _weight(times, rarity.get(feature, 0.0))
         answers.append(asked[int(score.argmax())][1])
     return answers

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from nanochat import checkpoint, optim
-from nanochat.evals.task_scores import in_words
+from nanochat.evals.tasks import in_words
 from nanochat.machine import distributed, runtime
 from nanochat.plan import wording
 from nanochat.plan.planning import Plan

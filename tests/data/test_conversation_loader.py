@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat import UserError
-from nanochat.data.chat_format import prompt_ids, render
+from nanochat.data.chat_format import Conversations, prompt_ids, render
 from nanochat.data.conversation_loader import ConversationLoader, Rendered, pack, render_all
-from nanochat.data.conversations import Conversations
 from nanochat.data.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer("bytes", [bytes([i]) for i in range(256)], r"[\s\S]")

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanochat import UserError
-from nanochat.data.conversations import open_files
+from nanochat.data.conversations import open_conversations
 
 GOOD = [("user", "Hi"), ("assistant", "Hello")]
 
@@ -29,8 +29,8 @@ def val(tmp_path):
     return str(write_jsonl(tmp_path / "val.jsonl", [messages(*GOOD)]))
 
 
-def read(path, val, **options):
-    return open_files(str(path), val, options.pop("skip_bad", False), **options).train
+def read(path, val, skip_bad=False, **options):
+    return open_conversations(str(path), val, skip_bad, None, **options).train
 
 
 def test_the_formats_in_wide_use_give_the_same_messages(tmp_path, val):
@@ -68,68 +68,61 @@ def test_files_have_weights_and_a_folder_holds_several(tmp_path, val):
 
 BAD = [
     (messages(("robot", "x")), "message 1 has the unknown role 'robot'"),
-    ({"messages": [{"role": "user"}]}, "message 1 has no `content` that is text"),
+    ({"messages": [{"role": "user"}]}, "message 1 has no `content`"),
     ({"messages": [{"content": "x"}]}, "message 1 has no `role`"),
     (messages(("user", "  ")), "message 1 is empty"),
     (messages(("user", "a"), ("user", "b")), "two user messages in a row"),
-    (messages(("assistant", "a")), "it begins with the assistant"),
-    (messages(("user", "a")), "it ends with the user"),
+    (messages(("assistant", "a")), "begins with the assistant"),
+    (messages(("user", "a")), "ends with the user"),
     (messages(*GOOD, ("system", "b")), "a system message comes after the start"),
-    (messages(("system", "b")), "it has no message of the user"),
-    (messages(("user", "a" * (2**22 + 1)), ("assistant", "b")), "message 1 is too long: 4,194,305"),
-    ({"messages": []}, "it has no message of the user"),
+    ({"messages": []}, "no message of the user"),
     ({"messages": ["a"]}, "message 1 is str"),
-    ({"text": "a"}, "it has no list `messages` or `conversations`"),
-    ([1], "it is list, not an object"),
+    ({"text": "a"}, "no list `messages` or `conversations`"),
+    ([1], "is list"),
     ('{"messages": [', "is not JSON"),
-    ("\ufeffx" * 3, "is not JSON"),
 ]  # fmt: skip
 
 
-def test_every_bad_row_is_found_and_the_first_ten_are_named_with_their_lines(tmp_path, val):
-    rows = [row for bad, _ in BAD for row in (messages(*GOOD), bad)]
-    path = write_jsonl(tmp_path / "a.jsonl", rows)
-    with pytest.raises(UserError, match=f"{len(BAD)} conversations cannot be used") as error:
+@pytest.mark.parametrize(("bad", "reason"), BAD)
+def test_a_bad_row_is_named_with_its_line(tmp_path, val, bad, reason):
+    path = write_jsonl(tmp_path / "a.jsonl", [messages(*GOOD), bad])
+    with pytest.raises(UserError, match=r"1 conversations cannot be used.*--skip_bad") as error:
         read(path, val)
-    said = str(error.value).split("\n")[1:]
-    assert len(said) == 11 and said[10] == f"  and {len(BAD) - 10} more"
-    for line, (number, (_, reason)) in zip(said[:10], enumerate(BAD), strict=False):
-        assert line.startswith(f"  {path}:{2 * number + 2}") and reason in line
+    assert f"{path}:2" in str(error.value) and reason in str(error.value)
+
+
+def test_of_many_bad_rows_the_first_ten_are_named_and_all_are_left_out_if_asked(tmp_path, val):
+    path = write_jsonl(tmp_path / "a.jsonl", [row for bad, _ in BAD for row in (messages(*GOOD), bad)])
+    with pytest.raises(UserError, match=f"{len(BAD)} conversations") as error:
+        read(path, val)
+    assert str(error.value).count(str(path)) == 10 and f"{len(BAD) - 10} more" in str(error.value)
     told = []
     train = read(path, val, skip_bad=True, say=told.append)
-    assert (
-        train.messages == [tuple(GOOD)] * len(BAD) and f"{len(BAD)} bad conversations are left out" in told[0]
-    )
-
-
-@pytest.mark.parametrize(("bad", "reason"), BAD[10:])
-def test_other_bad_rows_are_named_too(tmp_path, val, bad, reason):
-    with pytest.raises(UserError) as error:
-        read(write_jsonl(tmp_path / "a.jsonl", [bad]), val)
-    assert reason in str(error.value)
+    assert train.messages == [tuple(GOOD)] * len(BAD) and f"{len(BAD)} bad" in told[0]
 
 
 def test_validation_is_drawn_by_the_first_question_and_does_not_move(tmp_path):
+    def opened(name, rows):
+        return open_conversations(str(write_jsonl(tmp_path / name, rows)), None, False, None)
+
     rows = [messages(("user", f"question {i // 2}"), ("assistant", str(i))) for i in range(400)]
-    data = open_files(str(write_jsonl(tmp_path / "a.jsonl", rows)), None, False)
+    data = opened("a.jsonl", rows)
     firsts = [{m[0][1] for m in split.messages} for split in (data.train, data.val)]
     assert not firsts[0] & firsts[1] and 0 < len(data.val.messages) < 40
     assert len(data.train.messages) + len(data.val.messages) == 400
-    fewer = open_files(str(write_jsonl(tmp_path / "b.jsonl", rows[:200])), None, False)
-    assert {m[0][1] for m in fewer.val.messages} <= firsts[1]
+    assert {m[0][1] for m in opened("b.jsonl", rows[:200]).val.messages} <= firsts[1]
     with pytest.raises(UserError, match=r"no validation conversation.*--val_data"):
-        open_files(str(write_jsonl(tmp_path / "c.jsonl", rows[:2])), None, False)
+        opened("c.jsonl", rows[:2])
 
 
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.jsonl.gz", b"\x1f\x8b broken", "damaged"),
-        ("a.parquet", b"PAR1 broken", "damaged"),
-        ("a.json", b"[{", "does not begin a complete JSON value"),
+        ("a.jsonl.gz", b"\x1f\x8b broken", r"a\.jsonl\.gz cannot be read"),
+        ("a.parquet", b"PAR1 broken", r"a\.parquet is damaged"),
+        ("a.json", b"[{", r"a\.json is not JSON"),
         ("a.txt", b"Hi", "has no .jsonl"),
-        ("a.jsonl", b"\xff\xfe\n", "not UTF-8"),
-        ("a.jsonl", b"[" * 100_000 + b"\n", "not JSON"),
+        ("a.jsonl", b"\xff\xfe\n", r"a\.jsonl:1 is not UTF-8"),
     ],
 )
 def test_a_damaged_file_is_a_sentence(tmp_path, val, name, content, says):

@@ -106,12 +106,6 @@ def test_several_paths_may_be_given_with_commas(texts, tmp_path):
     assert documents(data)[1] == ["comma"]
 
 
-def test_parquet_without_val_data_is_split_by_hash(tmp_path):
-    write_shard(tmp_path / "a.parquet", [f"text {i}" for i in range(200)])
-    train, val = documents(open_dataset(tmp_path / "a.parquet", base_dir=tmp_path / "base"))
-    assert sorted(train + val) == sorted(f"text {i}" for i in range(200)) and 0 < len(val) < 20
-
-
 def test_another_field_or_column_holds_the_text_when_named(tmp_path):
     (tmp_path / "in").mkdir()
     pq.write_table(pa.table({"body": [f"a{i}" for i in range(99)]}), tmp_path / "in" / "a.parquet")
@@ -199,27 +193,16 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["txt", "jsonl", "json", "one line again and again"])
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
 def test_two_gigabytes_are_imported_in_less_than_one(tmp_path, kind):
-    path = tmp_path / f"large.{kind if ' ' not in kind else 'jsonl'}"
+    path = tmp_path / f"large.{kind}"
     block = "".join(f"word{i * i} and some more text to fill the lines\n" for i in range(20_000))
     with open(path, "w") as file:
-        file.write("[" if kind == "json" else "")
         for i in range(2 * 2**30 // len(block)):
             text = block.replace("word", f"{i:04d}")  # no piece of it comes twice
-            if kind == "txt":
-                file.write(text)
-            elif " " in kind:
-                file.write((json.dumps(block[:8000]) + "\n") * (len(block) // 8000))
-            else:
-                file.write(json.dumps({"text": text}) + (",\n" if kind == "json" else "\n"))
-        file.write('"the last one"]' if kind == "json" else "")
+            file.write(text if kind == "txt" else json.dumps({"text": text}) + "\n")
     assert path.stat().st_size > 1.95 * 2**30
     command = [sys.executable, "-c", LARGE, str(path), str(tmp_path / "base")]
     done = subprocess.run(command, capture_output=True, text=True)
-    if " " in kind and done.returncode:  # which split the line falls into is up to its hash
-        assert "falls into the" in done.stderr
-        return
     assert done.returncode == 0, done.stderr[-2000:]
-    print(done.stdout, done.stderr.split("\r")[-1])
     assert int(done.stdout.split()[-1]) * 1024 < 1e9

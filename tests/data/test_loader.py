@@ -191,13 +191,6 @@ def test_a_piece_is_drawn_as_often_as_its_size_says():
     assert [counts[i] / 5000 for i in range(3)] == pytest.approx([0.01, 0.2, 0.79], abs=0.02)
 
 
-def test_epochs_differ_in_their_order(tmp_path):
-    corpus = Corpus(tmp_path, [15] * 40, 10)
-    rows, _ = run(corpus.shards, 80, n_lanes=1, T=15)
-    first, second = rows[:40, 0, 1].tolist(), rows[40:, 0, 1].tolist()
-    assert sorted(first) == sorted(second) and first != second
-
-
 # -- what is read
 
 

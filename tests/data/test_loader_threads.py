@@ -15,7 +15,6 @@ import torch
 from corpora import BOS, Corpus, Numbers, run
 from helpers import ROOT
 
-from nanochat.data import loader as loader_module
 from nanochat.data.loader import TrainLoader
 
 
@@ -197,22 +196,6 @@ def test_a_process_ends_cleanly_however_it_ends_and_a_fork_cannot_use_its_parent
         "KeyboardInterrupt",
         "RuntimeError: this loader belongs to the process that made it; make one in each process",
     ]
-
-
-def test_the_epoch_is_known_at_each_step_without_the_positions_pieces(shards, monkeypatch):
-    with TrainLoader(shards, Numbers(), 4, 8, 4) as loader:
-        epochs = []
-        for _ in range(250):
-            next(loader)
-            positions = loader.state()["lanes"].values()
-            with monkeypatch.context() as patch:
-                patch.setattr(loader_module, "_as_json", lambda position: pytest.fail("pieces were sorted"))
-                epochs.append(loader.epoch)
-            assert epochs[-1] == min(position["epoch"] for position in positions)
-        assert sorted(set(epochs)) == [0, 1, 2]
-        state = loader.state()
-    with TrainLoader(shards, Numbers(), 4, 8, 4, state=state) as loader:
-        assert loader.epoch == epochs[-1]
 
 
 def test_the_thread_uses_the_gpu_of_the_one_that_made_the_loader(shards, monkeypatch):

@@ -74,14 +74,6 @@ def test_the_fingerprint_tells_documents_and_given_splits_apart_but_not_their_or
     )
 
 
-def test_the_same_text_a_million_times_takes_no_memory(tmp_path):
-    buckets = parquet._Buckets(tmp_path)
-    for _ in range(100_000):
-        buckets.add("hash", b"again")
-    assert buckets._bytes < 1000
-    assert sum(1 for _ in buckets) == 100_000
-
-
 def test_lone_surrogates_are_replaced_and_pairs_joined(tmp_path):
     index = write_sorted([("train", "a\ud800b"), ("val", "\ud83d\ude00")], tmp_path)
     texts = [RowGroups([tmp_path / name]).read(0) for split in ("train", "val") for name in index[split]]

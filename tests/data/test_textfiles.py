@@ -56,33 +56,13 @@ def test_a_long_text_file_is_cut_at_blank_lines_and_nothing_is_lost(
         assert len(piece) == (ends[0] if ends else 2 * SECTION)
 
 
-@pytest.mark.parametrize("at", [0, 5, (1 << 20) - 1, 1 << 20, (1 << 20) + 7])
-def test_bytes_that_are_not_utf8_are_told_with_their_place(tmp_path, at):
-    path = file(tmp_path, "a.txt", b"x" * at + b"\xe9 and more")
-    with pytest.raises(UserError, match=rf"a\.txt is not UTF-8 at byte {at} \(") as error:
-        read(path)
-    assert "\n" not in str(error.value)
-
-
-def test_a_character_cut_off_at_the_end_is_told(tmp_path):
-    with pytest.raises(UserError, match="not UTF-8 at byte 3"):
-        read(file(tmp_path, "a.txt", b"abc\xe6\xbc"))
-
-
-json_texts = st.lists(
-    st.text(max_size=30) | st.fixed_dictionaries({"text": st.text(max_size=30)}), max_size=8
-)
-
-
-@given(values=json_texts, indent=st.sampled_from([None, 0, 3]), ascii=st.booleans(), chunk=st.integers(1, 50))
-@settings(max_examples=100, deadline=None)
-def test_a_json_list_is_read_item_by_item_whatever_the_chunks(tmp_path_factory, values, indent, ascii, chunk):
-    content = json.dumps(values, indent=indent, ensure_ascii=ascii)
-    content = content.encode("utf-8", "surrogatepass") if not ascii else content.encode()
-    path = file(tmp_path_factory.mktemp("json"), "a.json", content)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(textfiles, "CHUNK", chunk)
-        assert read(path) == [value if isinstance(value, str) else value["text"] for value in values]
+@pytest.mark.parametrize("lines", [0, 1, 200_000])
+def test_bytes_that_are_not_utf8_are_told_with_their_line(tmp_path, lines):
+    for content in (b"caf\xe9 and more\n", b"cut off\xe6\xbc"):
+        path = file(tmp_path, "a.txt", b"a line\n" * lines + content)
+        with pytest.raises(UserError, match=rf"a\.txt:{lines + 1} is not UTF-8") as error:
+            read(path)
+        assert "\n" not in str(error.value)
 
 
 def test_a_json_file_may_be_one_object_or_one_text(tmp_path):
@@ -108,27 +88,17 @@ LINE = '{"text": "fine"}\n'
     ("name", "content", "message"),
     [
         ("a.jsonl", LINE * 2 + '{"text": "broken', r"a\.jsonl:3 is not JSON \(Unterminated string"),
-        ("a.jsonl", LINE + "{} {}\n", r"a\.jsonl:2 is not JSON \(Extra data"),
         ("a.jsonl", LINE + '{"body": 1, "id": 2}\n', r"a\.jsonl:2 has no field `text` .it has body, id.;"),
         ("a.jsonl", LINE + '{"text": 3}\n', r"a\.jsonl:2 has int, not text, in the field `text`"),
         ("a.jsonl", LINE + "[1]\n", r"a\.jsonl:2 holds list"),
-        ("a.jsonl", LINE.encode() + b'"\xe9"\n', r"a\.jsonl:2 is not UTF-8 at byte 1 of the line"),
+        ("a.jsonl", LINE.encode() + b'"\xe9"\n', r"a\.jsonl:2 is not UTF-8"),
         ("a.jsonl", "[" * 100_000, r"a\.jsonl:1 is not JSON"),
-        (
-            "a.jsonl.gz",
-            gzip.compress(LINE.encode() * 9999)[:-9],
-            r"a\.jsonl\.gz is damaged or incomplete after",
-        ),
-        ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz is damaged or incomplete after line 0"),
-        ("a.json", '["one",\n\n "two" "three"]', r"a\.json:3 is not JSON \(a comma or \]"),
-        ("a.json", '["one",\n{"text": "two"\n', r"a\.json:2 does not begin a complete JSON value"),
-        ("a.json", '["one",\n', r"a\.json:2 does not begin a complete JSON value"),
-        ("a.json", '["one"', r"a\.json:1 is not JSON \(a comma or \]"),
-        ("a.json", '["one"]\n["two"]', r"a\.json:2 is not JSON \(there is more"),
-        ("a.json", '["one",\n3]', r"a\.json:2 holds int"),
-        ("a.json", "", r"a\.json:1 does not begin a complete JSON value"),
-        ("a.json", b'["one",\n"\xe9"]', r"a\.json is not UTF-8 at byte 9"),
-        ("a.json", "[" * 100_000, r"a\.json:1 "),
+        ("a.jsonl.gz", gzip.compress(LINE.encode() * 9999)[:-9], r"a\.jsonl\.gz cannot be read"),
+        ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz cannot be read"),
+        ("a.json", '["one",\n\n "two" "three"]', r"a\.json is not JSON \(.*line 3"),
+        ("a.json", '["one",\n3]', r"a\.json, item 2 holds int"),
+        ("a.json", "", r"a\.json is not JSON"),
+        ("a.json", b'["one",\n"\xe9"]', r"a\.json is not UTF-8 in line 2"),
         ("a.parquet", "no parquet", r"a\.parquet cannot be read as a parquet file"),
     ],
 )
@@ -137,15 +107,6 @@ def test_an_error_is_one_sentence_with_file_and_place(tmp_path, name, content, m
     with pytest.raises(UserError, match=message) as error:
         read(path)
     assert "\n" not in str(error.value) and ";" in str(error.value)
-
-
-def test_a_line_too_long_for_memory_is_refused_and_not_taken_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(textfiles, "LONGEST_ITEM", 100)
-    with pytest.raises(UserError, match=r"a\.jsonl:2 is longer than 100 bytes"):
-        read(file(tmp_path, "a.jsonl", LINE + json.dumps("x" * 200)))
-    monkeypatch.setattr(textfiles, "CHUNK", 10)
-    with pytest.raises(UserError, match=r"a\.json:1 does not begin a complete"):
-        read(file(tmp_path, "a.json", json.dumps(["x" * 5000])))
 
 
 def test_progress_adds_up_to_the_size_of_the_file(tmp_path):

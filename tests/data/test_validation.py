@@ -1,7 +1,6 @@
 """Validation batches: every token is scored once, whatever the batch size and the number of processes."""
 
 import itertools
-import os
 import tempfile
 
 import numpy as np
@@ -112,69 +111,22 @@ def kept(tmp_path):
     return corpus, folder, next(folder.iterdir()), tokens.tolist()
 
 
-def cut(path):
-    path.write_bytes(path.read_bytes()[:-40])
-
-
-def flip_a_bit(path):
-    content = bytearray(path.read_bytes())
-    content[-100] ^= 1
-    path.write_bytes(content)
-
-
-def append(path):
-    path.write_bytes(path.read_bytes() + b"more")
-
-
-def empty(path):
-    path.write_bytes(b"")
-
-
-def another_array(path):
-    np.save(path, np.zeros((3, 3)))
-
-
-def pickled_objects(path):
-    np.save(path, np.array([{}, []], dtype=object), allow_pickle=True)
-
-
-def another_format(path):
-    with open(path, "wb") as file:
-        np.savez(file, tokens=np.zeros(3, dtype=np.int32))
-
-
-def an_endless_header(path):
-    path.write_bytes(b"\x93NUMPY\x02\x00\xff\xff\xff\xff" + b"(" * 100_000)
-
-
-def a_huge_shape(path):
-    content = path.read_bytes()
-    path.write_bytes(content.replace(b"(82,), }            ", b"(99999999999999,), }"))
-    assert path.read_bytes() != content
-
-
-def a_folder(path):
-    path.unlink()
-    path.mkdir()
-
-
-def a_pipe(path):
-    path.unlink()
-    os.mkfifo(path)
-
-
-DAMAGES = [cut, flip_a_bit, append, empty, another_array, pickled_objects, another_format]
-DAMAGES += [an_endless_header, a_huge_shape, a_folder, a_pipe]
+DAMAGES = {
+    "cut": lambda good: good[:-40],
+    "a flipped bit": lambda good: good[:-100] + bytes([good[-100] ^ 1]) + good[-99:],
+    "more": lambda good: good + b"more",
+    "empty": lambda good: b"",
+    "shorter than its checksum": lambda good: good[:8],
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_made_again(kept, damage):
     corpus, folder, file, tokens = kept
     good = file.read_bytes()
-    damage(file)
+    file.write_bytes(DAMAGES[damage](good))
     assert tokenize_validation(corpus.shards, Numbers(), folder=folder).tolist() == tokens
-    assert damage is a_folder or file.read_bytes() == good
-    assert list(folder.iterdir()) == [file]  # nothing else is left there
+    assert file.read_bytes() == good and list(folder.iterdir()) == [file]  # nothing else is left there
 
 
 def test_the_file_of_another_text_is_not_trusted_under_this_ones_name(kept, tmp_path):
@@ -185,8 +137,6 @@ def test_the_file_of_another_text_is_not_trusted_under_this_ones_name(kept, tmp_
     assert tokenize_validation(corpus.shards, Numbers(), folder=folder).tolist() == tokens
 
 
-def test_a_folder_that_cannot_be_written_only_costs_the_time(kept, tmp_path):
-    corpus, _, _, tokens = kept
-    (tmp_path / "file").touch()
-    found = tokenize_validation(corpus.shards, Numbers(), folder=tmp_path / "file" / "folder")
-    assert found.tolist() == tokens
+def test_a_folder_that_cannot_be_written_only_costs_the_time(kept):
+    corpus, _, file, tokens = kept
+    assert tokenize_validation(corpus.shards, Numbers(), folder=file / "folder").tolist() == tokens

@@ -1,11 +1,11 @@
 """Bits per byte and the loss by position against a count by hand, token by token."""
 
 import math
-import threading
 
 import numpy as np
 import pytest
 import torch
+from evals.processes import in_processes
 
 from nanochat import UserError
 from nanochat.data.validation import ValidationBatches
@@ -16,18 +16,6 @@ from nanochat.machine.runtime import Machine
 
 ALONE = Machine(torch.device("cpu"))
 V, T, BOS = 50, 80, 0
-
-
-class Together:
-    """Machines of processes that are threads of this one, which add up what all of them bring."""
-
-    def __init__(self, world_size: int):
-        self.values, self.barrier = [], threading.Barrier(world_size)
-
-    def all_sum(self, values):
-        self.values.append(values)
-        self.barrier.wait(60)
-        return [sum(column) for column in zip(*self.values, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -66,35 +54,17 @@ def by_hand(model, documents, token_bytes):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_it_is_the_count_by_hand_for_any_batch_size_and_number_of_processes(problem, batch_size, world_size):
     model, documents, tokens, token_bytes = problem
-    machines, found = Together(world_size), []
 
-    def process(rank):
-        batches = ValidationBatches(tokens, T, batch_size, rank, world_size)
-        found.append(bits_per_byte(model, batches, token_bytes, torch.float32, machines))
+    def one(machine):
+        batches = ValidationBatches(tokens, T, batch_size, machine.rank, world_size)
+        return bits_per_byte(model, batches, token_bytes, torch.float32, machine)
 
-    threads = [threading.Thread(target=process, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found = in_processes(world_size, one)
     bpb, by_position = by_hand(model, documents, token_bytes)
-    assert len(found) == world_size
     for evaluation in found:
         assert evaluation.bpb == pytest.approx(bpb, rel=1e-6)
         assert evaluation.loss_by_position == pytest.approx(by_position, rel=1e-6)
         assert list(evaluation.loss_by_position) == list(by_position)
-
-
-def test_unscored_targets_count_neither_as_bits_nor_as_bytes(problem):
-    model, _, _, token_bytes = problem
-    inputs, targets = torch.randint(V, (2, 4, T), generator=torch.Generator().manual_seed(0))
-    targets[0, 5:], targets[2], targets[3, ::2] = -1, -1, -1
-    with torch.no_grad():
-        losses = model(inputs).double().log_softmax(-1).gather(2, targets.clamp_min(0)[..., None])[..., 0]
-    scored = targets >= 0
-    expected = -losses[scored].sum() / math.log(2) / token_bytes[targets[scored]].sum()
-    found = bits_per_byte(model, [(inputs, targets)], token_bytes, torch.float32, ALONE)
-    assert found.bpb == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_a_uniform_model_spends_the_logarithm_of_the_vocabulary_on_each_token(problem):
@@ -140,12 +110,6 @@ def test_evaluation_leaves_no_gradient_behind(problem):
     model.zero_grad()
     bits_per_byte(model, ValidationBatches(tokens, T, 4), token_bytes, torch.float32, ALONE)
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_a_cpu_evaluates_without_compiling_and_a_gpu_as_it_trains():
-    assert not evaluate.pays_to_compile(True, torch.device("cpu"))
-    assert evaluate.pays_to_compile(True, torch.device("cuda"))
-    assert not evaluate.pays_to_compile(False, torch.device("cuda"))
 
 
 @pytest.mark.slow

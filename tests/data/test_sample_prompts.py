@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 
-from nanochat.data.dataset import build
-from nanochat.evals.sample_prompts import beginning, sample_prompts
+from nanochat.data.dataset import beginning, build, sample_prompts
 
 
 @pytest.mark.parametrize(
