@@ -53,7 +53,8 @@ def local_files(
     if not names:
         there = ", ".join(sorted(sizes)[:8]) + (", ..." if len(sizes) > 8 else "")
         raise UserError(
-            f"data={address} has no file that can be read ({' '.join(SUFFIXES)}); it has: {there or 'nothing'}"
+            f"data={address} has no file that can be read ({' '.join(SUFFIXES)}); it has: "
+            f"{there or 'nothing'}"
         )
     if sum(sizes[name] for name in names) > LARGEST:
         raise UserError(_too_large(address, [(name, sizes[name]) for name in names], tokens))
