@@ -2,12 +2,15 @@
 
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
+ROOT = Path(__file__).parent.parent
 
 # One thread for torch, here and in children: two files of tests run at a time, sums have one order, and a
 # tiny model has no work for a second thread. OpenMP reads this when torch is imported.
@@ -25,4 +28,14 @@ def corpus(tmp_path_factory) -> Path:
     texts = [" ".join(draw.choices(words, k=draw.randint(5, 120))) for _ in range(400)]
     pq.write_table(pa.table({"text": texts[:380]}), folder / "train.parquet", row_group_size=20)
     pq.write_table(pa.table({"text": texts[380:]}), folder / "val.parquet")
+    return folder
+
+
+@pytest.fixture
+def tree(tmp_path) -> Path:
+    """A copy of the sources to edit."""
+    folder = tmp_path / "tree"
+    for name in ("nanochat", "scripts"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "configurator.py", folder)
     return folder
