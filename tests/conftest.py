@@ -2,15 +2,12 @@
 
 import os
 import random
-import shutil
 import signal
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
-ROOT = Path(__file__).parent.parent
 
 # One thread for torch, here and in children: two files of tests run at a time, sums have one order, and a
 # tiny model has no work for a second thread. OpenMP reads this when torch is imported.
@@ -34,8 +31,6 @@ def corpus(tmp_path_factory) -> Path:
 @pytest.fixture
 def tree(tmp_path) -> Path:
     """A copy of the sources to edit."""
-    folder = tmp_path / "tree"
-    for name in ("nanochat", "scripts"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "configurator.py", folder)
-    return folder
+    from helpers import copy_sources  # it imports torch
+
+    return copy_sources(tmp_path / "tree")

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -181,6 +182,14 @@ def disk(path: Path, size: str):
         subprocess.run(["umount", "-l", path], check=True)
 
 
+def copy_sources(folder: Path) -> Path:
+    """Copy what a training needs to a new folder, to edit it there; returns the folder."""
+    for name in ("nanochat", "scripts"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "configurator.py", folder)
+    return folder
+
+
 def insert(tree: Path, after_settings="", at_step_end="", script="base_train"):
     """Insert code into a training script of a copy of the sources: after its settings, where it can replace
     what the script imports, and in the loop, where `step` is the number of the step that ends."""
@@ -204,7 +213,7 @@ def multiply_loss(tree: Path, factor: str, script="base_train"):
     `step`. The log shows the loss without it."""
     code = f"""
 def scale(self, loss, plain=torch.amp.GradScaler.scale, inf=float("inf")):
-    return plain(self, loss * ({factor}))
+    return plain(self, loss * ({factor}) if loss.requires_grad else loss)
 
 torch.amp.GradScaler.scale = scale
 """
