@@ -1,10 +1,7 @@
 """Two series of runs are compared by how they rank the variants that both have."""
 
-import re
-
 import numpy as np
 import pytest
-from helpers import ROOT
 
 from experiments.rank_correlation import all_series, correlations, ranks_of, rows
 
@@ -38,20 +35,6 @@ def test_correlations_are_over_the_variants_that_both_have():
 
 def test_equal_values_share_the_mean_of_their_ranks():
     assert ranks_of(np.array([0.3, 0.1, 0.3, 0.2, 0.3])).tolist() == [4, 1, 4, 2, 4]
-
-
-def test_the_correlations_on_the_page_are_those_of_the_tables_above_them():
-    page = (ROOT / "docs" / "ablations.md").read_text(encoding="utf-8")
-    section = page.partition("## How small a run ranks")[2].partition("\n## ")[0]
-    parts, before = section.split("Twelve changes of the days before")
-    for text, baseline, changed, said in (
-        (parts, {"today": 0.0}, 10, "(Spearman) is **{:.2f}**, and Pearson's, without ranks, {:.2f} "),
-        (before, {}, 12, "Here the rank correlation is {:.2f}."),
-    ):
-        cells = re.findall(r"^\| (.+) \| ([+-][\d.]+) \| ([+-][\d.]+) \|$", text, re.MULTILINE)
-        small, large = ({name: float(pair[i]) for name, *pair in cells} | baseline for i in (0, 1))
-        count, *found = correlations(small, large)
-        assert count == changed + len(baseline) and said.format(*found) in text
 
 
 def test_only_series_of_one_commit_with_enough_variants_are_compared():
