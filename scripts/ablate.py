@@ -65,10 +65,9 @@ T_VALUE = {2: 6.31, 3: 2.92, 4: 2.35, 5: 2.13, 6: 2.02, 7: 1.94, 8: 1.89, 9: 1.8
 HEADER = """\
 # Runs of scripts/ablate.py
 
-The script adds a row for each variant and depth, and nobody edits them. Bits per byte: mean ± standard
-deviation over the seeds. Difference: to the baseline with the same seed, mean ± standard error. Time: of a
-step, over that of the baseline with the same seed. Behind the list's name: what --more changed
-in it, but for the text.
+A row for each variant and depth. Bits per byte: mean ± standard deviation over the seeds. Difference: to the
+baseline with the same seed, mean ± standard error. Time: of a step, over that of the baseline. The name of
+the list is followed by what --more changed in it.
 
 | date | commit | list | variant | depth | tokens | seeds | bits per byte | difference | time | verdict |
 |:--|:--|:--|:--|--:|--:|--:|--:|--:|--:|:--|
@@ -107,8 +106,8 @@ def read_list(path: Path) -> tuple[dict, dict[str, dict], dict[str, str]]:
 def settings_in(arguments: list[str], where: str, refused: set[str] = OWN) -> dict:
     """The settings of base_train that its command line would take from these arguments.
 
-    where: what gives them, for messages. refused: those that ablate decides. Raises UserError if base_train
-    would not take them.
+    where: what gives them, for messages. refused: those that ablate decides. Raises UserError for one of
+    these, and if base_train would not take them.
     """
     try:
         given = configurator.configure({"__file__": str(BASE_TRAIN)}, arguments)
@@ -162,8 +161,8 @@ def check_out(commit: str, patch: str, folder: Path):
 
 @functools.cache
 def fingerprints(data: str, val_data: str | None, text_field: str, tokenizer: str, vocab_size: int):
-    """Of the text and of its tokenizer. Both are made here if they are missing: two trainings at a time would
-    both make them."""
+    """Those of the text and of its tokenizer. Both are made here if they are missing, not by two trainings at
+    a time."""
     dataset = open_dataset(data, val_data, base_dir=base_path, text_field=text_field)
     folder, exact = dataset.tokenizer_folder(base_path), vocab_size != -1
     wanted = vocab_size if exact else dataset.suggested_vocab_size

@@ -22,7 +22,7 @@ def plain(corpus, tmp_path_factory):
 @pytest.fixture
 def ahead(tree):
     """The sources, with a CPU that is one step ahead."""
-    insert(tree, after_settings="runtime.Machine.steps_ahead = 1")
+    insert(tree, at_step_end="type(machine).steps_ahead = 1")
     return tree
 
 
