@@ -141,6 +141,7 @@ def test_accumulation_equals_the_big_batch_but_for_rounding():
     assert results["float64, 64 other rows"][1] > 0.1
 
 
+@pytest.mark.slow  # tests/scripts/test_base_train.py compares whole runs
 def test_two_processes_add_up_like_twice_the_micro_steps():
     results = measured.two_processes()
     for name, (equal, apart) in results.items():

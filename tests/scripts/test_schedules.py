@@ -17,7 +17,7 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=str)
+@pytest.fixture(scope="module", params=CASES, ids=["both", "longest", "constant"])
 def trained(request, sources, corpus, tmp_path_factory):
     """The settings of a run; by step, its multiplier of the rates, and Muon's momentum and share of decay."""
     out, given = tmp_path_factory.mktemp("schedules") / "run", request.param
