@@ -1,12 +1,16 @@
 """Ablations: train variants with equal tokens or FLOPs and several seeds, and compare their bits per byte.
 
-    python -m scripts.ablate --variants=packing                 # a list of experiments/variants, or a file
-    python -m scripts.ablate --variants=copying --depths=4,6    # each variant at both depths
-    python -m scripts.ablate --variants=copying --only="own key" --more="--num_iterations=300"
+    python -m scripts.ablate --variants=documents               # a list of experiments/variants, or a file
+    python -m scripts.ablate --variants=parts --depths=4,6      # each variant at both depths
+    python -m scripts.ablate --variants=parts --only="own key" --more="--num_iterations=300"
 
 A list is a file of Python literals: `settings` of base_train that all variants share, and `variants`, each
-with its own settings and, if the sources change, "patch": a file beside the list, made with `git diff`.
-The first variant is the baseline.
+with its own settings and, if its sources differ, "patch": a file beside the list. The first variant is the
+baseline. A patch is a line that names the commit that it fits, then what `git diff` prints:
+
+    (git log -1 --format="Fits commit %h"; git diff) > experiments/variants/mine.patch
+
+If a variant has a patch, all of them, the baseline too, are trained with the sources of that commit.
 
 Each training is a run of scripts/base_train.py with one thread, and every core has one. After a stop the same
 command goes on where every training was. A result is kept in <base_dir>/ablations/, and a command with more
@@ -14,11 +18,13 @@ seeds or depths trains only what is new. A table gets a row for each variant and
 is named at once, the others go on, and the exit status is 2.
 """
 
+import ast
 import functools
 import hashlib
 import json as json_module
 import math
 import os
+import shlex
 import shutil
 import signal
 import statistics
@@ -31,15 +37,13 @@ from pathlib import Path
 
 import configurator
 from nanochat import UserError, checkpoint
-from nanochat.checkpoint.folder import LOCK, Lock
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import open_tokenizer
-from nanochat.files import special_kind, user_path
+from nanochat.files import user_path
 from nanochat.machine import runtime
 from nanochat.run.metrics import read_metrics
-from nanochat.variants import BASE_TRAIN, LISTS, ROOT, patched_copy, read_list, settings_in
 
-variants = "packing"  # a list of experiments/variants, or a path
+variants = "documents"  # a list of experiments/variants, or a path
 only = ""  # these variants of the list, separated by semicolons, and its first (empty = all)
 depths = ""  # separated by commas (empty = the list's)
 seeds = 3  # trainings of every variant, with the seeds 0, 1, ... [1..1000]
@@ -51,15 +55,19 @@ base_dir = "~/.cache/nanochat"  # where data, tokenizers and results are (enviro
 
 settings = configurator.configure(globals())
 
+ROOT = Path(__file__).resolve().parent.parent
+LISTS = ROOT / "experiments" / "variants"
+BASE_TRAIN = ROOT / "scripts" / "base_train.py"
+OWN = {"seed", "base_dir", "out_dir"}  # settings that ablate gives each training itself
+FITS = "Fits commit "  # the first line of a patch
 # A difference counts if it is more than so many standard errors: Student's t, two-sided 10 %, by seeds
 T_VALUE = {2: 6.31, 3: 2.92, 4: 2.35, 5: 2.13, 6: 2.02, 7: 1.94, 8: 1.89, 9: 1.86, 10: 1.83}
 HEADER = """\
 # Runs of scripts/ablate.py
 
-The script adds a row for each variant and depth, and nobody edits them. Bits per byte: mean ± standard
-deviation over the seeds. Difference: to the baseline with the same seed, mean ± standard error. Time: of a
-step, over that of the baseline with the same seed. Behind the list's name: what --more changed
-in it, but for the text.
+A row for each variant and depth. Bits per byte: mean ± standard deviation over the seeds. Difference: to the
+baseline with the same seed, mean ± standard error. Time: of a step, over that of the baseline. The name of
+the list is followed by what --more changed in it.
 
 | date | commit | list | variant | depth | tokens | seeds | bits per byte | difference | time | verdict |
 |:--|:--|:--|:--|--:|--:|--:|--:|--:|--:|:--|
@@ -67,6 +75,49 @@ in it, but for the text.
 
 # ------------------------------------------------------------------------------------------------------
 # The variants
+
+
+def read_list(path: Path) -> tuple[dict, dict[str, dict], dict[str, str]]:
+    """The settings that all variants share, those of each, and the patches, both by the variant's name."""
+
+    def settings_of(name: str, contents: dict, refused: set[str]) -> dict:
+        arguments = [f"--{key}={value}" for key, value in contents.items() if key != "patch"]
+        return settings_in(arguments, f"{name} of {path.name}", refused)
+
+    try:
+        statements = ast.parse(path.read_text("utf-8")).body
+        found = {s.targets[0].id: ast.literal_eval(s.value) for s in statements if isinstance(s, ast.Assign)}
+        listed = {str(name): contents for name, contents in found["variants"].items()}
+        if not listed:
+            raise ValueError("it names no variants")
+        shared = settings_of("settings", found["settings"], OWN)
+        own = {name: settings_of(name, contents, OWN | {"depth"}) for name, contents in listed.items()}
+        files = {name: path.parent / one["patch"] for name, one in listed.items() if "patch" in one}
+        return shared, own, {name: file.read_text("utf-8") for name, file in files.items()}
+    except UserError:
+        raise
+    except (OSError, ValueError, SyntaxError, KeyError, TypeError, AttributeError) as error:
+        known = ", ".join(sorted(found.stem for found in LISTS.glob("*.py")))
+        form = "settings = {...} and variants = {name: {...}, ...}"
+        why = f"{path} is no list of variants ({type(error).__name__}: {error})"
+        raise UserError(f"{why}; give --variants a file with {form}, or one of {known}") from None
+
+
+def settings_in(arguments: list[str], where: str, refused: set[str] = OWN) -> dict:
+    """The settings of base_train that its command line would take from these arguments.
+
+    where: what gives them, for messages. refused: those that ablate decides. Raises UserError for one of
+    these, and if base_train would not take them.
+    """
+    try:
+        given = configurator.configure({"__file__": str(BASE_TRAIN)}, arguments)
+    except SystemExit:  # the configurator has said what is wrong
+        raise UserError(f"{where} cannot be given to base_train") from None
+    unset = ("default", "environment")
+    chosen = {name: given.values[name] for name, by in given.sources.items() if not by.startswith(unset)}
+    if own := sorted(refused & chosen.keys()):
+        raise UserError(f"{where} has {', '.join(own)}, which ablate decides for each training; take it out")
+    return chosen
 
 
 def chosen_variants(found: dict[str, dict], only: str) -> dict[str, dict]:
@@ -77,10 +128,41 @@ def chosen_variants(found: dict[str, dict], only: str) -> dict[str, dict]:
     return {name: one for name, one in found.items() if not wanted or name in wanted or name == baseline}
 
 
+def commit_of(patches: list[str]) -> str:
+    """The commit that all of them fit, "" if there are none. Raises UserError if they do not."""
+    commits = {patch.partition("\n")[0].removeprefix(FITS) for patch in patches}
+    if len(commits) > 1:
+        raise UserError(f"the patches fit several commits ({', '.join(commits)}); choose some with --only")
+    for patch in patches:  # noticed before the first training
+        with tempfile.TemporaryDirectory() as folder:
+            check_out(*commits, patch, Path(folder) / "sources")
+    return next(iter(commits), "")
+
+
+def check_out(commit: str, patch: str, folder: Path):
+    """The sources of a commit, patched, in a new folder. Raises UserError if there is no such commit or if
+    the patch does not fit."""
+    shutil.rmtree(folder, ignore_errors=True)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    how = {"env": environment, "text": True, "capture_output": True, "check": True}
+    try:
+        subprocess.run(["git", "clone", "--shared", "--no-checkout", ROOT, folder], **how)
+        subprocess.run(["git", "checkout", commit], cwd=folder, **how)
+        if patch:
+            subprocess.run(["git", "apply", "-"], cwd=folder, input=patch, **how)
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = f"a patch does not fit {commit}, the commit that its first line names; see --help"
+        raise UserError(f"{why}. git says: {getattr(error, 'stderr', error)}".strip()) from None
+
+
+# ------------------------------------------------------------------------------------------------------
+# One training
+
+
 @functools.cache
 def fingerprints(data: str, val_data: str | None, text_field: str, tokenizer: str, vocab_size: int):
-    """Of the text and of its tokenizer. Both are made here if they are missing: two trainings at a time would
-    both make them."""
+    """Those of the text and of its tokenizer. Both are made here if they are missing, not by two trainings at
+    a time."""
     dataset = open_dataset(data, val_data, base_dir=base_path, text_field=text_field)
     folder, exact = dataset.tokenizer_folder(base_path), vocab_size != -1
     wanted = vocab_size if exact else dataset.suggested_vocab_size
@@ -88,60 +170,42 @@ def fingerprints(data: str, val_data: str | None, text_field: str, tokenizer: st
     return dataset.fingerprint, found.fingerprint
 
 
-# ------------------------------------------------------------------------------------------------------
-# One training
-
-
 class Training:
     """A variant, at a depth, with a seed: a run of base_train in its own folder."""
 
-    def __init__(self, variant: str, contents: dict, depth: int, seed: int):
+    def __init__(self, variant: str, depth: int, seed: int):
         self.variant, self.depth, self.seed = variant, depth, seed
-        self.patch = contents.get("patch", "")
-        own = {name: value for name, value in contents.items() if name != "patch"}
-        self.settings = shared | {"depth": depth, "seed": seed, **own}
+        self.patch = patches.get(variant, "")
+        self.settings = shared | {"depth": depth, "seed": seed, **chosen[variant]}
+        everything = configurator.defaults(BASE_TRAIN) | self.settings
+        read = "data", "val_data", "text_field", "tokenizer", "vocab_size"
+        texts = fingerprints(*(everything[name] for name in read))
         # A result counts for the same sources, variant, settings, data and kind of device only
-        same = [sources, variant, self.patch, self.settings, *self.text(), machine.device.type]
+        same = [sources, variant, self.patch, self.settings, *texts, machine.device.type]
         key = hashlib.sha256(json_module.dumps(same).encode()).hexdigest()[:12]
         name = "".join(c if c.isalnum() else "-" for c in variant)
-        self.folder = base_path / "ablations" / variants_path.stem / f"{name}-d{depth}-{seed}-{key}"
+        self.folder = list_path / f"{name}-d{depth}-{seed}-{key}"
         self.kept = self.folder / "ablation.json"
-
-    def text(self) -> tuple[str, str]:
-        chosen = configurator.defaults(BASE_TRAIN) | self.settings
-        read = "data", "val_data", "text_field", "tokenizer", "vocab_size"
-        return fingerprints(*(chosen[name] for name in read))
 
     @property
     def result(self) -> dict | None:
-        """None if there is none, or a file that no ablation has written whole."""
-        try:
-            found = json_module.loads(self.kept.read_text("utf-8"))
-            return found if found.keys() >= {"val_bpb", "step_s", "tokens", "git_commit"} else None
-        except (FileNotFoundError, ValueError, AttributeError):
-            return None
-
-    def wait_until_free(self):
-        """A command that is killed leaves its trainings behind, and they run on."""
-        lock, said = self.folder / "run" / LOCK, False
-        while lock.exists():
-            try:
-                return Lock(lock).close()
-            except BlockingIOError as holder:
-                if not said:
-                    print(f"{self} still runs in {holder}; waiting for its end", flush=True)
-                said = True
-                time.sleep(1)
+        return json_module.loads(self.kept.read_text("utf-8")) if self.kept.exists() else None
 
     def start(self) -> subprocess.Popen:
         self.folder.mkdir(parents=True, exist_ok=True)
-        where = patched_copy(self.patch, self.folder / "sources") if self.patch else ROOT
-        chosen = {"compile": "off", **dict.fromkeys(QUIET, -1), **self.settings}
-        chosen |= {"base_dir": base_path, "out_dir": self.folder / "run"}
-        command = [sys.executable, "-m", "scripts.base_train", *(f"--{k}={v}" for k, v in chosen.items())]
-        environment = os.environ | ({"OMP_NUM_THREADS": "1"} if machine.device.type == "cpu" else {})
+        where = self.folder / "sources" if commit else ROOT
+        if commit:
+            check_out(commit, self.patch, where)
+        quiet = dict.fromkeys(("eval_every", "sample_every", "save_every", "core_metric_every"), -1)
+        places = {"base_dir": base_path, "out_dir": self.folder / "run"}
+        given = {"compile": "off"} | quiet | self.settings | places
+        # Not `-m scripts.base_train`: the working directory stays, and so do relative paths
+        arguments = [f"--{name}={value}" for name, value in given.items()]
+        command = [sys.executable, where / "scripts" / "base_train.py", *arguments]
+        one_thread = {"OMP_NUM_THREADS": "1"} if machine.device.type == "cpu" else {}
+        environment = os.environ | {"PYTHONPATH": str(where)} | one_thread
         with open(self.folder / "log.txt", "a") as log:
-            return subprocess.Popen(command, cwd=where, env=environment, stdout=log, stderr=log)
+            return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
     def end(self) -> bool:
         """Keep the result of a training; False if it has none, since a signal stopped it alone."""
@@ -156,7 +220,7 @@ class Training:
             "val_bpb": next(r["val_bpb"] for r in reversed(records) if "val_bpb" in r),
             "loss": steps[-1]["loss"], "tokens": steps[-1]["tokens"],
             "step_s": statistics.median(record["step_time_s"] for record in steps),
-            "git_commit": runtime.git_commit(),
+            "git_commit": commit or runtime.git_commit(),
         }  # fmt: skip
         checkpoint.write_whole(self.kept, json_module.dumps(result).encode())
         for saved in (self.folder / "run").glob("step_*"):  # a list of variants would fill the disk
@@ -168,47 +232,28 @@ class Training:
         return f"{self.variant}, depth {self.depth}, seed {self.seed}"
 
 
-QUIET = ("eval_every", "sample_every", "save_every", "core_metric_every")
-
-
-def lock_list(folder: Path) -> Lock:
-    """Hold a list's folder: two commands would train the same."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = Lock(folder / LOCK)
-        lock.sign()
-        return lock
-    except BlockingIOError as holder:
-        why = f"this list is being trained by {holder}"
-        raise UserError(f"{why}; wait for it, or give another --base_dir") from None
-    except OSError as error:
-        raise UserError(f"cannot write to {folder} ({error.strerror}); give another --base_dir") from None
-
-
 def train_all(trainings: list[Training], at_once: int) -> list[Training]:
     """Run them, so many at a time; returns those that failed. When this process is stopped, each saves a
     checkpoint, and goes on from it the next time."""
     waiting = [training for training in trainings if training.result is None]
-    for training in waiting:
-        training.wait_until_free()
     running: dict[Training, subprocess.Popen] = {}
     failed = []
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
-                running[waiting[0]] = waiting[0].start()
-                waiting.pop(0)
+                training = waiting.pop(0)
+                running[training] = training.start()
             time.sleep(0.2)
-            for training, process in list(running.items()):
-                if (status := process.poll()) is not None:
-                    del running[training]
-                    if status or not training.end():
-                        failed.append(training)
-                        last = (training.folder / "log.txt").read_text("utf-8", "replace").strip()[-2000:]
-                        how = "failed" if status else "was stopped"
-                        last = last or "nothing at all, so perhaps the disk is full"
-                        say = f"{training}: base_train {how}; its output ends with:\n{last}"
-                        print(say, file=sys.stderr, flush=True)
+            ended = {one: process for one, process in running.items() if process.poll() is not None}
+            for training, process in ended.items():
+                del running[training]
+                if process.returncode or not training.end():
+                    failed.append(training)
+                    how = "failed" if process.returncode else "was stopped"
+                    last = (training.folder / "log.txt").read_text("utf-8", "replace").strip()[-2000:]
+                    last = last or "nothing at all, so perhaps the disk is full"
+                    say = f"{training}: base_train {how}; its output ends with:\n{last}"
+                    print(say, file=sys.stderr, flush=True)
     finally:
         for process in running.values():
             process.terminate()
@@ -241,48 +286,44 @@ def verdict(differences: list[float]) -> str:
     return "better" if mean < 0 else "worse"
 
 
-def results(variant: str, depth: int) -> dict[int, dict]:
-    """By seed, of the trainings that did not fail."""
-    of = [t for t in trainings if (t.variant, t.depth) == (variant, depth)]
-    return {t.seed: t.result for t in of if t.result}
+def rows_of(trainings: list[Training]) -> list[str]:
+    """A row for each depth and variant, of the seeds that neither it nor the baseline failed with."""
+    found: dict[tuple[int, str], dict[int, dict]] = {}  # depth and variant -> seed -> result
+    for training in trainings:
+        if result := training.result:
+            found.setdefault((training.depth, training.variant), {})[training.seed] = result
+    rows = []
+    for (depth, variant), results in found.items():
+        base = found.get((depth, baseline), {})
+        pairs = [(one, base[seed]) for seed, one in sorted(results.items()) if seed in base]
+        if not pairs:
+            continue
+        compared = ["", "", "baseline"]
+        if variant != baseline:
+            differences = [one["val_bpb"] - other["val_bpb"] for one, other in pairs]
+            time_ratio = statistics.median(one["step_s"] / other["step_s"] for one, other in pairs)
+            spread = mean_and(differences, standard_error, "+")
+            compared = [spread, f"{time_ratio:.2f}", verdict(differences)]
+        commits = " ".join(sorted({(one["git_commit"] or "?")[:7] for one, _ in pairs}))
+        tokens, bits = f"{pairs[0][0]['tokens']:,}", [one["val_bpb"] for one, _ in pairs]
+        cells = [date.today(), commits, list_name, variant, depth, tokens, len(pairs)]
+        cells += [mean_and(bits, statistics.stdev), *compared]
+        rows.append(f"| {' | '.join(map(str, cells))} |")
+    return rows
 
 
-def row(variant: str, depth: int) -> str | None:
-    """A row of the table, of the seeds that the variant and the baseline both have; None if there is none."""
-    base = results(baseline, depth)
-    of = {seed: one for seed, one in results(variant, depth).items() if seed in base}
-    if not of:
-        return None
-    bits = [one["val_bpb"] for one in of.values()]
-    compared = ["", "", "baseline"]
-    if variant != baseline:
-        differences = [one["val_bpb"] - base[seed]["val_bpb"] for seed, one in of.items()]
-        time_ratio = statistics.median(one["step_s"] / base[seed]["step_s"] for seed, one in of.items())
-        compared = [mean_and(differences, standard_error, "+"), f"{time_ratio:.2f}", verdict(differences)]
-    commits = sorted({(one["git_commit"] or "?")[:7] for one in of.values()})
-    tokens = f"{next(iter(of.values()))['tokens']:,}"
-    cells = [date.today(), " ".join(commits), list_name, variant, depth, tokens, len(of)]
-    return "| " + " | ".join([*map(str, cells), mean_and(bits, statistics.stdev), *compared]) + " |"
-
-
-def without_date(row: str) -> str:
-    return row.partition(" | ")[2]
-
-
-def rows_in(table: Path) -> set[str]:
-    """The rows of the table, without their dates; if there is none, it is made. Raises UserError if it cannot
-    be read and written."""
+def add_to_table(table: Path, rows: list[str]):
+    """Append the rows that it has not; their dates do not count. Raises UserError if it cannot be written."""
     try:
-        if table.exists() and (kind := special_kind(table)):
-            raise OSError(0, f"it is {kind}")
         with open(table, "a+", encoding="utf-8") as file:
             if not file.tell():
                 file.write(HEADER)
             file.seek(0)
-            return {without_date(line) for line in file.read().splitlines()}
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise UserError(f"--table={table} cannot be written ({why}); name another file, or none") from None
+            known = {line.partition(" | ")[2] for line in file.read().splitlines()}
+            file.writelines(row + "\n" for row in rows if row.partition(" | ")[2] not in known)
+    except OSError as error:
+        why = f"--table={table} cannot be written ({error.strerror})"
+        raise UserError(f"{why}; name another file, or none") from None
 
 
 def stop(number, frame):
@@ -293,38 +334,32 @@ def stop(number, frame):
 
 # ------------------------------------------------------------------------------------------------------
 
-if "RANK" in os.environ:
-    raise UserError("ablate starts its trainings itself; start it without torchrun")
 table_path = user_path("table", table) if table else None
-if table_path:  # noticed now, and not after hours
-    rows_in(table_path)
+if table_path:  # a table that cannot be written is noticed now, and not after hours
+    add_to_table(table_path, [])
 variants_path = user_path("variants", variants)
 if not variants_path.suffix:
     variants_path = LISTS / f"{variants}.py"
-shared, found = read_list(variants_path)
-changed = settings_in(more, "--more")
+shared, found, patches = read_list(variants_path)
+try:
+    changed = settings_in(shlex.split(more), "--more")
+except ValueError as error:
+    raise UserError(f"--more cannot be read: {error}; it is a piece of a command line") from None
 shared |= changed
 changes = [f"{name}={value}" for name, value in changed.items() if name not in ("data", "val_data")]
 list_name = ", ".join([variants_path.stem, *changes])
-found = chosen_variants(found, only)
-baseline = next(iter(found))
-for contents in found.values():  # a patch that no longer fits is noticed before the first training
-    if patch := contents.get("patch"):
-        with tempfile.TemporaryDirectory() as folder:
-            patched_copy(patch, Path(folder) / "sources")
+chosen = chosen_variants(found, only)
+baseline = next(iter(chosen))
+commit = commit_of([patch for name, patch in patches.items() if name in chosen])
+sources = commit or runtime.sources_fingerprint(ROOT)
 names = [name.strip() for name in depths.split(",") if name.strip()] or [shared.get("depth", 4)]
-wanted_depths = [settings_in([f"--depth={name}"], f"--depths={depths}")["depth"] for name in names]
-wanted_depths = [*dict.fromkeys(wanted_depths)]
+of_depths = dict.fromkeys(settings_in([f"--depth={name}"], f"--depths={depths}")["depth"] for name in names)
 machine = runtime.start("auto", seed=0)
 base_path = user_path("base_dir", base_dir).resolve()
-lock = lock_list(base_path / "ablations" / variants_path.stem)
-sources = runtime.sources_fingerprint(ROOT)
-trainings = [
-    Training(variant, contents, depth, seed)
-    for depth in wanted_depths
-    for seed in range(seeds)  # seeds outside: after a stop all variants have about equally many results
-    for variant, contents in found.items()
-]
+list_path = base_path / "ablations" / variants_path.stem
+lock = checkpoint.lock_folder(list_path)  # two commands would train the same
+# Seeds outside: after a stop all variants have about equally many results
+trainings = [Training(name, depth, seed) for depth in of_depths for seed in range(seeds) for name in chosen]
 at_once = jobs if jobs > 0 else 1 if machine.device.type != "cpu" else os.cpu_count() or 1
 for name in ("SIGTERM", "SIGINT", "SIGHUP"):
     number = getattr(signal, name, None)  # Windows has no SIGHUP, and nohup ignores it
@@ -336,12 +371,10 @@ except OSError as error:
     why = f"cannot write {error.filename} ({error.strerror})"
     raise UserError(f"{why}; make room, and the same command goes on") from None
 
-rows = [line for depth in wanted_depths for variant in found if (line := row(variant, depth))]
+rows = rows_of(trainings)
 print("\n" + HEADER[HEADER.index("| date") :] + "\n".join(rows))
 if table_path:
-    known = rows_in(table_path)
-    with open(table_path, "a", encoding="utf-8") as file:
-        file.writelines(line + "\n" for line in rows if without_date(line) not in known)
+    add_to_table(table_path, rows)
 if json:
     print(json_module.dumps({"settings": settings.values, "results": [t.result for t in trainings]}))
 machine.close()

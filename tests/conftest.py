@@ -26,3 +26,11 @@ def corpus(tmp_path_factory) -> Path:
     pq.write_table(pa.table({"text": texts[:380]}), folder / "train.parquet", row_group_size=20)
     pq.write_table(pa.table({"text": texts[380:]}), folder / "val.parquet")
     return folder
+
+
+@pytest.fixture
+def tree(tmp_path) -> Path:
+    """A copy of the sources to edit."""
+    from helpers import copy_sources  # it imports torch
+
+    return copy_sources(tmp_path / "tree")

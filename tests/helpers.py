@@ -1,13 +1,15 @@
 """What several test modules share: tiny runs of the training script, small checkpoints, a small disk."""
 
-import ast
 import functools
 import hashlib
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import types
 from contextlib import contextmanager
@@ -126,20 +128,6 @@ def wait_for_step(process, out: Path, step: int):
     raise AssertionError("the run did not get there")
 
 
-def schedules(
-    num_iterations: int, warmup_steps=0, warmdown_ratio=0.8, final_lr_frac=0.05, script="base_train"
-):
-    """lr_multiplier, muon_momentum and, of base_train.py, weight_decay_multiplier, for a run of that
-    length."""
-    plan = types.SimpleNamespace(num_iterations=num_iterations, warmup_steps=warmup_steps)
-    names = ("lr_multiplier", "muon_momentum", "weight_decay_multiplier")
-    values = {"plan": plan, "warmdown_ratio": warmdown_ratio, "final_lr_frac": final_lr_frac}
-    tree = ast.parse((ROOT / "scripts" / f"{script}.py").read_text(encoding="utf-8"))
-    tree.body = [node for node in tree.body if getattr(node, "name", None) in names]
-    exec(compile(tree, f"{script}.py", "exec"), values)
-    return [values[name] for name in names if name in values]
-
-
 # ------------------------------------------------------------------------------------------------------
 # Checkpoints
 
@@ -194,13 +182,42 @@ def disk(path: Path, size: str):
         subprocess.run(["umount", "-l", path], check=True)
 
 
-def edit(tree: Path, file: str, *changes: tuple[str, str]):
-    path = tree / file
+def copy_sources(folder: Path) -> Path:
+    """Copy what a training needs to a new folder, to edit it there; returns the folder."""
+    for name in ("nanochat", "scripts"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "configurator.py", folder)
+    return folder
+
+
+def insert(tree: Path, after_settings="", at_step_end="", script="base_train"):
+    """Insert code into a training script of a copy of the sources: after its settings, where it can replace
+    what the script imports, and in the loop, where `step` is the number of the step that ends."""
+    path = tree / "scripts" / f"{script}.py"
     text = path.read_text(encoding="utf-8")
-    for old, new in changes:
-        assert text.count(old) == 1, f"{file} has {text.count(old)} times: {old}"
-        text = text.replace(old, new)
+    for code, place in (
+        (after_settings, r"^()settings = configurator.configure"),
+        (at_step_end, r"^( *)step \+= 1$"),
+    ):
+        (found,) = re.finditer(place, text, re.MULTILINE)
+        if code and found[1]:
+            text = text[: found.start()] + textwrap.indent(code, found[1]) + "\n" + text[found.start() :]
+        elif code:
+            end = text.index("\n", found.start()) + 1
+            text = text[:end] + code + "\n" + text[end:]
     path.write_text(text, encoding="utf-8")
+
+
+def multiply_loss(tree: Path, factor: str, script="base_train"):
+    """Have a training script take the gradient of its loss times a factor, an expression that may name
+    `step`. The log shows the loss without it."""
+    code = f"""
+def scale(self, loss, plain=torch.amp.GradScaler.scale, inf=float("inf")):
+    return plain(self, loss * ({factor}) if loss.requires_grad else loss)
+
+torch.amp.GradScaler.scale = scale
+"""
+    insert(tree, after_settings=code, script=script)
 
 
 def run_tree(tree: Path, arguments: list[str], status: int = 0) -> str:

@@ -34,14 +34,14 @@ def folder(tmp_path) -> Path:
 
 def test_a_lock_that_is_a_link_is_refused_and_not_followed(folder, outside):
     (folder / ".lock").symlink_to(outside)
-    with pytest.raises(UserError, match="lock: it is a link, a pipe or a device and no file; remove it"):
+    with pytest.raises(UserError, match="lock: it is a link"):
         checkpoint.lock_folder(folder)
 
 
 @pytest.mark.parametrize("name", [".lock", "metrics.jsonl"])
 def test_a_pipe_in_place_of_a_file_is_refused_at_once(folder, name):
     os.mkfifo(folder / name)
-    with pytest.raises(UserError, match="it is a link, a pipe or a device and no file"):
+    with pytest.raises(UserError, match="it is a link, a pipe"):
         checkpoint.lock_folder(folder)
         assert metrics.read_metrics(folder / name) == []
         metrics.rewind_metrics(folder / name, 3)

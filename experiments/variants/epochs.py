@@ -18,10 +18,4 @@ variants = {
     "embeddings and head do not decay": {"table_decay": 0.0},
     "they decay three times as much": {"table_decay": 3.0},
     "document mask": {"document_mask": True},
-    "dropout 0.1, embeddings and head do not decay": {"table_decay": 0.0, "patch": "parts/dropout.patch"},
-    "dropout 0.1": {"patch": "parts/dropout.patch"},
-    "a tenth of the inputs random, embeddings and head do not decay": {
-        "table_decay": 0.0,
-        "patch": "parts/random-inputs.patch",
-    },
 }

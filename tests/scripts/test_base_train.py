@@ -1,6 +1,7 @@
 """The training script as people run it: real processes, a tiny model, a small corpus of parquet shards."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ def undisturbed(corpus, tmp_path_factory) -> Path:
 def test_a_run_leaves_the_files_and_records_that_others_rely_on(undisturbed):
     steps = [r for r in records(undisturbed) if "loss" in r]
     assert [r["step"] for r in steps] == list(range(8))
-    for key in (
+    names = (
         "lr_multiplier",
         "grad_norm",
         "step_time_s",
@@ -30,24 +31,21 @@ def test_a_run_leaves_the_files_and_records_that_others_rely_on(undisturbed):
         "mfu",
         "tokens",
         "flops",
-    ):
-        assert all(isinstance(r[key], (int, float)) for r in steps), key
+    )
+    assert all(isinstance(record[name], (int, float)) for record in steps for name in names)
     assert [r["tokens"] for r in steps] == [256 * (k + 1) for k in range(8)]
     assert [r["step"] for r in records(undisturbed) if "val_bpb" in r] == [4, 8]
-    assert steps[0]["loss"] == pytest.approx(5.704, rel=0.02)  # ln(300)
+    assert steps[0]["loss"] == pytest.approx(math.log(300), rel=0.02)
     assert sorted(p.name for p in undisturbed.glob("step_*")) == ["step_000006", "step_000008"]
-    assert {"model.safetensors", "tokenizer.json"} <= {
-        p.name for p in (undisturbed / "step_000008").iterdir()
-    }
+    assert all(
+        (undisturbed / "step_000008" / name).exists() for name in ("model.safetensors", "tokenizer.json")
+    )
     config = json.loads((undisturbed / "config.json").read_text())
     assert config["settings"]["depth"] == {"value": 2, "source": "command line"}
     assert config["settings"]["seed"]["source"] == "default"
     report = (undisturbed / "report.md").read_text()
-    assert (
-        "bits per byte" in report
-        and "## Samples" in report
-        and (undisturbed / "loss.png").stat().st_size > 1000
-    )
+    assert "bits per byte" in report and "## Samples" in report
+    assert (undisturbed / "loss.png").stat().st_size > 1000
     assert not list(undisturbed.glob(".tmp*")) and not list(undisturbed.glob("*.tmp"))
 
 
@@ -93,9 +91,6 @@ def test_two_processes_and_other_micro_batches_give_the_losses_of_one(corpus, un
     run(command(corpus, tmp_path / "eight", "--device_batch_size=8"))
     for out in (tmp_path / "two", tmp_path / "eight"):
         assert losses(out) == pytest.approx(expected, abs=1e-4)
-    assert (
-        losses(tmp_path / "two") != expected or losses(tmp_path / "eight") != expected
-    )  # rounding is not a copy
     bpb = [[r["val_bpb"] for r in records(out) if "val_bpb" in r] for out in (undisturbed, tmp_path / "two")]
     assert bpb[0] == pytest.approx(bpb[1], abs=1e-4)
 
@@ -144,15 +139,11 @@ def test_plan_prints_the_derivation_and_leaves_nothing(corpus, tmp_path):
     ("more", "sentence"),
     [
         (["--total_batch_size=100"], "use 64 or 128"),
-        (["--total_batch_size=96"], "use 64 or 128"),
-        (["--depth=0"], "--depth=0: give a whole number from 1 to 512"),
-        (["--dept=3"], "did you mean --depth?"),
         (["--device_type=cuda"], "this machine has: cpu"),
         (["--num_iterations=-1", "--target_param_data_ratio=-1"], "the run has no end"),
         (["--init_from=auto"], "no checkpoint in auto"),
         (["--depth=400", "--aspect_ratio=400"], "are free; lower --depth to "),
         (["--data=/no/such/place"], "/no/such/place"),
-        (["--core_metric_every=x"], "core_metric_every"),
     ],
 )
 def test_bad_settings_end_in_one_sentence_and_status_2(corpus, tmp_path, more, sentence):
@@ -165,18 +156,3 @@ def test_another_model_in_the_same_folder_is_refused_and_nothing_is_lost(corpus,
     printed = run(command(corpus, undisturbed, "--aspect_ratio=32", "--num_iterations=20"), status=2)
     assert "is from another run: model's " in printed and "--resume=never" in printed
     assert sorted((p, p.stat().st_mtime) for p in undisturbed.rglob("*") if p.name != ".lock") == before
-
-
-def test_a_gradient_that_stays_infinite_stops_the_run_and_names_the_step(corpus, tmp_path):
-    more = [
-        "--matrix_lr=1e6",
-        "--weight_decay=1e6",
-        "--eval_every=-1",
-        "--warmup_steps=0",
-        "--num_iterations=20",
-        "--grad_clip=-1",
-        "--save_every=-1",
-    ]
-    assert "three steps in a row were not finite, the last one step " in run(
-        command(corpus, tmp_path / "run", *more), status=2
-    )

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from helpers import command, edit, losses, python_m, run_tree
+from helpers import command, losses, python_m, run_tree
 from safetensors.torch import load_file
 
 SIZES = ["--fp8", "--dtype=bfloat16", "--aspect_ratio=64", "--head_dim=64"]  # width 128: all products fit
@@ -13,11 +13,8 @@ SIZES = ["--fp8", "--dtype=bfloat16", "--aspect_ratio=64", "--head_dim=64"]  # w
 def test_a_run_in_fp8_resumes_to_the_bit_needs_fp8_again_and_agrees_with_two_processes(
     tree, corpus, tmp_path
 ):
-    edit(
-        tree,
-        "nanochat/ops/fp8.py",
-        ('if device.type != "cuda":', 'if device.type == "cpu":\n        return ""\n    if True:'),
-    )
+    with open(tree / "nanochat" / "ops" / "fp8.py", "a", encoding="utf-8") as file:
+        file.write("\n\nmissing_for_fp8 = lambda device: ''\n")
     whole, halves, two = tmp_path / "whole", tmp_path / "halves", tmp_path / "two"
     printed = run_tree(tree, command(corpus, whole, *SIZES))
     assert "the large products of the blocks in fp8" in printed

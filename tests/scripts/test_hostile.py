@@ -10,21 +10,12 @@ import time
 
 import pytest
 import torch
-from helpers import ROOT, command, edit, losses, records, run, run_tree
-from safetensors.torch import load_file, save_file
-
-SCRIPT = "scripts/base_train.py"
-AFTER_STEP_1 = ("    step += 1\n", "    step += 1\n    if step == 2:\n        {}\n")
-
-
-def at_step_2(tree, statement: str):
-    """Have the script execute a statement after its second step."""
-    old, new = AFTER_STEP_1
-    edit(tree, SCRIPT, (old, new.format(statement)))
+from helpers import ROOT, command, craft, insert, losses, multiply_loss, records, run, run_tree
+from safetensors.torch import load_file, save
 
 
 def test_a_run_needs_nothing_back_from_its_config_file(tree, corpus, tmp_path):
-    at_step_2(tree, '(run_path / "config.json").unlink()')
+    insert(tree, at_step_end='if step == 1: (run_path / "config.json").unlink()')
     out = tmp_path / "run"
     printed = run_tree(tree, command(corpus, out))
     assert "warning: could not save" not in printed
@@ -33,7 +24,7 @@ def test_a_run_needs_nothing_back_from_its_config_file(tree, corpus, tmp_path):
 
 
 def test_a_run_whose_folder_is_deleted_makes_it_again_and_says_so(tree, corpus, tmp_path):
-    at_step_2(tree, 'output._saver.wait() or __import__("shutil").rmtree(run_path)')
+    insert(tree, at_step_end='if step == 1: __import__("shutil").rmtree(run_path)')
     out = tmp_path / "run"
     printed = run_tree(tree, command(corpus, out))
     assert printed.count("was deleted while the run goes on") == 1
@@ -42,7 +33,7 @@ def test_a_run_whose_folder_is_deleted_makes_it_again_and_says_so(tree, corpus, 
 
 
 def test_weights_that_are_not_finite_end_the_run_and_are_never_saved(tree, corpus, tmp_path):
-    at_step_2(tree, "model.head.weight.data[0] = math.nan")
+    insert(tree, at_step_end='if step == 1: model.head.weight.data[0] = float("nan")')
     out = tmp_path / "run"
     more = ["--grad_clip=-1", "--save_every=2", "--eval_every=-1"]
     printed = run_tree(tree, command(corpus, out, *more), status=2)
@@ -51,11 +42,7 @@ def test_weights_that_are_not_finite_end_the_run_and_are_never_saved(tree, corpu
 
 
 def test_what_is_said_of_the_checkpoints_before_is_true(tree, corpus, tmp_path):
-    edit(
-        tree,
-        SCRIPT,
-        ("scaler.scale(loss).backward()", "scaler.scale(loss * (math.inf if step > 3 else 1)).backward()"),
-    )
+    multiply_loss(tree, "inf if step > 3 else 1")
     printed = run_tree(tree, command(corpus, tmp_path / "with", "--save_every=2"), status=2)
     assert "three steps in a row were not finite" in printed
     assert re.search("newest checkpoint of step [46] is in", printed)  # that of 6 may still be written
@@ -64,7 +51,13 @@ def test_what_is_said_of_the_checkpoints_before_is_true(tree, corpus, tmp_path):
 
 
 def test_a_validation_that_is_not_a_number_ends_the_run_with_status_2(tree, corpus, tmp_path):
-    edit(tree, "nanochat/evals/bits_per_byte.py", ("nats.append(", "nats.append(math.nan * "))
+    code = """
+def forward(self, *arguments, plain=GPT.forward, **options):
+    return plain(self, *arguments, **options) * (1 if torch.is_grad_enabled() else float("nan"))
+
+GPT.forward = forward
+"""
+    insert(tree, after_settings=code)
     printed = run_tree(tree, command(corpus, tmp_path / "run"), status=2)
     assert "validation" in printed and "not a number" in printed and "done:" not in printed
     assert not any(r.get("val_bpb") for r in records(tmp_path / "run"))
@@ -73,11 +66,9 @@ def test_a_validation_that_is_not_a_number_ends_the_run_with_status_2(tree, corp
 def test_resuming_from_weights_that_are_not_finite_is_refused(tree, corpus, tmp_path):
     out = tmp_path / "run"
     run_tree(tree, command(corpus, out, "--num_iterations=2"))
-    path = out / "step_000002" / "model.safetensors"
-    weights = load_file(path)
+    weights = load_file(out / "step_000002" / "model.safetensors")
     weights["head.weight"][0, 0] = torch.nan
-    save_file(weights, path)
-    repair_manifest(out / "step_000002")
+    craft(out / "step_000002", {"model.safetensors": save(weights)})
     printed = run_tree(tree, command(corpus, out, "--num_iterations=4"), status=2)
     assert "head.weight" in printed and "not finite" in printed and "--resume=never" in printed
 
@@ -101,20 +92,6 @@ def test_sigterm_in_set_up_or_compilation_ends_the_run_within_five_seconds(corpu
     finally:
         process.kill()
         process.communicate()
-
-
-def repair_manifest(folder):
-    """Give a checkpoint checksums that fit its files, as a stranger would."""
-    import hashlib
-
-    from nanochat.checkpoint import save_and_load
-
-    body = json.loads((folder / "manifest.json").read_bytes())
-    body.pop("checksum")
-    for name in body["files"]:
-        content = (folder / name).read_bytes()
-        body["files"][name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (folder / "manifest.json").write_bytes(save_and_load._manifest(body))
 
 
 @pytest.mark.parametrize(

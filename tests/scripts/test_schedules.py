@@ -1,68 +1,61 @@
-"""The three schedules of base_train.py and the two of mid_train.py: what changes from step to step."""
+"""What changes from step to step, as a run records it and as its optimizer gets it, against formulas."""
 
-from itertools import pairwise
+import json
+import re
 
 import pytest
-from helpers import schedules
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from helpers import command, copy_sources, insert, records, run_tree
 
-MANY = settings(max_examples=60, deadline=None)
-RUN = {
-    "num_iterations": st.integers(1, 3000),
-    "warmup_steps": st.integers(-1, 400),
-    "warmdown_ratio": st.floats(0, 1),
-    "final_lr_frac": st.floats(0, 1),
-}
-
-
-@MANY
-@given(**RUN)
-def test_the_learning_rate_has_no_jumps_in_a_run_of_any_length(
-    num_iterations, warmup_steps, warmdown_ratio, final_lr_frac
-):
-    multiplier, _, _ = schedules(num_iterations, warmup_steps, warmdown_ratio, final_lr_frac)
-    warmdown = warmdown_ratio * num_iterations
-    rise = 1 / warmup_steps if warmup_steps > 0 else 0
-    fall = (1 - final_lr_frac) / max(1, warmdown) if warmdown > 0 else 0
-    values = [multiplier(step) for step in range(num_iterations + 1)]
-    for step, (now, then) in enumerate(pairwise(values)):
-        assert -fall - 1e-9 <= then - now <= rise + 1e-9
-        assert 0 <= now <= 1
-        if step + 1 >= warmup_steps and num_iterations - step >= warmdown:
-            assert now == pytest.approx(1)
-    if warmup_steps <= num_iterations and warmdown > 0:
-        assert values[-1] == pytest.approx(final_lr_frac)
-    if warmup_steps > 0:
-        assert values[0] <= rise + 1e-9
+N = 40  # steps of a run; warm-up takes at most a tenth of them
+AT_END = "groups = [g for g in optimizer.param_groups if g.get('method') == 'muon']\n" + (
+    "print('muon', [[g['betas'][0], g['weight_decay'] / g['initial_weight_decay']] for g in groups])"
+)
+CASES = [
+    {"warmup_steps": 3, "warmdown_ratio": 0.5, "final_lr_frac": 0.1},
+    {"warmup_steps": 40, "warmdown_ratio": 1.0, "final_lr_frac": 0.0},
+    {"warmup_steps": 0, "warmdown_ratio": 0.0, "final_lr_frac": 0.05},
+]
 
 
-@MANY
-@given(**RUN)
-def test_muons_momentum_rises_evenly_and_falls_with_the_learning_rate(
-    num_iterations, warmup_steps, warmdown_ratio, final_lr_frac
-):
-    multiplier, momentum, _ = schedules(num_iterations, warmup_steps, warmdown_ratio, final_lr_frac)
-    values = [momentum(step) for step in range(num_iterations + 1)]
-    ramp = min(300, max(1, num_iterations / 3))
-    most = max(1 / ramp, 1 / warmup_steps if warmup_steps > 0 else 0)
-    fall = (1 - final_lr_frac) / max(1, warmdown_ratio * num_iterations) if warmdown_ratio > 0 else 0
-    assert values[0] == pytest.approx(0.85)
-    assert all(0.85 <= value <= 0.95 + 1e-9 for value in values)
-    assert all(-0.1 * fall - 1e-9 <= b - a <= 0.1 * most + 1e-9 for a, b in pairwise(values))
-    for step, value in enumerate(values):
-        if step >= ramp:
-            assert value == pytest.approx(0.85 + 0.1 * multiplier(step))
+@pytest.fixture(scope="module", params=CASES, ids=["both", "longest", "constant"])
+def trained(request, sources, corpus, tmp_path_factory):
+    """The settings of a run; by step, its multiplier of the rates, and [momentum, share of the weight decay]
+    of each of Muon's groups."""
+    out, given = tmp_path_factory.mktemp("schedules") / "run", request.param
+    more = [f"--{name}={value}" for name, value in given.items()]
+    once = ["--total_batch_size=64", "--eval_every=-1", "--save_every=-1", f"--num_iterations={N}"]
+    printed = run_tree(sources, command(corpus, out, *once, *more))
+    rates = [record["lr_multiplier"] for record in records(out) if "loss" in record]
+    muon = [json.loads(line) for line in re.findall(r"^muon (.+)$", printed, re.MULTILINE)]
+    assert len(rates) == len(muon) == N
+    return given, rates, muon
 
 
-@given(st.integers(1, 3000))
-def test_weight_decay_falls_evenly_to_zero(num_iterations):
-    _, _, decay = schedules(num_iterations)
-    assert decay(0) == 1 and decay(num_iterations) == 0
-    assert decay(num_iterations // 2) == pytest.approx(1 - num_iterations // 2 / num_iterations)
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A copy that prints what Muon gets."""
+    tree = copy_sources(tmp_path_factory.mktemp("tree") / "tree")
+    insert(tree, at_step_end=AT_END)
+    return tree
 
 
-def test_the_momentum_of_mid_train_follows_its_rate():
-    rate, momentum = schedules(100, warmup_steps=10, final_lr_frac=0.0, script="mid_train")
-    assert [round(momentum(step), 9) for step in (0, 9, 20, 60, 100)] == [0.86, 0.95, 0.95, 0.9, 0.85]
-    assert rate(60) == pytest.approx(0.5)
+def test_the_learning_rate_rises_linearly_stays_and_falls_linearly(trained):
+    given, rates, _ = trained
+    warmup, warmdown = min(given["warmup_steps"], N // 10), given["warmdown_ratio"] * N
+    for step, rate in enumerate(rates):
+        up = min(1, (step + 1) / warmup) if warmup else 1
+        down = min(1, (N - step) / warmdown) if warmdown else 1
+        assert rate == pytest.approx(up * (given["final_lr_frac"] * (1 - down) + down)), step
+
+
+def test_muons_momentum_rises_over_a_third_of_a_short_run_and_falls_with_the_learning_rate(trained):
+    _, rates, muon = trained
+    for step, (rate, groups) in enumerate(zip(rates, muon, strict=True)):
+        expected = 0.85 + 0.1 * min(step / (N / 3), rate)
+        assert groups and all(momentum == pytest.approx(expected) for momentum, _ in groups), step
+
+
+def test_muons_weight_decay_falls_linearly_to_zero(trained):
+    *_, muon = trained
+    for step, groups in enumerate(muon):
+        assert groups and all(decay == pytest.approx(1 - step / N) for _, decay in groups), step

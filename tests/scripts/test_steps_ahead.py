@@ -6,16 +6,10 @@ A run on a CPU that is told to do so leaves what a run without it leaves, and st
 import json
 
 import pytest
-from helpers import command, edit, losses, python_m, records, run, run_tree
+from helpers import command, insert, losses, multiply_loss, python_m, records, run, run_tree
 from safetensors.torch import load_file
 
 from nanochat import checkpoint
-
-SCRIPT = "scripts/base_train.py"
-BACKWARD = "            scaler.scale(loss).backward()\n"
-BEGINS = "    started, waited = time.perf_counter(), loader.wait_s\n"
-AT_STEP_3 = BEGINS + "    if step == 3 and machine.rank == machine.world_size - 1 and first_step == 0:\n"
-TERM = AT_STEP_3 + "        __import__('signal').raise_signal(15)\n"
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +22,7 @@ def plain(corpus, tmp_path_factory):
 @pytest.fixture
 def ahead(tree):
     """The sources, with a CPU that is one step ahead."""
-    edit(tree, "nanochat/machine/runtime.py", ('return 1 if self.device.type == "cuda" else 0', "return 1"))
+    insert(tree, at_step_end="type(machine).steps_ahead = 1")
     return tree
 
 
@@ -57,8 +51,7 @@ def test_a_run_one_step_ahead_leaves_the_records_and_checkpoints_of_one_that_is_
 
 def test_three_bad_steps_end_a_run_one_step_ahead_before_the_save_that_is_due(ahead, corpus, tmp_path):
     """Step 5 is the third: the save after it is due, and its numbers are read first."""
-    bad = "            (scaler.scale(loss) * (math.inf if step > 2 else 1)).backward()\n"
-    edit(ahead, SCRIPT, (BACKWARD, bad))
+    multiply_loss(ahead, "inf if step > 2 else 1")
     printed = run_tree(ahead, command(corpus, tmp_path / "run", "--eval_every=-1"), status=2)
     assert "the last one step 5 in its gradient (rows from 40 on)" in printed
     assert sorted(losses(tmp_path / "run")) == [0, 1, 2, 3, 4, 5]
@@ -69,7 +62,8 @@ def test_three_bad_steps_end_a_run_one_step_ahead_before_the_save_that_is_due(ah
 def test_a_signal_stops_a_run_one_step_ahead_after_one_more_step_and_it_goes_on(
     ahead, corpus, plain, tmp_path, processes
 ):
-    edit(ahead, SCRIPT, (BEGINS, TERM))
+    term = "if step == 2 and machine.rank == machine.world_size - 1: __import__('signal').raise_signal(15)"
+    insert(ahead, at_step_end=term)
     out, arguments = tmp_path / "run", command(corpus, tmp_path / "run", "--eval_every=-1", "--save_every=-1")
     if processes == 2:
         arguments = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", *arguments]

@@ -163,33 +163,16 @@ def test_permanent_checkpoints_stay_beside_the_newest_ones(corpus, tmp_path):
     assert sorted(p.name for p in out.glob("step_*")) == ["step_000004", "step_000008", "step_000010"]
 
 
-def damage(path: Path, kind: str):
-    """Truncate, empty, flip a bit of, or remove a file."""
+def test_with_a_damaged_newest_checkpoint_the_one_before_is_used(corpus, tmp_path):
+    out = tmp_path / "run"
+    run(command(corpus, out))
+    expected, path = losses(out), out / "step_000008" / "model.safetensors"
     content = bytearray(path.read_bytes())
-    if kind == "removed":
-        path.unlink()
-        return
-    if kind == "flipped":
-        content[len(content) // 2] ^= 1
-    keep = {"truncated": len(content) - 1, "emptied": 0, "flipped": len(content)}[kind]
-    path.write_bytes(content[:keep])
-
-
-@pytest.mark.slow
-def test_with_any_file_of_the_newest_checkpoint_damaged_the_one_before_is_used(corpus, tmp_path):
-    calm, out = tmp_path / "calm", tmp_path / "run"
-    run(command(corpus, calm))
-    files = sorted(path.name for path in (calm / "step_000008").iterdir())
-    assert len(files) >= 6
-    for i, name in enumerate(files):
-        shutil.copytree(calm, out)
-        kind = ("truncated", "emptied", "flipped", "removed")[i % 4]
-        damage(out / "step_000008" / name, kind)
-        printed = run(command(corpus, out))
-        assert f"is damaged: {name}" in printed, (name, kind)
-        assert f"going on from {out / 'step_000006'}" in printed
-        assert losses(out) == losses(calm)
-        shutil.rmtree(out)
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    printed = run(command(corpus, out))
+    assert "is damaged: model.safetensors" in printed and f"going on from {out / 'step_000006'}" in printed
+    assert losses(out) == expected
 
 
 @pytest.mark.slow
