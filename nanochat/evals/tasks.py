@@ -86,14 +86,3 @@ def _evaluate(model, tokenizer, tasks, dtype, machine, bar, text):
     questions = -(-sum(len(task.examples) for task in tasks) // machine.world_size)
     with bar(questions, text, " questions") as shown:
         return core.evaluate(model, tokenizer, tasks, dtype, machine, progress=shown.update)
-
-
-def in_words(fields: dict) -> list[str]:
-    """The scores as lines for the console."""
-    lines = [] if fields else ["no tasks are scored"]
-    if "own_tasks" in fields:
-        each = ", ".join(f"{label} {100 * accuracy:.0f} %" for label, accuracy in fields["own_tasks"].items())
-        lines.append(f"tasks {fields['own_score']:.3f} ({each} right)")
-    if "core" in fields:
-        lines.append(f"CORE {fields['core']:.4f}")
-    return lines

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from nanochat import checkpoint, optim
-from nanochat.evals.tasks import in_words
 from nanochat.machine import distributed, runtime
 from nanochat.plan import wording
 from nanochat.plan.planning import Plan
@@ -54,6 +53,17 @@ def restore(resumed, model: torch.nn.Module, optimizer, scaler, machine):
     if resumed.state["scaler"]:  # empty unless the run was in float16
         scaler.load_state_dict(resumed.state["scaler"])
     runtime.set_random_state(resumed.load_optimizer(runtime.is_random_state), machine.device)
+
+
+def scores_in_words(record: dict) -> list[str]:
+    """The scores of tasks in a record of metrics.jsonl, as lines for the console."""
+    lines = []
+    if "own_tasks" in record:
+        each = ", ".join(f"{label} {100 * accuracy:.0f} %" for label, accuracy in record["own_tasks"].items())
+        lines.append(f"tasks {record['own_score']:.3f} ({each} right)")
+    if "core" in record:
+        lines.append(f"CORE {record['core']:.4f}")
+    return lines
 
 
 class RunOutput:
@@ -144,7 +154,7 @@ class RunOutput:
         if "val_bpb" in record:
             loop.val_bpb = record["val_bpb"]
             self.console.print(f"step {step}: validation {loop.val_bpb:.4f} bits per byte{said}")
-        self.console.print(*(f"step {step}: {line}" for line in in_words(record)))
+        self.console.print(*(f"step {step}: {line}" for line in scores_in_words(record)))
         self.console.print(*(f"--- {text}" for text in record.get("samples", ())))
         totals = {"progress": self._clock.progress(step), "tokens": loop.tokens}
         totals |= {"train_time_s": loop.train_seconds, "peak_memory": self._machine.peak_memory()}
