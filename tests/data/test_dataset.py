@@ -14,7 +14,6 @@ import pytest
 from shards import documents, flat, is_validation, write_shard
 
 from nanochat import UserError
-from nanochat.data import dataset as imported
 from nanochat.data import sources as dataset
 from nanochat.data.sources import open_dataset
 
@@ -124,24 +123,6 @@ def test_the_empty_split_of_few_documents_is_refused_with_what_to_do(tmp_path):
     ):
         open_dataset(tmp_path / "one.txt", base_dir=tmp_path / "base")
     assert os.listdir(tmp_path / "base" / "data") == []
-
-
-@pytest.mark.parametrize(
-    "error", [OSError(28, "No space left on device"), PermissionError(13, "Permission denied")], ids=str
-)
-def test_a_folder_that_cannot_be_written_is_one_sentence(texts, tmp_path, monkeypatch, error):
-    def fail(*_):
-        raise error
-
-    folder, _ = texts
-    with monkeypatch.context() as patch:
-        patch.setattr(imported, "write_sorted", fail)
-        with pytest.raises(UserError, match=f"cannot be written .{error.strerror}.*--base_dir"):
-            open_dataset(folder, base_dir=tmp_path / "base")
-    assert os.listdir(tmp_path / "base" / "data") == []
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot be written .Not a directory"):
-        open_dataset(folder, base_dir=tmp_path / "file")
 
 
 def test_a_source_that_vanishes_or_changes_on_the_way_is_one_sentence(texts, tmp_path, monkeypatch):

@@ -113,12 +113,6 @@ def test_an_address_without_files_is_a_sentence(texts, tmp_path, address, messag
         open_dataset(address, base_dir=tmp_path)
 
 
-def test_a_gated_data_set_asks_for_the_token(texts, tmp_path):
-    texts.refusal = 403, "GatedRepo"
-    with pytest.raises(UserError, match=r"gated.*datasets/somebody/texts.*HF_TOKEN"):
-        open_dataset("hf:somebody/texts", base_dir=tmp_path)
-
-
 def test_too_much_is_refused_with_how_much_the_horizon_needs(texts, tmp_path, monkeypatch):
     texts.files |= {f"data/train-{i}.parquet": parquet(TEXTS) for i in range(4)}
     size = len(parquet(TEXTS))
@@ -131,11 +125,7 @@ def test_too_much_is_refused_with_how_much_the_horizon_needs(texts, tmp_path, mo
 
 
 def test_names_that_lead_out_of_the_folder_are_left_out(texts, tmp_path):
-    texts.files |= {
-        "../outside.jsonl": lines(TEXTS),
-        "/outside.jsonl": lines(TEXTS),
-        "in.jsonl": lines(TEXTS),
-    }
+    texts.files |= dict.fromkeys(["../outside.jsonl", "/outside.jsonl", "in.jsonl"], lines(TEXTS))
     assert opened(tmp_path / "base") == sorted(TEXTS)
     assert not (tmp_path / "outside.jsonl").exists()
 

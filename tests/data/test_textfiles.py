@@ -109,21 +109,6 @@ def test_an_error_is_one_sentence_with_file_and_place(tmp_path, name, content, m
     assert "\n" not in str(error.value) and ";" in str(error.value)
 
 
-def test_progress_adds_up_to_the_size_of_the_file(tmp_path):
-    contents = {
-        "a.txt": "x" * 3_000_000,
-        "a.jsonl": LINE * 1000,
-        "a.json": json.dumps(["x"] * 1000),
-        "e.md": "",
-    }
-    contents["a.jsonl.gz"] = gzip.compress(b"".join(b'"%d"\n' % i for i in range(99_999)))
-    for name, content in contents.items():
-        path = file(tmp_path, name, content)
-        steps = []
-        list(read_documents(path, "text", steps.append))
-        assert sum(steps) == path.stat().st_size and min(steps) >= 0
-
-
 def test_files_are_found_in_nested_folders_without_hidden_ones(tmp_path):
     for name in ("b/c.txt", "b/.git/d.txt", "a.MD", ".x.txt", "picture.png", "e.tar.gz", "b/f.jsonl.gz"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

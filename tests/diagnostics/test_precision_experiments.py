@@ -11,11 +11,8 @@ import experiments.precision_experiments as experiments
 
 def test_bfloat16_has_float32s_range_and_float16_more_digits():
     table = {line.split(" | ")[0][2:]: line.split(" | ")[1:] for line in experiments.formats().splitlines()}
-    assert [table[d][0] for d in ("float32", "bfloat16", "float16")] == [
-        "1 + 8 + 23",
-        "1 + 8 + 7",
-        "1 + 5 + 10",
-    ]
+    bits = {"float32": "1 + 8 + 23", "bfloat16": "1 + 8 + 7", "float16": "1 + 5 + 10"}
+    assert {dtype: table[dtype][0] for dtype in bits} == bits
     assert table["float16"][6] == "inf" and table["bfloat16"][6] == "70144"
 
 
@@ -72,10 +69,8 @@ def test_small_updates_are_lost_in_short_formats():
 def test_the_walk_differs_between_devices_where_the_lists_do():
     cuda, cpu = rules.stages("cuda"), rules.stages("cpu")
     assert cpu == rules.stages("cpu", fake=False)
-    assert {stage for stage in cuda if cuda[stage] != cpu[stage]} == {
-        "`n = layer_norm(h)`",
-        "`p = softmax(scores)`",
-    }
+    differ = {stage for stage in cuda if cuda[stage] != cpu[stage]}
+    assert differ == {"`n = layer_norm(h)`", "`p = softmax(scores)`"}
 
 
 def test_an_overflow_changes_no_weight_and_halves_the_scale():

@@ -152,10 +152,7 @@ def test_a_process_that_waits_for_one_that_is_missing_ends_in_time_and_names_it(
     ("variables", "said"),
     [
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is 0"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK is 2, but WORLD_SIZE is 2"),
-        ({"RANK": "1"}, "RANK is 1, but WORLD_SIZE is 1"),
-        ({"WORLD_SIZE": "2", "LOCAL_RANK": "0x0"}, "LOCAL_RANK is '0x0'"),
         ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR and MASTER_PORT"),
         ({"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "70000"}, "MASTER_PORT"),
     ],

@@ -4,7 +4,6 @@ import json
 import os
 import platform
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT
+from test_distributed import run_plain
 
 from nanochat import UserError
 from nanochat.machine import hardware, memory, runtime
@@ -21,9 +21,9 @@ from nanochat.machine import hardware, memory, runtime
 CPU = torch.device("cpu")
 
 
-def python(code, *arguments, **variables):
+def python(code, *arguments):
     """A child that runs `code` with this project on its path; its output is read through pipes."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)],
         env=environment,
@@ -38,17 +38,12 @@ def python(code, *arguments, **variables):
 # Device and seed
 
 
-def test_a_device_that_this_machine_lacks_is_refused_with_those_that_it_has(monkeypatch):
+def test_auto_takes_cuda_before_mps_before_cpu_and_a_device_that_is_not_here_is_refused(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in ("cuda", "mps", "tpu"):
         with pytest.raises(UserError, match=f"device_type {name} is not available here; .*cpu"):
             runtime.start(name, seed=0)
-
-
-def test_auto_takes_cuda_before_mps_before_cpu(monkeypatch):
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert runtime.start("auto", seed=0).device == CPU
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert runtime.start("auto", seed=0).device.type == "mps"
@@ -61,26 +56,6 @@ def test_auto_takes_cuda_before_mps_before_cpu(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(UserError, match="4 processes on this machine but it has 2 GPUs; lower"):
         runtime.start("auto", seed=0)
-
-
-def test_the_seed_decides_the_random_numbers():
-    drawn = []
-    for seed in (1, 2, 1):
-        runtime.start("cpu", seed)
-        drawn.append(torch.rand(3).tolist())
-    assert drawn[0] == drawn[2] != drawn[1]
-
-
-def test_a_process_alone_is_the_main_one_and_its_sums_are_its_own(capsys):
-    machine = runtime.start("cpu", seed=0)
-    assert machine.is_main and machine.world_size == 1
-    assert machine.all_sum([1.5, 2]) == [1.5, 2]
-    assert machine.all_gather({"a": 1}) == [{"a": 1}]
-    with machine.main_first("here"):
-        machine.print("hello")
-    machine.synchronize()
-    machine.close()
-    assert capsys.readouterr().out == "hello\n"
 
 
 def test_memory_is_counted_in_bytes_and_shared_among_processes():
@@ -126,11 +101,9 @@ TWO = """
 import json, sys, time
 from pathlib import Path
 import nanochat
-import torch
 from nanochat.machine import runtime
-from nanochat.evals.bits_per_byte import bits_per_byte
-from nanochat.gpt import GPT, GPTConfig
 
+sys.stdout = sys.stderr
 folder = Path(sys.argv[1])
 machine = runtime.start("cpu", seed=0)
 out = {"world_size": machine.world_size}
@@ -148,45 +121,15 @@ for turn in range(2):
             time.sleep(0.3)
             (folder / f"built{turn}").touch()
         out[f"found{turn}"] = (folder / f"built{turn}").exists()
-
-model = GPT(GPTConfig(1, 32, 2, 50, 8))
-model.init_weights(torch.Generator().manual_seed(0))
-model.head.weight.data.normal_(generator=torch.Generator().manual_seed(1))
-rows = torch.randint(50, (6, 8), generator=torch.Generator().manual_seed(2))
-targets = torch.randint(50, (6, 8), generator=torch.Generator().manual_seed(3))
-targets[0, 3:] = -1
-token_bytes, alone = torch.arange(50), runtime.Machine(machine.device)
-shares = rows[: 2] if machine.is_main else rows[2:], targets[: 2] if machine.is_main else targets[2:]
-out["shared"] = bits_per_byte(model, [shares], token_bytes, torch.float32, machine).bpb
-out["alone"] = bits_per_byte(model, [(rows, targets)], token_bytes, torch.float32, alone).bpb
 (folder / f"rank{machine.rank}.json").write_text(json.dumps(out))
 machine.close()
 """
 
 
 def test_two_processes_sum_gather_compare_and_wait_for_the_first(tmp_path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    children = [
-        python(
-            TWO,
-            tmp_path,
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE="2",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=port,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [child.communicate(timeout=90) for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    assert [child.returncode for child in children] == [0, 0], outputs
-    assert [out for out, _ in outputs] == ["only once\n", ""]
+    statuses, printed = run_plain(["-c", TWO, tmp_path])
+    assert statuses == [0, 0], printed
+    assert ["only once\n" in text for text in printed] == [True, False]
     for rank in range(2):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert found["world_size"] == 2
@@ -194,7 +137,6 @@ def test_two_processes_sum_gather_compare_and_wait_for_the_first(tmp_path):
         assert found["sum"] == [2.0, 2.0**41 + 1]
         assert found["gather"] == [{"rank": 0, "text": "x" * 10}, {"rank": 1, "text": "x" * 11}]
         assert found["found0"] and found["found1"], "the second process did not wait"
-        assert found["shared"] == pytest.approx(found["alone"], rel=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -247,8 +189,7 @@ time.sleep(100)
 """
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"])
-@pytest.mark.parametrize("where", ["Python", "C"])
+@pytest.mark.parametrize("name, where", [("SIGTERM", "C"), ("SIGINT", "C"), ("SIGHUP", "Python")])
 def test_a_signal_before_the_first_step_ends_the_process_within_seconds(name, where):
     child = python(IN_SET_UP, where)
     try:
@@ -313,13 +254,18 @@ def test_a_terminal_that_closes_does_not_keep_a_run_from_saving(tmp_path):
 
 WITHOUT_READER = """
 import os, signal, sys
+from types import SimpleNamespace
 from nanochat.machine.runtime import start
 from nanochat.machine.signals import StopSignal
+from nanochat.run.console import Console
 machine, stop = start("cpu", seed=0), StopSignal()
 stop.set_up_done()
 sys.stdin.readline()  # wait until the readers of the output have gone
 os.kill(os.getpid(), signal.SIGINT)
 machine.print("x" * 10_000)
+console = Console(0, True, SimpleNamespace(val_bpb=None), SimpleNamespace(progress=lambda step: 1))
+console.print("x" * 10_000)
+console.close()
 sys.exit(0 if stop.name == "SIGINT" else 1)
 """
 
@@ -353,18 +299,10 @@ def test_a_measured_peak_is_near_what_another_product_reaches():
     [
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H200", 989),
         ("NVIDIA GB200", 2500),
         ("NVIDIA B200", 2250),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A100-PCIE-40GB", 312),
-        ("NVIDIA A10", 125),
         ("NVIDIA L4", 121),
         ("NVIDIA L40S", 362),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-        ("NVIDIA GeForce RTX 3090", 71),
-        ("Tesla V100-SXM2-16GB", 125),
-        ("Tesla T4", 65),
         ("AMD Instinct MI300X", 1307),
     ],
 )
@@ -382,10 +320,7 @@ class Measured(Exception):
     ("name", "dtype"),
     [
         ("NVIDIA RTX A4000", torch.bfloat16),  # its name only resembles a known one
-        ("NVIDIA A10G", torch.bfloat16),
         ("NVIDIA L40", torch.bfloat16),
-        ("NVIDIA T400 4GB", torch.bfloat16),
-        ("RTX A1000", torch.bfloat16),
         ("NVIDIA H200", torch.float32),  # the table is for 16 bit
     ],
 )
@@ -438,11 +373,6 @@ def test_the_commit_is_the_projects_own_with_a_plus_if_files_differ_from_it(tmp_
     assert runtime.git_commit(project) == commit
     (project / "a.txt").write_text("2")
     assert runtime.git_commit(project) == commit + "+"
-
-
-def test_the_processor_has_a_name():
-    name = runtime.device_name(CPU)
-    assert name.endswith(f", {os.cpu_count()} cores") and len(name) > len(f", {os.cpu_count()} cores")
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives memory back when asked")

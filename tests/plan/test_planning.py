@@ -153,18 +153,6 @@ def test_a_run_that_is_hopeless_on_this_machine_is_warned_of():
     assert "hopeless" not in make_plan(num_iterations=1000)[1]
 
 
-def test_the_lines_of_the_plan_are_aligned_and_grouped():
-    _, text = make_plan(num_iterations=100, total_batch_size=4096)
-    lines = text.splitlines()
-    assert [line for line in lines if not line.startswith(" ")] == [
-        "machine", "text", "model", "training", "cost",
-    ]  # fmt: skip
-    starts = {
-        len(line) - len(line[2:].partition("  ")[2].lstrip()) for line in lines if line.startswith("  ")
-    }
-    assert len(starts) == 1, text
-
-
 def test_the_memory_of_a_cpu_run_counts_what_the_process_holds_already():
     plan, text = make_plan(num_iterations=10, total_batch_size=4096)
     held = replace(plan, hardware=replace(plan.hardware, held=3 * 2**30))

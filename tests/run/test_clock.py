@@ -66,10 +66,8 @@ MACHINES = {
     "steady": lambda step, t: 0.25,
     "the eleventh step compiles": lambda step, t: 30.0 if step == 10 else 0.3 if step < 10 else 0.2,
     "half the speed in the middle": lambda step, t: 0.2 if t < 60 else 0.4,
-    "twice the speed from the middle on": lambda step, t: 0.4 if t < 60 else 0.2,
     "stopped for 30 seconds": lambda step, t: 30.0 if step == 200 else 0.2,
     "a slow first minute": lambda step, t: 1.5 if t < 60 else 0.2,
-    "steps of four seconds": lambda step, t: 4.0,
 }
 
 
