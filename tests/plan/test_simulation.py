@@ -41,10 +41,6 @@ def test_a_process_sends_its_share_of_all_gradients_and_all_weights_as_much_as_p
     assert simulation.exchange_rate(H100, 8) == 450e9 and simulation.exchange_rate(H100, 64) == 8 * 50e9
 
 
-
-
-
-
 def test_the_optimizers_time_is_that_of_the_process_with_the_most_matrices():
     config = scaling.model_config(12, 64, 128, T, V, "L")
     block = 4 * 30 * C**3 + 2 * 60 * C**3

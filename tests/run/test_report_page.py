@@ -161,7 +161,7 @@ def test_settings_are_shown_beside_the_defaults_of_the_script_that_made_the_run(
 
 def test_a_comparison_shows_each_run_what_differs_and_the_best_where_they_can_be_compared(tmp_path):
     runs = []
-    for name, depth in (("a/one", 4), ("b/one", 6), ("three", 6)):
+    for name, depth in (("a/one", 4), ("b/one", 6), ("c/two", 6)):
         (folder := tmp_path / name).mkdir(parents=True)
         make_run(folder, samples=NASTY)
         configure(folder, settings=SETTINGS | {"depth": {"value": depth, "source": "command line"}})
@@ -170,7 +170,7 @@ def test_a_comparison_shows_each_run_what_differs_and_the_best_where_they_can_be
     page = Page(comparison_page(runs))
     data = json.loads(page.parts["script"][0])
     loss = next(chart for chart in data["charts"] if chart["id"] == "chart-loss")
-    assert [curve["name"] for curve in loss["curves"]] == ["a/one", "b/one", "three"]
+    assert [curve["name"] for curve in loss["curves"]] == ["a/one", "b/one", "c/two"]
     assert all(len(data["x"][c["group"]]["tokens"]) == len(c["y"]) == 41 for c in loss["curves"])
     differs = page.text.partition("What differs")[2]
     assert "depth" in differs and "grad_clip" not in differs
