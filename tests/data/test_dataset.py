@@ -118,17 +118,13 @@ def test_another_field_or_column_holds_the_text_when_named(tmp_path):
 
 def test_the_empty_split_of_few_documents_is_refused_with_what_to_do(tmp_path):
     (tmp_path / "one.txt").write_text("one text")
-    with pytest.raises(
-        UserError, match=r"none of the 1 documents of one.txt falls into the validation split .*val_data"
-    ):
+    with pytest.raises(UserError, match=r"none of the 1 documents of one.txt falls .*val_data"):
         open_dataset(tmp_path / "one.txt", base_dir=tmp_path / "base")
     assert os.listdir(tmp_path / "base" / "data") == []
 
 
 def test_a_source_that_vanishes_or_changes_on_the_way_is_one_sentence(texts, tmp_path, monkeypatch):
     folder, _ = texts
-    with pytest.raises(UserError, match="nowhere does not exist or may not be read"):
-        open_dataset(tmp_path / "nowhere", base_dir=tmp_path / "base")
     read = dataset.read_documents
 
     def change(path, *rest):
@@ -158,10 +154,8 @@ def test_leftovers_of_killed_imports_are_removed_after_a_day_and_no_others(texts
         for path in (data / name / "bucket_0000", data / name):
             os.utime(path, (time.time() - age,) * 2)
     open_dataset(folder, base_dir=tmp_path / "base")
-    assert {path.name for path in data.iterdir() if not path.name.startswith("texts")} == {
-        ".new.abcdefgh",
-        "mine",
-    }
+    left = {path.name for path in data.iterdir() if not path.name.startswith("texts")}
+    assert left == {".new.abcdefgh", "mine"}
 
 
 LARGE = """

@@ -1,7 +1,6 @@
 """Runs on GPUs that are not here: counts against numbers worked out by hand, and what is refused."""
 
 import importlib
-import itertools
 import re
 from dataclasses import replace
 

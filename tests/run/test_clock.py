@@ -35,14 +35,6 @@ def watch(monkeypatch):
     return watch
 
 
-@pytest.mark.parametrize("num_iterations", [1, 7, 653, 10**9])
-def test_with_a_number_of_steps_progress_is_their_share(num_iterations):
-    clock = Clock(make_plan(num_iterations=num_iterations), LoopState(), MAIN, 0)
-    for step in {0, 1, num_iterations // 3, num_iterations - 1, num_iterations}:
-        assert clock.progress(step) == step / num_iterations
-    assert clock.now(1) == (0.0, False) and not clock.ends_soon
-
-
 def train(watch, clock, loop, step_s, evaluation_s=3.0, eval_every=100, stop_at=math.inf):
     """The loop of a run, in which a step takes step_s(step, seconds since the command). Returns the progress
     before each step."""
