@@ -126,17 +126,14 @@ def test_no_function_and_no_word_of_a_computation_is_in_both_splits(data):
     names, words = [], []
     for split in (data.train, data.val):
         asked = [question for question, _, _ in turns(split)]
-        defined = {name for question in asked for name in re.findall(r"def (\w+)\(", question)}
-        imported = {
-            name for question in asked for name in re.findall(r"^from \S+ import (\w+)", question, re.M)
-        }
-        explained = re.compile(
-            r"(?:What does|What is|Explain) (?:\w+\.)+(\w+) (?:do|for|in one sentence)[.?]$"
+        named = (
+            r"def (\w+)\(",
+            r"^from \S+ import (\w+)",
+            r"^(?:What does|What is|Explain) (?:\w+\.)+(\w+) (?:do|for|in one sentence)[.?]$",
         )
-        names.append(defined | imported | {m[1] for question in asked if (m := explained.match(question))})
-        computed = [
-            question for question, answer, _ in turns(split) if answer.startswith(("It pr", "The val"))
-        ]
+        text = "\n".join(asked)
+        names.append({name for pattern in named for name in re.findall(pattern, text, re.M)})
+        computed = [q for q, answer, _ in turns(split) if answer.startswith(("It prints ", "The value "))]
         words.append({word for question in computed for word in re.findall(r"'(\w{2,})'", question)})
     assert min(map(len, names)) > 100 and min(map(len, words)) > 50
     assert not names[0] & names[1]
@@ -144,24 +141,14 @@ def test_no_function_and_no_word_of_a_computation_is_in_both_splits(data):
 
 
 def test_a_question_is_the_same_in_another_process_with_other_hashes(tmp_path):
-    (tmp_path / "shop.py").write_text(
-        "def pay(price, currency='EUR'):\n    'Pay it.'\ndef send(*, to): pass\n"
-    )
-    code = (
-        "import pathlib, sys; from nanochat.data.python_questions import open_embedded; "
-        "print(open_embedded(pathlib.Path(sys.argv[1])).fingerprint)"
-    )
-    seen = [
-        subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path)],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]
-    assert seen[0] == seen[1] == f"{open_embedded(tmp_path).fingerprint}\n"
+    source = "def pay(price, currency='EUR'):\n    'Pay it.'\ndef send(*, to): pass\n"
+    (tmp_path / "shop.py").write_text(source)
+    code = "import pathlib, sys; from nanochat.data.python_questions import open_embedded; "
+    code += "print(open_embedded(pathlib.Path(sys.argv[1])).fingerprint)"
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        said = subprocess.check_output([sys.executable, "-c", code, tmp_path], env=environment, text=True)
+        assert said == f"{open_embedded(tmp_path).fingerprint}\n"
 
 
 def test_sources_are_read_and_never_run(tmp_path):

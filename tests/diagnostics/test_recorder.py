@@ -79,52 +79,6 @@ def test_casts_of_weights_are_named_and_only_those_of_another_dtype_happen():
     }
 
 
-class BackwardInFloat32(torch.autograd.Function):
-    """x @ w.T in x's dtype, whose backward pass computes in float32 all the same."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w.t()
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        return (grad.float() @ w.float()).to(x.dtype), (grad.float().t() @ x.float()).to(w.dtype)
-
-
-def test_a_backward_product_in_another_dtype_than_its_forward_product_is_told():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.odd, self.plain = (nn.Linear(8, 8, bias=False, dtype=BF16) for _ in range(2))
-
-        def forward(self, x):
-            return self.plain(BackwardInFloat32.apply(x, self.odd.weight))
-
-    record = recorded(Model(), torch.randn(4, 8, dtype=BF16, requires_grad=True))
-    assert [s for s in statements(record) if "backward matmul" in s] == [
-        "2 of 4 backward matmuls ran in another dtype than their forward matmul, such as `mm`: bfloat16 "
-        "forward, float32 backward."
-    ]
-
-
-def test_attention_that_is_not_fused_is_told_with_the_dtype_of_its_softmax():
-    class ByHand(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.query = nn.Linear(8, 8)
-
-        def forward(self, x):
-            q = self.query(x)
-            return (q @ q.mT).softmax(-1) @ q
-
-    said = statements(recorded(ByHand(), torch.randn(2, 4, 8), BF16))
-    # That is so on a CPU; on CUDA it is always float32
-    assert "Softmax outside of fused operators took and gave bfloat16." in said
-    assert not any("fused operator," in s for s in said)
-
-
 # ------------------------------------------------------------------------------------------------------
 # The project's model
 
