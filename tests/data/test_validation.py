@@ -81,8 +81,7 @@ def test_nothing_to_score_is_refused(tmp_path):
         tokenize_validation(corpus.shards, Numbers(), folder=tmp_path)
 
 
-# ------------------------------------------------------------------------------------------------------
-# The file that keeps the tokens
+# -- The file that keeps the tokens
 
 
 class Other(Numbers):

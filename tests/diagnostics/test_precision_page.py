@@ -40,8 +40,7 @@ def test_the_statements_about_our_model_in_each_precision(dtype):
     assert not any("16" in sentence for sentence in said) or dtype != F32
 
 
-# ------------------------------------------------------------------------------------------------------
-# Every sentence comes from the record
+# -- Every sentence comes from the record
 
 
 def swapped(dtype):
@@ -121,8 +120,7 @@ def test_only_all_and_none_are_said_to_be_all_and_none():
     ]  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------------
-# The page and its script
+# -- The page and its script
 
 
 def test_tables_hold_every_call_that_computes_once(record):

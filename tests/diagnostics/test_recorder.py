@@ -28,8 +28,7 @@ def products(record: Record, phase=None) -> list:
     return [op for op in record.ops if op.flops and phase in (None, op.phase)]
 
 
-# ------------------------------------------------------------------------------------------------------
-# Models with a dtype placed by hand in each layer
+# -- Models with a dtype placed by hand in each layer
 
 
 class ThreeDtypes(nn.Module):
@@ -79,8 +78,7 @@ def test_casts_of_weights_are_named_and_only_those_of_another_dtype_happen():
     }
 
 
-# ------------------------------------------------------------------------------------------------------
-# The project's model
+# -- The project's model
 
 
 def test_the_record_agrees_with_what_hooks_see_and_with_the_formula_for_flops():

@@ -135,8 +135,7 @@ def test_a_damaged_zip_file_is_a_sentence_wherever_it_is_damaged(folder, tmp_pat
             assert "damaged.zip" in str(error) or "eval_bundle" in str(error)
 
 
-# ------------------------------------------------------------------------------------------------------
-# Download
+# -- Download
 
 
 @pytest.fixture

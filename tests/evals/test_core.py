@@ -195,8 +195,7 @@ def test_a_process_without_questions_gets_the_results_too(model, tokenizer, task
     assert (result.accuracy, result.n) == (pytest.approx(2 / 3), 3)
 
 
-# ------------------------------------------------------------------------------------------------------
-# Models whose answers are known
+# -- Models whose answers are known
 
 
 class Known:
@@ -241,8 +240,7 @@ def test_a_model_that_is_no_number_is_an_error(model, tokenizer, tasks):
         evaluate(broken, tokenizer, tasks)
 
 
-# ------------------------------------------------------------------------------------------------------
-# Prompts
+# -- Prompts
 
 
 def test_a_prompt_is_the_worked_examples_of_the_published_seed_and_the_question(tasks):
@@ -266,8 +264,7 @@ def test_a_prompt_that_is_too_long_keeps_its_end(tokenizer, tasks):
     assert short.starts == [1] and len(short.rows[0]) == 3
 
 
-# ------------------------------------------------------------------------------------------------------
-# Batches
+# -- Batches
 
 
 def test_batches_hold_every_question_once_and_no_more_tokens_than_asked():

@@ -24,18 +24,11 @@ CPU = torch.device("cpu")
 def python(code, *arguments):
     """A child that runs `code` with this project on its path; its output is read through pipes."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command, pipes = [sys.executable, "-c", code, *map(str, arguments)], ("stdin", "stdout", "stderr")
+    return subprocess.Popen(command, env=environment, text=True, **dict.fromkeys(pipes, subprocess.PIPE))
 
 
-# ------------------------------------------------------------------------------------------------------
-# Device and seed
+# -- Device and seed
 
 
 def test_auto_takes_cuda_before_mps_before_cpu_and_a_device_that_is_not_here_is_refused(monkeypatch):
@@ -94,8 +87,7 @@ def test_free_memory_is_within_a_containers_limit_and_counts_its_file_cache_as_f
     assert runtime.Machine(CPU).free_memory() == 8000 * 1024
 
 
-# ------------------------------------------------------------------------------------------------------
-# Two processes
+# -- Two processes
 
 TWO = """
 import json, sys, time
@@ -139,8 +131,7 @@ def test_two_processes_sum_gather_compare_and_wait_for_the_first(tmp_path):
         assert found["found0"] and found["found1"], "the second process did not wait"
 
 
-# ------------------------------------------------------------------------------------------------------
-# Signals
+# -- Signals
 
 WAITER = """
 import os, signal, sys, time
@@ -268,8 +259,7 @@ def test_a_stopped_run_outlives_the_readers_of_its_output():
     assert child.wait(timeout=60) == 0
 
 
-# ------------------------------------------------------------------------------------------------------
-# Speed
+# -- Speed
 
 
 def test_a_measured_peak_is_near_what_another_product_reaches():
@@ -338,8 +328,7 @@ def test_the_compiler_is_told_what_vectors_there_are_unless_the_user_says_it(
     assert os.environ.get(name) == expected
 
 
-# ------------------------------------------------------------------------------------------------------
-# Names
+# -- Names
 
 
 def git(folder, *words):

@@ -79,8 +79,7 @@ def test_the_automatic_device_batch_divides_the_rows_and_is_the_largest_that_fit
     assert fits(picked) or picked == 1
 
 
-# ------------------------------------------------------------------------------------------------------
-# What to lower when a run does not fit
+# -- What to lower when a run does not fit
 
 
 def plan_of(**changes):

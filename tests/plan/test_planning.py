@@ -161,8 +161,7 @@ def test_the_memory_of_a_cpu_run_counts_what_the_process_holds_already():
     assert "held already" not in text
 
 
-# ------------------------------------------------------------------------------------------------------
-# A horizon in minutes
+# -- A horizon in minutes
 
 
 def test_minutes_become_steps_by_an_assumed_share_of_the_peak_and_decide_before_the_ratio():

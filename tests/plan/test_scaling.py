@@ -26,8 +26,7 @@ def horizon(model, num_iterations=-1, flops=-1.0, ratio=-1.0, batch=-1, flops_pe
     return scaling.derive_horizon(model, num_iterations, flops, ratio, batch, flops_per_token)
 
 
-# ------------------------------------------------------------------------------------------------------
-# Width
+# -- Width
 
 
 @given(st.integers(1, 60), st.integers(1, 200), st.integers(1, 128).map(lambda n: 2 * n))
@@ -98,8 +97,7 @@ def test_scaling_parameters_are_those_that_every_token_is_multiplied_with():
     assert all(p.is_meta for p in scaling.on_meta(model).parameters())
 
 
-# ------------------------------------------------------------------------------------------------------
-# Horizon
+# -- Horizon
 
 
 def test_the_first_positive_one_of_iterations_flops_and_ratio_decides():
@@ -161,8 +159,7 @@ def test_with_the_steps_given_the_batch_is_the_best_one_for_the_tokens_it_makes(
     assert batch >= T and batch % T == 0
 
 
-# ------------------------------------------------------------------------------------------------------
-# Batch: refusals offer numbers that are then taken
+# -- Batch: refusals offer numbers that are then taken
 
 
 def numbers_offered(refusal):
@@ -196,8 +193,7 @@ def test_batches_that_do_not_come_out_even_are_refused_with_some_that_do(batch, 
         assert device_rows == -1 or batch % (T * world_size)
 
 
-# ------------------------------------------------------------------------------------------------------
-# Rates
+# -- Rates
 
 
 BATCHES, TOKENS = st.sampled_from([2**11, 2**15, 2**20]), st.floats(1e6, 1e12)

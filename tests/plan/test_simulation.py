@@ -25,8 +25,7 @@ def settings(**changes):
     return DEFAULTS | {"plan": True, "depth": 12, "device": "H100", "world_size": 8} | changes
 
 
-# ------------------------------------------------------------------------------------------------------
-# Counts
+# -- Counts
 
 
 def test_a_process_sends_its_share_of_all_gradients_and_all_weights_as_much_as_plain_ddp():
@@ -51,8 +50,7 @@ def test_the_optimizers_time_is_that_of_the_process_with_the_most_matrices():
     assert simulation.optimizer_flops(tiny, 64) == 0
 
 
-# ------------------------------------------------------------------------------------------------------
-# The run
+# -- The run
 
 
 def test_the_plan_is_the_one_that_planning_makes_for_that_hardware():
@@ -116,8 +114,7 @@ def test_a_known_run_is_predicted_within_a_tenth():
     assert 60 * simulate(run_6).hours == pytest.approx(99, rel=0.1)
 
 
-# ------------------------------------------------------------------------------------------------------
-# In words
+# -- In words
 
 
 def test_the_page_names_memory_by_kind_bytes_time_and_what_is_assumed():
@@ -161,8 +158,7 @@ def test_base_train_imagines_without_data_tokenizer_or_folder(tmp_path):
     assert "H100 x 64, imagined" in said and "memory of a process" in said and not base.exists()
 
 
-# ------------------------------------------------------------------------------------------------------
-# docs/scale.md
+# -- docs/scale.md
 
 
 @pytest.mark.slow

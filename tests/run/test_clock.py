@@ -140,8 +140,7 @@ def test_the_clock_begins_with_the_process(tmp_path):
     assert 0 <= first <= seconds + tick and 0.5 - tick <= later <= waited + tick
 
 
-# ------------------------------------------------------------------------------------------------------
-# Whole runs
+# -- Whole runs
 
 MINUTES = ["--num_iterations=-1", "--target_minutes=0.25", "--eval_every=-1", "--save_every=20"]
 

@@ -86,8 +86,7 @@ def steps_of(lines: list[str]) -> list[int]:
     return [int(line.split("/")[0].removeprefix("step ")) for line in lines]
 
 
-# ------------------------------------------------------------------------------------------------------
-# A log file
+# -- A log file
 
 
 @pytest.mark.parametrize("end", [105, 1000])  # finished, or stopped
@@ -138,8 +137,7 @@ def test_processes_other_than_the_first_print_nothing(capsys, clock):
     assert captured.out == captured.err == ""
 
 
-# ------------------------------------------------------------------------------------------------------
-# A terminal
+# -- A terminal
 
 
 def test_on_a_terminal_one_line_is_redrawn_and_printed_lines_stand_above_it(clock, monkeypatch):
@@ -218,8 +216,7 @@ def test_without_a_terminal_on_both_streams_nothing_is_redrawn(clock, monkeypatc
     assert "\r" not in screen.getvalue() + file.getvalue()
 
 
-# ------------------------------------------------------------------------------------------------------
-# The time that is left
+# -- The time that is left
 
 
 def simulate(steps: int, every: int, seconds: float, pause: float, total: int) -> float:

@@ -26,8 +26,7 @@ def write_all(folder, records):
     log.close()
 
 
-# ------------------------------------------------------------------------------------------------------
-# The file
+# -- The file
 
 
 def test_records_come_back_to_the_last_digit_and_numbers_that_json_does_not_have_become_null(tmp_path):
@@ -71,8 +70,7 @@ def test_a_writer_killed_at_any_moment_leaves_whole_records_in_order(tmp_path):
     assert json.dumps(expected[-1]).encode().startswith(rest)
 
 
-# ------------------------------------------------------------------------------------------------------
-# Going back to a checkpoint
+# -- Going back to a checkpoint
 
 
 def run_of(first, last, every, evaluated=-1):
@@ -129,8 +127,7 @@ def test_a_rewind_that_fails_leaves_the_records_as_they_were(tmp_path, monkeypat
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-# ------------------------------------------------------------------------------------------------------
-# What the loop remembers
+# -- What the loop remembers
 
 
 def test_a_spike_is_a_loss_six_sigma_over_the_recent_ones():

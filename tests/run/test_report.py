@@ -134,8 +134,7 @@ def test_the_report_is_imported_without_the_large_packages_that_it_may_not_need(
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
 
 
-# ------------------------------------------------------------------------------------------------------
-# Reading
+# -- Reading
 
 
 def test_damaged_lines_are_named_and_the_rest_is_read(tmp_path):
@@ -209,8 +208,7 @@ def test_what_is_left_comes_from_progress_in_a_run_of_minutes_and_from_steps_in_
         assert read_run(tmp_path).is_complete
 
 
-# ------------------------------------------------------------------------------------------------------
-# Curves
+# -- Curves
 
 values = st.lists(st.floats(-1e6, 1e6) | st.just(math.nan), min_size=1, max_size=60)
 

@@ -128,8 +128,7 @@ def test_a_page_says_whether_the_run_goes_on_and_reloads_itself_only_then(tmp_pa
         assert state in page.text and ("40 of 400 steps" in page.text) == (state == "stopped")
 
 
-# ------------------------------------------------------------------------------------------------------
-# Settings, and several runs
+# -- Settings, and several runs
 
 
 def test_the_command_gives_back_every_setting_that_was_given(tmp_path):
