@@ -1,5 +1,6 @@
 """The machine: device, memory and peak FLOP/s, signals, and the exchanges between two processes."""
 
+import contextlib
 import json
 import os
 import platform
@@ -21,11 +22,21 @@ from nanochat.machine import hardware, memory, runtime
 CPU = torch.device("cpu")
 
 
-def python(code, *arguments):
-    """A child that runs `code` with this project on its path; its output is read through pipes."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command, pipes = [sys.executable, "-c", code, *map(str, arguments)], ("stdin", "stdout", "stderr")
-    return subprocess.Popen(command, env=environment, text=True, **dict.fromkeys(pipes, subprocess.PIPE))
+@contextlib.contextmanager
+def python(code, *arguments, **how):
+    """A child that runs `code` with this project on its path; its output is read through pipes. It ends with
+    the block, and after a minute: if a signal gets lost, a test fails and does not hang."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, text=True, **pipes | how
+    ) as child:
+        watchdog = threading.Timer(60, child.kill)
+        watchdog.start()
+        try:
+            yield child
+        finally:
+            watchdog.cancel()
+            child.kill()
 
 
 # -- Device and seed
@@ -152,10 +163,7 @@ while True:
 
 @pytest.mark.parametrize("nohup", [[], ["nohup"]], ids=["", "nohup"])
 def test_signals_are_remembered_and_a_second_sigint_stops_at_once(nohup):
-    child = python(WAITER, *nohup)
-    watchdog = threading.Timer(60, child.kill)  # if a signal gets lost, the test fails and does not hang
-    watchdog.start()
-    try:
+    with python(WAITER, *nohup) as child:
         assert child.stdout.readline() == "ready\n"
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGINT):
             child.send_signal(number)
@@ -167,10 +175,6 @@ def test_signals_are_remembered_and_a_second_sigint_stops_at_once(nohup):
         assert child.stdout.readline() == "SIGINT\n"
         child.send_signal(signal.SIGINT)
         assert child.wait() == 130
-    finally:
-        watchdog.cancel()
-        child.kill()
-        child.communicate()
 
 
 IN_SET_UP = """
@@ -186,16 +190,12 @@ time.sleep(100)
 
 @pytest.mark.parametrize("name, where", [("SIGTERM", "C"), ("SIGINT", "C"), ("SIGHUP", "Python")])
 def test_a_signal_before_the_first_step_ends_the_process_within_seconds(name, where):
-    child = python(IN_SET_UP, where)
-    try:
+    with python(IN_SET_UP, where) as child:
         assert child.stdout.readline() == "ready\n"
         time.sleep(0.3)
         child.send_signal(getattr(signal, name))
         assert child.wait(timeout=5) == 0
         assert f"stopped by {name} before the first step" in child.stderr.read()
-    finally:
-        child.kill()
-        child.communicate()
 
 
 IN_A_TERMINAL = """
@@ -217,19 +217,13 @@ Path(sys.argv[1]).write_text(stop.name)
 def test_a_terminal_that_closes_does_not_keep_a_run_from_saving(tmp_path):
     pty = pytest.importorskip("pty")
     ours, theirs = pty.openpty()
-    child = subprocess.Popen(
-        [sys.executable, "-c", IN_A_TERMINAL, tmp_path / "saved"],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True,
-        stdin=theirs, stdout=theirs, stderr=theirs,
-    )  # fmt: skip
-    os.close(theirs)
-    assert b"step" in os.read(ours, 1000)
-    os.close(ours)  # the window is closed
-    try:
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    with python(IN_A_TERMINAL, tmp_path / "saved", start_new_session=True, **streams) as child:
+        os.close(theirs)
+        assert b"step" in os.read(ours, 1000)
+        os.close(ours)  # the window is closed
         assert child.wait(timeout=30) == 0
         assert (tmp_path / "saved").read_text() == "SIGHUP"
-    finally:
-        child.kill()
 
 
 WITHOUT_READER = """
@@ -251,12 +245,12 @@ sys.exit(0 if stop.name == "SIGINT" else 1)
 
 
 def test_a_stopped_run_outlives_the_readers_of_its_output():
-    child = python(WITHOUT_READER)
-    child.stdout.close()
-    child.stderr.close()
-    child.stdin.write("\n")
-    child.stdin.close()
-    assert child.wait(timeout=60) == 0
+    with python(WITHOUT_READER) as child:
+        child.stdout.close()
+        child.stderr.close()
+        child.stdin.write("\n")
+        child.stdin.close()
+        assert child.wait(timeout=60) == 0
 
 
 # -- Speed
@@ -381,5 +375,6 @@ print(counts[-1] - counts[-5])
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to keep memory")
 def test_memory_that_is_kept_is_not_asked_of_the_system_again():
     """Counted in pages, in processes of their own: it holds to the end of a process."""
-    given_back, kept = (int(python(FAULTS, keep).communicate()[0]) for keep in (False, True))
+    command = [sys.executable, "-c", FAULTS]
+    given_back, kept = (int(subprocess.check_output([*command, k], cwd=ROOT)) for k in ("False", "True"))
     assert kept < given_back / 10
