@@ -65,14 +65,10 @@ def test_bytes_that_are_not_utf8_are_told_with_their_line(tmp_path, lines):
         assert "\n" not in str(error.value)
 
 
-def test_a_json_file_may_be_one_object_or_one_text(tmp_path):
-    assert read(file(tmp_path, "a.json", ' {"text": "one", "n": [1, {"b": 2}]}\n')) == ["one"]
-    assert read(file(tmp_path, "a.json", '"one"')) == ["one"]
-    assert read(file(tmp_path, "a.json", "[]")) == []
+def test_json_files_and_lines_are_objects_or_texts_and_empty_lines_are_passed_over(tmp_path):
+    for content, texts in (' {"text": "one", "n": [1, {"b": 2}]}\n', ["one"]), ('"one"', ["one"]), ("[]", []):
+        assert read(file(tmp_path, "a.json", content)) == texts
     assert read(file(tmp_path, "a.json", '[{"body": "b", "text": 3}]'), "body") == ["b"]
-
-
-def test_json_lines_are_objects_or_texts_and_empty_lines_are_passed_over(tmp_path):
     lines = '\ufeff{"text": "one"}\r\n\n  "two"  \n{"text": null}\n{"text": "\\ud83d\\ude00"}'
     for name, content in ("a.jsonl", lines), ("A.JSONL.GZ", gzip.compress(lines.encode())):
         assert read(file(tmp_path, name, content)) == ["one", "two", "", "😀"]

@@ -33,21 +33,17 @@ if os.environ["RANK"] == "1":
         batch = original(loader)
         calls += 1
         if calls == 4 * step + 1:  # a process has four micro-steps a step; this is the first one of `step`
-            while fault in ("kill", "stop") and not os.path.exists(os.environ["RUN_FOLDER"] + "/step_000003"):
+            folder = os.environ["RUN_FOLDER"]
+            while fault in ("SIGKILL", "SIGSTOP") and not os.path.exists(folder + "/step_000003"):
                 time.sleep(0.02)  # the save of step 3 needs both processes; let it end first
             if fault == "refuse":
                 from nanochat import explain_errors
 
                 explain_errors(lambda error: f"{error.args[0]}; give others")
+            if fault in ("refuse", "raise"):
                 raise LookupError("the tokens of process 1 are gone")
-            if fault == "raise":
-                raise LookupError("the tokens of process 1 are gone")
-            if fault == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if fault == "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            if fault == "term":
-                os.kill(os.getpid(), signal.SIGTERM)
+            if fault.startswith("SIG"):
+                os.kill(os.getpid(), getattr(signal, fault))
             if fault == "nan":
                 from nanochat.gpt import GPT
                 forward = GPT.forward
@@ -187,7 +183,7 @@ def test_an_error_of_one_process_is_printed_and_an_error_of_all_is_printed_once(
 
 @pytest.mark.slow
 def test_a_killed_process_ends_all_and_the_other_says_which_one_is_gone(tmp_path, corpus):
-    status, printed, _ = run_two(tmp_path, corpus, "kill", 5)
+    status, printed, _ = run_two(tmp_path, corpus, "SIGKILL", 5)
     assert status == 1
     cause = root_cause(printed)
     assert "rank      : 1" in cause and "SIGKILL" in cause
@@ -198,7 +194,7 @@ def test_a_killed_process_ends_all_and_the_other_says_which_one_is_gone(tmp_path
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP here")
 def test_a_process_that_hangs_ends_all_after_process_timeout_and_is_named(tmp_path, corpus):
-    status, printed, seconds = run_two(tmp_path, corpus, "stop", 5, "--process_timeout=5")
+    status, printed, seconds = run_two(tmp_path, corpus, "SIGSTOP", 5, "--process_timeout=5")
     assert status == 1
     assert "process 0: no answer from process 1 for 5 s: it hangs" in printed
     assert seconds < 120  # the start, our 5 s and torchrun's 30 s
@@ -216,7 +212,7 @@ def test_a_step_that_is_not_finite_in_one_process_is_skipped_by_all(tmp_path, co
 
 @pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_at_the_same_step_and_the_run_goes_on(tmp_path, corpus):
-    status, printed, _ = run_two(tmp_path, corpus, "term", 3)
+    status, printed, _ = run_two(tmp_path, corpus, "SIGTERM", 3)
     assert status == 0 and "stopped by" in printed
     assert sorted(losses(tmp_path / "run")) == list(range(4))
     assert checkpoint.find(tmp_path / "run", "auto").step == 4
