@@ -42,22 +42,6 @@ def test_only_runs_of_more_than_256_characters_are_cut_and_only_for_the_training
         assert run.encode() in train([run] * 2, 4096, exact=False).tokens
 
 
-def test_a_signal_stops_the_training_at_once():
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, 3)
-    began = time.monotonic()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            train([dna(8_000_000)], 60_000)
-        assert time.monotonic() - began < 5
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 @needs_proc
 def test_the_training_process_ends_with_the_process_that_started_it():
     script = "from nanochat.data.tokenizer import train; print('begin', flush=True)\n"

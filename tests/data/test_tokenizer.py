@@ -120,11 +120,7 @@ def test_training_is_the_same_whatever_the_threads(tokenizer, tmp_path):
         assert result.stdout.strip() == tokenizer.fingerprint, result.stderr
 
 
-def test_training_reads_no_more_characters_than_asked_and_survives_surrogates():
-    assert (
-        train(["abcabc" * 9, "defdef" * 99], 267, max_chars=54).tokens[256:]
-        == train(["abcabc" * 9], 267).tokens[256:]
-    )
+def test_training_survives_surrogates():
     assert b"abc" in train(["abc\ud800" * 9], 270).tokens
 
 

@@ -86,11 +86,11 @@ def make_model():
     return model, MuonAdamW(parameter_groups(model, RATES, weight_decay=0.1), torch.bfloat16)
 
 
-def train_one_step(model, optimizer, scaler, dtype, factor=1.0):
+def train_one_step(model, optimizer, scaler, dtype):
     idx = torch.randint(61, (4, 16), generator=torch.Generator().manual_seed(0))
     with precision.autocast(CPU, dtype):
         logits, loss = model(idx), model(idx, idx.roll(-1, 1))
-    scaler.scale(loss * factor).backward()
+    scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
     gradients = {name: p.grad for name, p in model.named_parameters()}
     scaler.step(optimizer)
@@ -122,16 +122,3 @@ def test_the_scaler_works_in_float16_alone_and_passes_everything_through_otherwi
         for name, exact in gradients[torch.float32].items():
             if exact.ndim == 2:  # the scalars' are sums that nearly cancel
                 assert (gradients[dtype][name] - exact).norm() <= 0.05 * exact.norm(), name
-
-
-@pytest.mark.parametrize("factor", [1.0, torch.inf])
-def test_the_scaler_skips_a_step_that_overflowed_and_lowers_its_scale(factor):
-    model, optimizer = make_model()
-    scaler = precision.make_scaler(CPU, torch.float16)
-    before, scale = model.head.weight.detach().clone(), scaler.get_scale()
-    train_one_step(model, optimizer, scaler, torch.float16, factor)
-    overflowed = factor == torch.inf
-    assert torch.equal(model.head.weight, before) == overflowed
-    assert (scaler.get_scale() < scale) == overflowed
-    moved = any(tensor.any() for tensor in optimizer.named_state().values())
-    assert moved != overflowed, "a skipped step leaves no trace in the optimizer's state either"

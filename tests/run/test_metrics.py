@@ -104,15 +104,6 @@ def test_a_run_that_was_rewound_and_went_on_has_the_records_of_one_never_stopped
     assert read_metrics(folder / "metrics.jsonl") == run_of(0, length, every)
 
 
-def test_lines_that_no_run_has_written_are_skipped_and_named(tmp_path):
-    path, said = tmp_path / "metrics.jsonl", []
-    good = [{"step": 0, "loss": None}, {"step": 1, "samples": []}, {"step": 2, "core": 0, "own_score": 1}]
-    bad = [None, ["loss"], {"step": 1}, {"loss": 1.0}, {"step": True, "loss": 1}, {"step": 1, "loss": "low"}]
-    path.write_text("".join(json.dumps(record) + "\n" for record in good + bad))
-    assert read_metrics(path, said.append) == good
-    assert len(said) == len(bad) and "line 4, is damaged and skipped" in said[0]
-
-
 @pytest.mark.parametrize("fails_at", ["fsync", "replace"])
 def test_a_rewind_that_fails_leaves_the_records_as_they_were(tmp_path, monkeypatch, fails_at):
     write_all(tmp_path, run_of(0, 9, 3))
