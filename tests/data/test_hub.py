@@ -36,11 +36,12 @@ def opened(base: Path, address: str = "hf:somebody/texts", **more) -> list[str]:
     return sorted(flat(documents(open_dataset(address, base_dir=base, **more))))
 
 
-def test_files_of_each_kind_are_imported_with_validation_by_hash(texts, tmp_path):
-    texts.files["data/0.parquet"] = parquet(TEXTS[:50])
-    texts.files["1.jsonl.gz"] = gzip.compress(lines(TEXTS[50:100]))
-    texts.files["2.json"] = json.dumps(TEXTS[100:150]).encode()
-    texts.files |= {f"{i}.txt": text.encode() for i, text in enumerate(TEXTS[150:])}
+@pytest.mark.parametrize("files", [
+    {"data/all.parquet": parquet(TEXTS)}, {"all.jsonl.gz": gzip.compress(lines(TEXTS))},
+    {"all.json": json.dumps(TEXTS).encode()}, {f"{i}.txt": text.encode() for i, text in enumerate(TEXTS)},
+], ids=["parquet", "jsonl.gz", "json", "txt"])  # fmt: skip
+def test_files_of_each_kind_are_imported_with_validation_by_hash(texts, tmp_path, files):
+    texts.files |= files
     train, val = documents(open_dataset("hf:somebody/texts", base_dir=tmp_path))
     assert sorted(train + val) == sorted(TEXTS)
     assert sorted(val) == sorted(filter(is_validation, TEXTS))

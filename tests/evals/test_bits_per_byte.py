@@ -83,12 +83,11 @@ def test_where_nothing_is_scored_there_is_no_number(problem):
         assert math.isnan(found.bpb) and found.loss_by_position == {}
 
 
-@pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_a_model_that_is_broken_is_refused(problem, broken):
+def test_a_model_that_is_broken_is_refused(problem):
     _, _, tokens, token_bytes = problem
     model = GPT(GPTConfig(1, 32, 2, V, T))
     model.init_weights()
-    model.head.weight.data[3] = broken
+    model.head.weight.data[3] = math.inf
     with pytest.raises(UserError, match="not a number"):
         bits_per_byte(model, ValidationBatches(tokens, T, 4), token_bytes, torch.float32, ALONE)
 

@@ -13,26 +13,20 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_report import write_records
 
-from nanochat.run.metrics import LoopState, Metrics, diverged, is_spike, read_metrics, rewind_metrics
+from nanochat.run.metrics import LoopState, diverged, is_spike, read_metrics, rewind_metrics
 
 ROOT = Path(__file__).parents[2]
-
-
-def write_all(folder, records):
-    log = Metrics(folder)
-    for record in records:
-        log.write(record)
-    log.close()
 
 
 # -- The file
 
 
 def test_records_come_back_to_the_last_digit_and_numbers_that_json_does_not_have_become_null(tmp_path):
-    write_all(tmp_path, [{"step": 0, "loss": math.pi * 1e-5, "name": "a\nb"}])
+    write_records(tmp_path, {"step": 0, "loss": math.pi * 1e-5, "name": "a\nb"})
     # a second process appends
-    write_all(tmp_path, [{"step": 1, "loss": math.nan, "grad_norm": math.inf, "by": {"a": -math.inf}}])
+    write_records(tmp_path, {"step": 1, "loss": math.nan, "grad_norm": math.inf, "by": {"a": -math.inf}})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line, parse_constant=lambda word: pytest.fail(word)) for line in lines] == [
         {"step": 0, "loss": math.pi * 1e-5, "name": "a\nb"},
@@ -95,18 +89,18 @@ def test_a_run_that_was_rewound_and_went_on_has_the_records_of_one_never_stopped
     length, every = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 6))
     crash = data.draw(st.integers(0, length))
     checkpoint = data.draw(st.integers(0, crash))
-    write_all(folder, run_of(0, crash, every))
+    write_records(folder, *run_of(0, crash, every))
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(data.draw(st.sampled_from(["", '{"step": 3, "lo'])))
     rewind_metrics(folder / "metrics.jsonl", checkpoint)
     evaluated = checkpoint if checkpoint % every == 0 else -1
-    write_all(folder, run_of(checkpoint, length, every, evaluated))
+    write_records(folder, *run_of(checkpoint, length, every, evaluated))
     assert read_metrics(folder / "metrics.jsonl") == run_of(0, length, every)
 
 
 @pytest.mark.parametrize("fails_at", ["fsync", "replace"])
 def test_a_rewind_that_fails_leaves_the_records_as_they_were(tmp_path, monkeypatch, fails_at):
-    write_all(tmp_path, run_of(0, 9, 3))
+    write_records(tmp_path, *run_of(0, 9, 3))
     before = (tmp_path / "metrics.jsonl").read_bytes()
 
     def fail(*args):
