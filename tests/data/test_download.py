@@ -207,8 +207,6 @@ def test_a_download_that_was_stopped_in_the_middle_goes_on_by_the_same_command(h
         (["--name=climbmix", "--num_shards=6543"], "6542 training shards; give --num_shards=-1"),
         (["--name=climbmix", "--val_data=x"], "--val_data goes with --data"),
         (["--name=climbmix", "--data=x"], "give either"),
-        (["--name=climbmix", "--mirror=nowhere"], "mirror"),
-        (["--data=/nowhere"], "data=/nowhere does not exist"),
         (["--name=climbmix", "--base_dir=~nouser0815/x"], "--base_dir=~nouser0815/x begins with a user"),
     ],
 )

@@ -46,7 +46,6 @@ def test_given_iterations_may_read_a_text_as_often_as_they_like_with_a_warning()
     [
         ({}, 0.5, None, 0.0),
         ({}, 1.5, None, 0.5),
-        ({}, 2.0, None, 1.0),
         ({}, 9.0, None, 1.0),
         ({}, 9.0, {"table_share": 0.25}, 0.25),  # a resumed run that is made longer
         ({"table_decay": 0.3}, 0.5, {"table_share": 0.25}, 0.3),
