@@ -124,7 +124,7 @@ def test_a_model_whose_weights_do_not_fit_is_a_sentence_with_what_to_lower(corpu
     sizes = ["--depth=2", "--aspect_ratio=4096", "--head_dim=256", "--accept=memory"]  # matrices of a GiB
     done = python_m(["limited", *command(corpus, tmp_path / "out", *sizes)[1:]], folder=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert "error: out of memory with" in done.stderr and "--device_batch_size" in done.stderr
+    assert "error: out of memory with 2 rows" in done.stderr and "--device_batch_size=1" in done.stderr
 
 
 # Shapes that the constants for CPUs were not fitted to (docs/benchmarks.md names those)
