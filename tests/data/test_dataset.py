@@ -83,24 +83,16 @@ def test_it_is_imported_once_and_again_when_the_source_changed(texts, tmp_path, 
     assert documents(first)  # a run that uses the older import can go on
 
 
-def test_val_data_decide_the_split_of_imported_text(texts, tmp_path):
-    folder, expected = texts
-    data = open_dataset(folder, folder / "a.jsonl", base_dir=tmp_path / "base")
-    train, val = documents(data)
-    assert sorted(val) == sorted(text for text in expected if text.startswith("jsonl "))
-    assert sorted(train + val) == sorted(expected)
-    by_hash = open_dataset(folder, base_dir=tmp_path / "base")
-    assert by_hash.fingerprint != data.fingerprint
-
-
-def test_several_paths_may_be_given_with_commas(texts, tmp_path):
+def test_val_data_decide_the_split_and_several_paths_may_be_given_with_commas(texts, tmp_path):
     folder, expected = texts
     (tmp_path / "with, comma.txt").write_text("comma")
     data = open_dataset(f"{folder}/a.jsonl, {folder}/d.parquet", base_dir=tmp_path / "base")
     wanted = [text for text in expected if text.startswith(("jsonl ", "parquet "))]
     assert sorted(flat(documents(data))) == sorted(wanted)
     both = open_dataset(folder, f"{folder}/a.jsonl,{folder}/d.parquet", base_dir=tmp_path / "base")
-    assert sorted(documents(both)[1]) == sorted(wanted)
+    train, val = documents(both)
+    assert sorted(val) == sorted(wanted) and sorted(train + val) == sorted(expected)
+    assert both.fingerprint != open_dataset(folder, base_dir=tmp_path / "base").fingerprint  # split by hash
     data = open_dataset(folder, tmp_path / "with, comma.txt", base_dir=tmp_path / "base")
     assert documents(data)[1] == ["comma"]
 
