@@ -14,7 +14,7 @@ from pathlib import Path
 
 import configurator
 from nanochat import UserError
-from nanochat.data.parquet import iterate_documents
+from nanochat.data.parquet import Documents
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import TIKTOKEN_FILES, from_tiktoken, is_cached, tokenizer_path, train
 from nanochat.files import user_path
@@ -50,7 +50,7 @@ def samples() -> dict[str, str]:
     import pydoc_data.topics
 
     validation, left = [], sample_chars
-    for document in iterate_documents(dataset.val_shards):
+    for document in Documents(dataset.val_shards):
         validation.append(document[:left])
         left -= len(validation[-1])
         if not left:

@@ -1,4 +1,4 @@
-"""Conversations from files: read, checked, and named by file and line where something is wrong.
+"""Conversations from files. What is wrong in a file is named with its line.
 
 A conversation is a list of messages. A message has a role (system, user or assistant) and a content, which is
 text. After at most one system message at the start, user and assistant take turns, and the assistant has the
@@ -25,8 +25,8 @@ from nanochat.files import user_path
 from nanochat.terminal import first_line
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
-SHOWN_ERRORS = 10  # bad conversations that a message names
-VALIDATION_SHARE = 40  # by its hash one conversation in so many is validation, as with documents
+SHOWN_ERRORS = 10  # bad conversations that a message shows
+VALIDATION_SHARE = 40  # one conversation in so many is validation, chosen by hash, as with documents
 LARGEST_WEIGHT = 1000.0
 
 
@@ -117,7 +117,8 @@ def _sources(setting: str, value: str) -> Iterator[tuple[Path, float]]:
 
 
 def _values(path: Path, bad: list[str]) -> Iterator[tuple[object, str]]:
-    """(value, its place) of each conversation of a file. A line that is no JSON goes to `bad`."""
+    """(value, its place) of each conversation of a file. What is wrong with a line that is no JSON goes to
+    `bad`."""
     if path.suffix.lower() == ".parquet":
         yield from _rows(path)
         return

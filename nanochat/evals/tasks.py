@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from nanochat.data.dataset import Dataset
-from nanochat.data.parquet import iterate_documents
+from nanochat.data.parquet import Documents
 from nanochat.evals import core
 from nanochat.evals.bundle import Task, open_bundle
 from nanochat.evals.cloze_questions import make_tasks
@@ -47,7 +47,7 @@ def cloze_tasks(dataset: Dataset, folder: Path) -> list[Task]:
         digest, content = path.read_bytes().split(b"\n", 1)
         if hashlib.sha256(content).hexdigest().encode() == digest:
             return [Task(**task) for task in json.loads(content)]
-    tasks = make_tasks(iterate_documents(dataset.val_shards))
+    tasks = make_tasks(Documents(dataset.val_shards))
     content = json.dumps([dataclasses.asdict(task) for task in tasks]).encode()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shards import flat
 
 from nanochat import UserError
-from nanochat.data.parquet import iterate_documents
+from nanochat.data.parquet import Documents
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.data.validation import ValidationBatches, tokenize_validation
 
@@ -72,7 +72,7 @@ def test_real_text_is_tokenized_once_for_any_number_of_iterations_and_all_its_by
     assert len(first) == len(batches) > 10
     assert all(torch.equal(a, b) for a, b in zip(flat(first), flat(second), strict=True))
     scored = sum(int(sizes[targets[targets >= 0]].sum()) for _, targets in batches)
-    assert scored == sum(len(text.encode()) for text in iterate_documents(shards))
+    assert scored == sum(len(text.encode()) for text in Documents(shards))
 
 
 def test_nothing_to_score_is_refused(tmp_path):
