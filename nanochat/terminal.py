@@ -99,9 +99,9 @@ def first_line(error: BaseException) -> str:
 
 
 def table(rows: list, left: int = 1) -> str:
-    """A Markdown table with aligned columns, of rows of texts; the first row is its head, and the first
-    `left` columns begin at the left."""
-    rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    """A Markdown table with aligned columns. The first row is its head; the first `left` columns begin at the
+    left."""
+    rows = [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
     widths = [max(3, *map(len, column)) for column in zip(*rows, strict=True)]
     rule = [f":{'-' * (w - 1)}" if i < left else f"{'-' * (w - 1)}:" for i, w in enumerate(widths)]
     lines = []

@@ -127,8 +127,8 @@ class Feed:
     """Gives lanes their documents. It reads every row group of an epoch once, for all its lanes.
 
     order(epoch): the row groups of an epoch. Their documents are numbered from 0 in that order; document n
-    goes to the lane whose share is n mod `stride`. shares: {lane: share}. start: {lane: (epoch, documents that
-    it has taken of that epoch)}.
+    goes to the lane whose share is n mod `stride`. shares: {lane: share}. start: {lane: (epoch, documents of
+    that epoch that the lane has taken)}.
     """
 
     def __init__(
@@ -208,8 +208,8 @@ def open_lanes(
 ) -> list[Lane]:
     """The lanes with these numbers at these positions, for rows of `row_tokens` = max_seq_len + 1 tokens.
 
-    All lanes share one feed. With many row groups, each lane has a feed of its own and takes whole row groups.
-    While shards arrive, it has not: the first steps would need shards from all over the data set.
+    With many row groups, each lane has a feed of its own and takes whole row groups. Else all lanes share one
+    feed; also while shards arrive, because the first steps would need shards from all over the data set.
     """
 
     @functools.lru_cache(maxsize=2)

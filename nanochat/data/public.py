@@ -71,7 +71,7 @@ class PublicDataset(Dataset):
         return LARGEST_VOCABULARY  # however few shards are here
 
     def estimated_tokens(self, tokenizer: Tokenizer) -> int:
-        """About how many tokens the shards of this run have: the first shard's, times the number of shards."""
+        """About how many tokens this run's shards have: the first shard's, times the number of shards."""
         return estimate_tokens(RowGroups(self.train_shards[:1]), tokenizer) * len(self.train_shards)
 
     def for_run(self, tokenizer: Tokenizer, resumed, machine) -> "PublicDataset":

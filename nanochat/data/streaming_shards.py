@@ -30,7 +30,7 @@ class Arrival:
     """A folder in which shards arrive, as one process sees it.
 
     how: the command that downloads the shards, for messages. patience_s: after so many seconds without a new
-    byte, a wait ends with a UserError (0: nothing arrives here). `longest_s` ends a wait even while bytes come.
+    byte, a wait ends with a UserError (0: nothing arrives). After `longest_s` it ends even if bytes come.
     """
 
     def __init__(self, folder: Path, how: str, patience_s: float):

@@ -209,9 +209,9 @@ def train(
 ) -> Tokenizer:
     """Train a byte-level BPE of `vocab_size` ids, special tokens included, on `max_chars` characters.
 
-    `max_chars` -1 is all of them. The same texts give the same tokenizer, on any number of threads.
-    `progress` shows a bar on stderr. Raises UserError if `vocab_size` is below the number of bytes and special
-    tokens, or if the text yields fewer ids; without `exact` the tokenizer then has fewer.
+    max_chars: -1 is all of them. exact: refuse a text that yields fewer ids; else the tokenizer has fewer.
+    progress: show a bar on stderr. The same texts give the same tokenizer, on any number of threads. Raises
+    UserError, also if `vocab_size` is below the number of bytes and special tokens.
     """
     smallest = 256 + len(SPECIAL_TOKENS)
     if vocab_size < smallest:

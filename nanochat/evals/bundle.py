@@ -13,7 +13,7 @@ The examples of the three task types have these fields:
     schema               context_options, continuation, gold: several contexts, one continuation
     language_modeling    context, continuation: the model has to write exactly this continuation
 
-All that is read is checked before it is used: the bundle may be somebody's own, or a stranger's.
+Everything is checked before it is used: a bundle may be a person's own, or a stranger's.
 """
 
 import contextlib
@@ -40,8 +40,8 @@ TASK_TYPES = {  # fields of an example: str, a list of str, or an index into tha
     "schema": ("continuation", "context_options", "gold"),
     "language_modeling": ("context", "continuation"),
 }
-SHUFFLE_SEED = 1337  # karpathy/nanochat's: of the order in which the first max_per_task examples are taken
-# What zipfile raises for a damaged file
+SHUFFLE_SEED = 1337  # karpathy/nanochat's: gives the order in which max_per_task takes examples
+# The errors of zipfile for a damaged file
 UNREADABLE = (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError, ValueError)
 
 
@@ -63,7 +63,7 @@ class Bundle:
 
     path: Path
     tasks: list[Task]
-    fingerprint: str  # of all that was read, hexadecimal: equal ones give equal scores
+    fingerprint: str  # SHA-256 of all files that were read, hexadecimal
 
 
 def open_bundle(
@@ -72,8 +72,8 @@ def open_bundle(
     """(the bundle at a folder or zip file, ""), or (None, the reason in one line) if none is there.
 
     path: None is `<base_path>/eval_bundle`, which may be missing. max_per_task: examples to read of each task
-    (-1 = all), in an order that is shuffled, always in the same way. Raises UserError if `path`
-    does not exist or the bundle is damaged, with the file and the line.
+    (-1 = all), in a shuffled order that is always the same. Raises UserError if `path` does not exist or the
+    bundle is damaged, with the file and the line.
     """
     found = Path(base_path) / NAME if path is None else user_path("bundle", path)
     if path is None and not found.exists():
@@ -97,7 +97,7 @@ def _damaged(place: object, reason: object) -> UserError:
 
 @contextlib.contextmanager
 def _root(path: Path) -> Iterator[Path | zipfile.Path]:
-    """The folder of a bundle; that of a zip file is one within it."""
+    """The folder that holds core.yaml, which may be inside of a zip file."""
     if path.is_dir():
         yield path
         return
@@ -120,7 +120,7 @@ def root_of(names: list[str]) -> str:
 
 @dataclass
 class _Source:
-    """Reads the files of a bundle, and keeps a hash of them."""
+    """Reads the files of a bundle and hashes them."""
 
     root: Path | zipfile.Path
     digest: "hashlib._Hash"
@@ -235,7 +235,7 @@ def _example(content: object, fields: tuple[str, ...]) -> dict:
 
 
 def _text(field: str, value: object) -> str:
-    """A text; a number is written out, as other readers of this format do."""
+    """A text; a number becomes its text, as in other readers of this format."""
     if isinstance(value, str):
         return value
     if type(value) in (int, float) and math.isfinite(value):

@@ -1,7 +1,7 @@
 """Downloads the public evaluation bundle of CORE and unpacks it into <base_dir>/eval_bundle.
 
-Only a bundle's own files are taken out of the zip file, into a temporary folder. The folder gets its name
-when all of it is there and can be opened.
+Only a bundle's own files are unpacked, into a temporary folder. It gets its name when it is complete and can
+be opened.
 """
 
 import contextlib
@@ -11,9 +11,8 @@ import zipfile
 from pathlib import Path
 
 from nanochat import UserError
-from nanochat.data.parquet import first_line
 from nanochat.evals.bundle import GET, NAME, UNREADABLE, open_bundle, root_of
-from nanochat.terminal import bar, gib
+from nanochat.terminal import bar, first_line, gib
 
 HOST = "https://karpathy-public.s3.us-west-2.amazonaws.com"  # where karpathy/nanochat has it
 FILE = f"{NAME}.zip"
@@ -24,8 +23,8 @@ LARGEST_BUNDLE = 1 << 31  # bytes of all its files, unpacked
 def download_bundle(base_path: Path, host: str = HOST) -> None:
     """Get the public bundle unless a good one is there.
 
-    Raises UserError if the server does not send it whole or it is no bundle, OSError if `base_path` cannot be
-    written. Then the bundle that was there stays.
+    Raises UserError if the download fails or is no bundle, OSError if `base_path` cannot be written. In both
+    cases a bundle that was there stays.
     """
     folder = base_path / NAME
     with contextlib.suppress(UserError):
@@ -41,7 +40,7 @@ def download_bundle(base_path: Path, host: str = HOST) -> None:
 
 
 def _get(url: str, path: Path) -> None:
-    """Write what a URL gives into a file. A busy server is asked again."""
+    """Download a URL into a file. If the server is busy, try again."""
     import requests
     from urllib3.util import Retry
 
@@ -64,9 +63,9 @@ def _get(url: str, path: Path) -> None:
 
 
 def install(archive_path: Path, folder: Path) -> int:
-    """Unpack the zip file of a bundle as `folder`, in the place of what is there; the number of its tasks.
+    """Replace `folder` by the content of a bundle's zip file; returns the number of its tasks.
 
-    Raises UserError if it is damaged or no bundle; then `folder` stays as it was.
+    Raises UserError if the file is damaged or no bundle; then `folder` stays as it was.
     """
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{NAME}.") as temporary:
         try:
@@ -81,9 +80,9 @@ def install(archive_path: Path, folder: Path) -> int:
 
 
 def unpack(archive_path: Path, folder: Path) -> Path:
-    """Write what belongs to a bundle into a new folder; returns the folder of its core.yaml.
+    """Unpack a bundle's own files into a new folder; returns the folder of its core.yaml.
 
-    zipfile compares the checksums, writes nothing outside of the folder, and makes no links.
+    zipfile compares checksums, writes nothing outside of the folder and makes no links.
     """
     with zipfile.ZipFile(archive_path) as archive:
         root = root_of(archive.namelist())

@@ -1,10 +1,10 @@
 """Cloze questions about a text, made from the text itself: what comes next here?
 
-A question is a passage (the query), what the text has after it (the answer), and two or three wrong choices.
-Questions come in groups of as many as they have choices. All questions of a group offer the same choices,
-and each choice is right once: the wrong choices of one question are the answers of the others. So a rule that
-looks at the choices alone (the shortest, the most frequent, the first) is right exactly as often as chance.
-What a model scores above chance it has read in the query.
+A question is a passage (the query), what follows it in the text (the answer), and two or three wrong choices.
+A group has as many questions as choices. All its questions offer the same choices, and each choice is right
+once: the wrong choices of one question are the answers of the others. So a rule that looks at the choices
+alone (the shortest, the most frequent, the first) scores exactly chance, and a model that scores more has
+read the query.
 """
 
 import ast
@@ -27,7 +27,7 @@ FEWEST_QUESTIONS = 12  # a task with fewer is left out: its score would be noise
 TEXT_CHARS = 500_000  # of the documents that questions are made from
 OPEN_GROUPS = 64  # groups that wait for members; they are searched for each question
 
-KEYWORDS = {"def", "return", "else", "import", "in", "is", "as", "and"}  # each has places of its own
+KEYWORDS = {"def", "return", "else", "import", "in", "is", "as", "and"}  # no two fit in the same place
 OPENING = {")": "(", "]": "[", "}": "{"}
 LEVELS = (4, 8, 12, 16)  # columns at which a line begins
 NOT_PYTHON = (SyntaxError, ValueError, MemoryError, RecursionError, tokenize.TokenError)
@@ -40,7 +40,7 @@ Question = tuple[str, str]  # query, answer
 
 
 def word_runs(text: str) -> Iterator[Span]:
-    """Some words in a row. Scripts without blanks between words begin and end anywhere."""
+    """A few words in a row. In scripts without blanks between words they begin and end anywhere."""
     wide = "[\u2e80-\U0010ffff]"
     begin, end = rf"(?<=\S)(?:\s(?=\S)|(?={wide}))", rf"\S{{1,40}}?(?=\s|{wide})"
     for match in re.finditer(rf"(?s){begin}.{{{CONTINUATION_CHARS}}}{end}", text):
@@ -49,7 +49,7 @@ def word_runs(text: str) -> Iterator[Span]:
 
 
 def repeated_words(text: str) -> Iterator[Span]:
-    """A word of four letters or more, with the blank before it, that stands in the passage too."""
+    """A word of four letters or more, with the blank before it, that occurs in the passage too."""
     latest = {}
     for match in re.finditer(r"(?<=\S) ([^\W\d_]{4,})\b", text):
         if latest.get(match[1], -1) >= query_start(text, match.start()):
@@ -107,7 +107,7 @@ def brackets(source: Source) -> Iterator[Span]:
 
 
 def indentations(source: Source) -> Iterator[Span]:
-    """The blanks before a statement but for the last one: a tokenizer joins that to the word after it."""
+    """The blanks before a statement without the last one, which a tokenizer joins to the word after it."""
     ends = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.NL, tokenize.COMMENT)
     before = tokenize.NEWLINE
     for token in source.tokens:
@@ -117,7 +117,7 @@ def indentations(source: Source) -> Iterator[Span]:
 
 
 def arguments(source: Source) -> Iterator[Span]:
-    """The name of an argument of three letters or more, used in its function."""
+    """A use of an argument, whose name has three letters or more, in its function."""
     starts = [token.start for token in source.tokens]
     for node in ast.walk(source.tree):
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -142,7 +142,7 @@ class Kind(NamedTuple):
     label: str
     task_type: str  # CORE's: multiple_choice, schema (which passage stood before?) or language_modeling
     choices: int  # 1: the model has to write the answer
-    few_answers: bool  # the same few answers everywhere; else no answer comes twice
+    few_answers: bool  # the same few answers everywhere; else each answer is used once
     find: Callable  # the places, in a text or, for Python, in a Source
     python: bool = False
 
@@ -204,7 +204,7 @@ def _first(documents: Iterable[str]) -> Iterator[str]:
 
 
 def query_start(text: str, at: int) -> int:
-    """Where the passage before a place begins: at the first line in reach, else at the first word."""
+    """Where the passage before a place begins: at the first line within QUERY_CHARS, else the first word."""
     first, last = at - QUERY_CHARS, at - QUERY_CHARS // 3
     if first <= 0:
         return 0
@@ -216,9 +216,9 @@ def query_start(text: str, at: int) -> int:
 
 
 def _groups(kind: Kind, questions: list[Question]) -> list[list[Question]]:
-    """Groups of questions that can share their choices, QUESTIONS questions in all if there are so many.
+    """Groups of questions that can share their choices: QUESTIONS questions, or as many as there are.
 
-    The order of the hashes draws the questions: it is random, and the same for the same text.
+    Questions are taken in the order of their hashes: it is random, and the same for the same text.
     """
 
     def place(question: Question) -> bytes:
@@ -228,8 +228,8 @@ def _groups(kind: Kind, questions: list[Question]) -> list[list[Question]]:
     for query, answer in sorted(set(questions), key=place):
         if len(query) < QUERY_CHARS // 4 or (answer in used and not kind.few_answers):
             continue
-        fitting = (group for group in waiting if all(_apart(kind, (query, answer), other) for other in group))
-        group = next(fitting, None)
+        possible = (group for group in waiting if all(_apart(kind, (query, answer), one) for one in group))
+        group = next(possible, None)
         if group is None:
             if len(waiting) == OPEN_GROUPS:
                 continue
