@@ -47,8 +47,8 @@ def open_conversations(
             )
         return open_embedded()
     bad: list[str] = []
-    train = _read_sources("data", data, bad)
-    val = _read_sources("val_data", val_data, bad) if val_data is not None else Conversations([], [])
+    train = _read_files("data", data, bad)
+    val = _read_files("val_data", val_data, bad) if val_data is not None else Conversations([], [])
     if bad:
         shown = "\n".join(f"  {error}" for error in bad[:SHOWN_ERRORS])
         more = f"\n  and {len(bad) - SHOWN_ERRORS:,} more" if len(bad) > SHOWN_ERRORS else ""
@@ -79,7 +79,7 @@ def _split(both: Conversations) -> tuple[Conversations, Conversations]:
     return splits
 
 
-def _read_sources(setting: str, value: str, bad: list[str]) -> Conversations:
+def _read_files(setting: str, value: str, bad: list[str]) -> Conversations:
     """The good conversations of all files of a setting; the reason for each bad one goes to `bad`."""
     read = Conversations([], [])
     for path, weight in _sources(setting, value):

@@ -26,7 +26,7 @@ ADDRESS = re.compile(
 )
 LARGEST = 10 << 30  # bytes of all files; the import writes about as much again
 BYTES_PER_TOKEN = 4  # of compressed parquet files, at most; the public shards have 2.1
-KINDS = ((".parquet",), (".jsonl", ".jsonl.gz"), (".json",), (".txt", ".md", ".py"))
+PREFERRED = ((".parquet",), (".jsonl", ".jsonl.gz"), (".json",), (".txt", ".md", ".py"))
 NO_TEXT = ("readme", "license", "dataset_info")  # files whose names begin so are no text to train on
 
 
@@ -87,7 +87,7 @@ def _chosen(files: dict[str, int], pattern: str) -> list[str]:
     if pattern:
         return [n for n in names if fnmatch.fnmatchcase(n, pattern) or n.startswith(f"{pattern}/")]
     names = [name for name in names if not PurePosixPath(name).name.lower().startswith(NO_TEXT)]
-    of_kinds = ([name for name in names if name.lower().endswith(kind)] for kind in KINDS)
+    of_kinds = ([name for name in names if name.lower().endswith(kind)] for kind in PREFERRED)
     found = next(filter(None, of_kinds), [])
     return [name for name in found if "train" in name] or found
 

@@ -35,8 +35,8 @@ def bits_per_byte(
     token_bytes (V,) int64, on the model's device: the length of each token in bytes. compiled: training is
     compiled; then this is compiled too, where it pays. Raises UserError if a loss is not a number.
 
-    Bits per byte = sum of nats / ln 2 / bytes of the scored tokens. A longer token has a higher loss, and more
-    bytes.
+    Bits per byte = sum of nats / ln 2 / bytes of the scored tokens. A longer token has a higher loss and
+    more bytes.
     """
     losses = _compiled_losses() if pays_to_compile(compiled, token_bytes.device) else token_losses
     nats, counts = [], []  # of each batch; on the device until the end, so that nothing waits for it

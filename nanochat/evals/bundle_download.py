@@ -1,7 +1,6 @@
 """Downloads the public evaluation bundle of CORE and unpacks it into <base_dir>/eval_bundle.
 
-Only a bundle's own files are unpacked, into a temporary folder. It gets its name when it is complete and can
-be opened.
+It is unpacked into a temporary folder, which gets its name when it is complete and can be opened.
 """
 
 import contextlib
@@ -65,30 +64,23 @@ def _get(url: str, path: Path) -> None:
 def install(archive_path: Path, folder: Path) -> int:
     """Replace `folder` by the content of a bundle's zip file; returns the number of its tasks.
 
-    Raises UserError if the file is damaged or no bundle; then `folder` stays as it was.
+    Only a bundle's own files are unpacked. zipfile compares checksums, writes nothing outside of the folder
+    and makes no links. Raises UserError if the file is damaged or no bundle; then `folder` stays as it was.
     """
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{NAME}.") as temporary:
+        unpacked = Path(temporary) / "unpacked"
         try:
-            unpacked = unpack(archive_path, Path(temporary) / "unpacked")
+            with zipfile.ZipFile(archive_path) as archive:
+                root = root_of(archive.namelist())
+                parts = (f"{root}core.yaml", f"{root}eval_meta_data.csv", f"{root}eval_data/")
+                members = [member for member in archive.infolist() if member.filename.startswith(parts)]
+                if (size := sum(member.file_size for member in members)) > LARGEST_BUNDLE:
+                    raise UserError(f"{archive_path} would take {gib(size)}, which is no evaluation bundle")
+                archive.extractall(unpacked, members)
         except (FileExistsError, NotADirectoryError, IsADirectoryError, *UNREADABLE) as error:
             raise UserError(f"{archive_path} is damaged ({first_line(error)}); run {GET} again") from error
-        bundle, _ = open_bundle(unpacked, folder.parent)
+        bundle, _ = open_bundle(unpacked / root, folder.parent)
         if folder.is_symlink() or folder.exists():
             os.replace(folder, Path(temporary) / "before")
-        os.replace(unpacked, folder)
+        os.replace(unpacked / root, folder)
     return len(bundle.tasks)
-
-
-def unpack(archive_path: Path, folder: Path) -> Path:
-    """Unpack a bundle's own files into a new folder; returns the folder of its core.yaml.
-
-    zipfile compares checksums, writes nothing outside of the folder and makes no links.
-    """
-    with zipfile.ZipFile(archive_path) as archive:
-        root = root_of(archive.namelist())
-        parts = (f"{root}core.yaml", f"{root}eval_meta_data.csv", f"{root}eval_data/")
-        members = [member for member in archive.infolist() if member.filename.startswith(parts)]
-        if (size := sum(member.file_size for member in members)) > LARGEST_BUNDLE:
-            raise UserError(f"{archive_path} would take {gib(size)}, which is no evaluation bundle")
-        archive.extractall(folder, members)
-    return folder / root

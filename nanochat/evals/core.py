@@ -43,7 +43,7 @@ class Accuracy:
 
 
 @dataclass
-class Question:
+class TokenizedQuestion:
     """A question as rows of tokens, one for each different text, and where their scored tokens begin."""
 
     task: int  # index of its task
@@ -102,7 +102,7 @@ def evaluate(
     return {task.label: _accuracy(task, count) for task, count in zip(tasks, right, strict=True)}
 
 
-def decide(task: Task, question: Question, losses: np.ndarray, exact: np.ndarray) -> bool:
+def decide(task: Task, question: TokenizedQuestion, losses: np.ndarray, exact: np.ndarray) -> bool:
     """Whether a question is answered right. losses, exact (choices,): the mean loss of each choice, and
     whether all its tokens are the most probable ones. Of equally likely choices the first one counts."""
     if task.task_type == "language_modeling":
@@ -167,7 +167,7 @@ def common_prefix(rows: list[np.ndarray]) -> int:
     return shortest if equal.all() else int(equal.argmin())
 
 
-def tokenize(task: Task, number: int, index: int, tokenizer, max_seq_len: int) -> Question:
+def tokenize(task: Task, number: int, index: int, tokenizer, max_seq_len: int) -> TokenizedQuestion:
     """A question of task `number` as rows of at most `max_seq_len` tokens; a longer text keeps its end.
 
     The tokens after the common prefix are scored (schema: the common suffix; language_modeling: the answer),
@@ -182,7 +182,7 @@ def tokenize(task: Task, number: int, index: int, tokenizer, max_seq_len: int) -
         starts = [common_prefix(rows)] * len(rows)
     if task.task_type == "language_modeling":
         rows, starts = rows[1:], starts[1:]
-    question, row_of_text = Question(number, task.examples[index].get("gold", 0)), {}
+    question, row_of_text = TokenizedQuestion(number, task.examples[index].get("gold", 0)), {}
     for row, start in zip(rows, starts, strict=True):
         key = row.tobytes()
         if key not in row_of_text:
@@ -250,7 +250,7 @@ class _Layer:
         return shift_keys(k), v, None
 
 
-def launch(model, questions: list[Question], bos_id: int, dtype: torch.dtype, tokens_per_batch: int):
+def launch(model, questions: list[TokenizedQuestion], bos_id: int, dtype: torch.dtype, tokens_per_batch: int):
     """Start the forward passes for all rows of these questions, without waiting for the device.
 
     Returns (row of each scored token, its loss in nats, whether it is the most probable one): a list, and
@@ -270,7 +270,7 @@ def launch(model, questions: list[Question], bos_id: int, dtype: torch.dtype, to
     return row_of, torch.cat(losses), torch.cat(exact)
 
 
-def forward(model, questions: list[Question], bos_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(model, questions: list[TokenizedQuestion], bos_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(logits (N, V) float32, the true tokens (N,) int64) of all scored tokens of a batch of questions.
 
     The rows of a question have a common prefix, often with many worked examples. Its tokens, up to the length
@@ -300,7 +300,7 @@ def forward(model, questions: list[Question], bos_id: int) -> tuple[torch.Tensor
     return model(idx, cache=cache, positions=before), targets
 
 
-def finish(row_of: list[int], losses: torch.Tensor, exact: torch.Tensor, questions: list[Question]):
+def finish(row_of: list[int], losses: torch.Tensor, exact: torch.Tensor, questions: list[TokenizedQuestion]):
     """Wait for the device, and yield (losses (choices,) float64, exact (choices,) bool) of each question; see
     `decide`."""
     count = np.bincount(row_of)  # scored tokens of each row
@@ -313,7 +313,7 @@ def finish(row_of: list[int], losses: torch.Tensor, exact: torch.Tensor, questio
         first += len(question.rows)
 
 
-def batches(questions: list[Question], tokens_per_batch: int, max_seq_len: int) -> list[list[int]]:
+def batches(questions: list[TokenizedQuestion], tokens_per_batch: int, max_seq_len: int) -> list[list[int]]:
     """The indices of the questions in batches of similar prefixes and lengths.
 
     The padded rows of a batch have at most `tokens_per_batch` tokens, unless it is a single question.

@@ -56,7 +56,7 @@ def cloze_tasks(dataset: Dataset, folder: Path) -> list[Task]:
 
 
 def score_tasks(
-    model, tokenizer, own: list[Task], public: list[Task], dtype: torch.dtype, machine, bar=None
+    model, tokenizer, own: list[Task], public: list[Task], dtype: torch.dtype, machine, bar
 ) -> dict:
     """The fields that metrics.jsonl has for tasks, from an evaluation on all processes.
 
@@ -80,8 +80,6 @@ def score_tasks(
 
 
 def _evaluate(model, tokenizer, tasks, dtype, machine, bar, text):
-    if bar is None:
-        return core.evaluate(model, tokenizer, tasks, dtype, machine)
     questions = -(-sum(len(task.examples) for task in tasks) // machine.world_size)
     with bar(questions, text, " questions") as shown:
         return core.evaluate(model, tokenizer, tasks, dtype, machine, progress=shown.update)

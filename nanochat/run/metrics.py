@@ -19,8 +19,7 @@ SMOOTHING = 0.9  # share of the old mean in the smoothed loss
 _NUMBER = (int, float, type(None))
 # The fields that make a record, with their types: only training records have a loss, and an evaluation has at
 # least one of the others. Training record k is update k, from 0; evaluation record k was made after k updates
-KINDS = {"loss": _NUMBER, "val_bpb": _NUMBER, "own_score": _NUMBER, "core": _NUMBER, "samples": list}
-EVALUATIONS = tuple(KINDS)[1:]
+FIELDS = {"loss": _NUMBER, "val_bpb": _NUMBER, "own_score": _NUMBER, "core": _NUMBER, "samples": list}
 
 
 @dataclass
@@ -193,8 +192,8 @@ def read_metrics(path, say=lambda warning: None) -> list[dict]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-            kinds = record.keys() & KINDS.keys()
-            valid = kinds and all(isinstance(record[kind], KINDS[kind]) for kind in kinds)
+            names = record.keys() & FIELDS.keys()
+            valid = names and all(isinstance(record[name], FIELDS[name]) for name in names)
             if type(record["step"]) is not int or not valid:
                 raise ValueError("neither a step nor an evaluation")
             records.append(record)
