@@ -26,7 +26,7 @@ from nanochat.terminal import first_line
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 SHOWN_ERRORS = 10  # bad conversations that a message shows
-VALIDATION_SHARE = 40  # one conversation in so many is validation, chosen by hash, as with documents
+VALIDATION_SHARE = 40  # one conversation in 40 is validation, chosen by hash, as with documents
 LARGEST_WEIGHT = 1000.0
 
 
@@ -146,7 +146,7 @@ def _rows(path: Path) -> Iterator[tuple[dict, str]]:
 
 
 def _checked(value) -> tuple[tuple[Message, ...], str]:
-    """(messages, what is wrong with them or "") of an object."""
+    """(messages, "") of an object, or ((), why it is no conversation)."""
     if not isinstance(value, dict):
         return (), f"it is {type(value).__name__}, not an object with `messages`"
     listed = value.get("messages", value.get("conversations"))
@@ -162,7 +162,7 @@ def _checked(value) -> tuple[tuple[Message, ...], str]:
 
 
 def _message(message) -> tuple[str, str, str]:
-    """(role, content, what is wrong or "")."""
+    """(role, content, "" or why it is no message)."""
     if not isinstance(message, dict):
         return "", "", f"is {type(message).__name__}, not an object"
     role = message.get("role", message.get("from"))

@@ -151,7 +151,7 @@ def _library():
     """huggingface_hub, imported where it is needed.
 
     It uses plain HTTP: a mirror does not serve Xet, the Hub's other protocol (huggingface_hub issue 4475),
-    and a download by Xet may stand still without a time-out (xet-core issue 898). HF_HUB_DISABLE_XET=0 in the
+    and a download by Xet may hang without a time-out (xet-core issue 898). HF_HUB_DISABLE_XET=0 in the
     environment allows it.
     """
     import huggingface_hub.constants

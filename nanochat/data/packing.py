@@ -20,9 +20,9 @@ from nanochat.data.parquet import RowGroups
 from nanochat.data.tokenizer import Tokenizer
 
 BUFFER_PIECES = 32  # pieces that a lane chooses from: enough for a good fit, few enough for a small state
-BUFFER_ROWS = 256  # a lane with tokens for so many rows takes no more documents: some are very long
-GROUPS_PER_LANE = 8  # with so many row groups for each lane it takes whole ones, else single documents
-MAX_EMPTY_EPOCHS = 16  # so many epochs in a row without a token are an error
+BUFFER_ROWS = 256  # rows; a lane with more tokens than that takes no more documents: some are very long
+GROUPS_PER_LANE = 8  # with at least so many row groups, a lane takes whole ones, else single documents
+MAX_EMPTY_EPOCHS = 16  # more epochs in a row without a token are an error
 
 
 class Lane:
@@ -69,7 +69,7 @@ class Lane:
                 self._room += size - 1
             else:
                 size = space
-                row[at] = self._bos  # with space 1 it stands alone, as a target; no document token is used
+                row[at] = self._bos  # with one slot left it is alone there, and only a target
                 if size > 1:
                     self._cut(row[at + 1 :])
             at += size

@@ -24,10 +24,10 @@ from nanochat.terminal import first_line
 # standard library's 31 M characters: enough for a stable number, and scored in seconds. Never change it, or
 # documents move between training and validation.
 ONE_IN_VALIDATES = 40
-ROW_GROUP_CHARS = 1 << 19  # a row group that we write ends after so many characters,
-ROW_GROUP_DOCUMENTS = 1024  # or after so many documents
-SHARD_CHARS = 1 << 28  # a shard that we write ends after so many characters
-PENDING_BYTES = 1 << 27  # up to so many bytes of documents are sorted in memory, more go through bucket files
+ROW_GROUP_CHARS = 1 << 19  # characters of a row group that we write: it ends after these,
+ROW_GROUP_DOCUMENTS = 1024  # or after these documents
+SHARD_CHARS = 1 << 28  # characters of a shard that we write
+PENDING_BYTES = 1 << 27  # bytes of documents that are sorted in memory; more go through bucket files
 BUCKETS = 1024  # bucket files; each of them is sorted in memory
 PYARROW_ERRORS = (OSError, ValueError, LookupError, TypeError, NotImplementedError)  # of a damaged file
 OPEN_SHARDS = 32  # shards kept open, with their footers, while row groups are read in any order
@@ -70,7 +70,7 @@ class RowGroups:
         return {"documents": self.starts[-1]}
 
     def need(self, documents: float = math.inf, text_bytes: float = 0) -> None:
-        """Open shards until they have so many documents and bytes, or all shards: here all are open."""
+        """Open shards until these have that many documents and bytes: here all shards are open."""
 
     def cancel(self) -> None:
         """End a wait for a shard in another thread: here nothing waits."""

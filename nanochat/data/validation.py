@@ -25,7 +25,7 @@ from nanochat.files import replacing
 from nanochat.machine.transfers import to_device
 
 FORMAT = 2  # of the file; its hash is in the file's name, so files of another format are ignored
-DIGEST = 8  # a SHA-256 begins the file: so many int32
+DIGEST = 8  # int32 numbers that a SHA-256 takes, at the beginning of the file
 TEXTS = 64  # documents that are tokenized at a time, on all cores
 
 

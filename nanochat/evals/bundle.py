@@ -52,7 +52,7 @@ class Task:
     label: str
     task_type: str  # a key of TASK_TYPES
     num_fewshot: int  # worked examples before each question
-    delimiter: str  # stands between a context and its continuation
+    delimiter: str  # between a context and its continuation
     baseline: float  # percent right by guessing, 0 <= baseline < 100
     examples: list[dict]  # with the fields of TASK_TYPES
 
@@ -179,7 +179,7 @@ def _baselines(source: _Source) -> dict[str, float]:
 
 
 def _read_task(source: _Source, place: str, entry: dict, baselines: dict, max_per_task: int) -> Task:
-    """The task of an entry of core.yaml, which stands at `place`."""
+    """The task of an entry of core.yaml. place: of the entry, for messages."""
     label, uri = entry.get("label"), entry.get("dataset_uri")
     task_type, delimiter = entry.get("icl_task_type"), entry.get("continuation_delimiter", " ")
     shots = entry.get("num_fewshot")

@@ -95,7 +95,7 @@ def keywords(python: PythonText) -> Iterator[Span]:
 
 
 def brackets(python: PythonText) -> Iterator[Span]:
-    """A closing bracket before a blank or the end of its line. Its opening one stands in the passage."""
+    """A closing bracket before a blank or the end of its line, whose opening bracket is in the passage."""
     opened = []
     for kind, string, start, end, _ in python.tokens:
         if kind == tokenize.OP and string in OPENING.values():

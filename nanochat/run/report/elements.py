@@ -15,7 +15,7 @@ from importlib.resources import files
 from nanochat.run.report.charts import AXES, Chart, chosen_of
 from nanochat.run.report.run_data import text
 
-RELOAD_S = 30  # seconds; the page of a run that goes on reloads so often in a browser without JavaScript
+RELOAD_S = 30  # seconds between two reloads of a running run's page, in a browser without JavaScript
 TABLE_ROWS = 12  # of the table under a chart
 
 
