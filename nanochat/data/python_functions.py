@@ -109,7 +109,7 @@ def _functions(body: list[ast.stmt], module: str, class_name: str) -> Iterator[F
 
 
 def _parameters(node: ast.FunctionDef, method: bool) -> list[str]:
-    """`Function.bound`, then the other parameters, as text; [""] if the text alone does not give them.
+    """`Function.bound`, then the other parameters, as text; [""] if the text alone does not give them."""
     decorators = {getattr(d, "id", getattr(d, "attr", "?")) for d in node.decorator_list}
     if not decorators <= KEPT_DECORATORS:
         return [""]
