@@ -55,7 +55,6 @@ class ValidationBatches:
         self._multiple = 16 if self._device.type == "cpu" else 128
         starts = np.flatnonzero(tokens == self._bos_id) + 1  # of the documents
         lengths = np.diff(starts - 1, append=len(tokens)) - 1
-        self.tokens = int(lengths.sum())  # targets that all processes score together
         windows = _windows(starts, lengths, max_seq_len)
         longest_first = np.argsort(-windows[:, 1], kind="stable")
         self._windows = windows[longest_first[rank::world_size]]
