@@ -72,10 +72,17 @@ class LogLines:
         print_line(f"{self.description}: {text}", sys.stderr)
 
 
-def print_line(text: str, stream):
-    """Print to a stream, or go on without it: its reader may be gone, or its disk full."""
+def print_line(text: str, stream, above: bool = False):
+    """Print to a stream, or go on without it: its reader may be gone, or its disk full. above: print above a
+    bar or line that a terminal redraws."""
     try:
-        print(text, file=stream, flush=True)
+        if above:
+            from tqdm import tqdm
+
+            tqdm.write(text, file=stream)
+        else:
+            print(text, file=stream)
+        stream.flush()
     except OSError:
         give_up(stream)
 

@@ -54,12 +54,8 @@ class Arrival:
         """Print the lines of `say`, above a line that is redrawn."""
         while not self._news.empty():
             line = self._news.get()
-            if self._enabled and is_terminal(sys.stdout) and is_terminal(sys.stderr):
-                from tqdm import tqdm
-
-                tqdm.write(line, file=sys.stdout)
-            elif self._enabled:
-                print_line(line, sys.stdout)
+            if self._enabled:
+                print_line(line, sys.stdout, above=is_terminal(sys.stdout) and is_terminal(sys.stderr))
 
     @property
     def stopping(self) -> bool:

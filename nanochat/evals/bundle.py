@@ -101,14 +101,14 @@ def _root(path: Path) -> Iterator[Path | zipfile.Path]:
     if path.is_dir():
         yield path
         return
-    advice = f"name its folder or zip file, or get the public one with {GET}"
     try:
         archive = zipfile.ZipFile(path)
-    except OSError as error:
-        reason = f"no evaluation bundle can be read at {path} ({error.strerror})"
-        raise UserError(f"{reason}; {advice}") from error
-    except UNREADABLE as error:
-        raise UserError(f"{path} is not a zip file of an evaluation bundle; {advice}") from error
+    except (OSError, *UNREADABLE) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise UserError(
+            f"no evaluation bundle can be read at {path} ({reason}); name its folder or zip file, or get the "
+            f"public one with {GET}"
+        ) from error
     with archive:
         yield zipfile.Path(archive, root_of(archive.namelist()))
 
@@ -150,11 +150,12 @@ def _entries(source: _Source) -> list[dict]:
     place, text = source.root / "core.yaml", source.read("core.yaml")
     try:
         content = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise _damaged(f"{place}, line {line}", f"it is not YAML ({error.problem})") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise _damaged(place, f"it is not YAML ({type(error).__name__})") from error
+        mark = getattr(error, "problem_mark", None)
+        where = f"{place}, line {mark.line + 1}" if mark else place
+        raise _damaged(
+            where, f"it is not YAML ({getattr(error, 'problem', type(error).__name__)})"
+        ) from error
     entries = content.get("icl_tasks") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries or not all(isinstance(e, dict) for e in entries):
         raise _damaged(place, "it has no list icl_tasks of tasks")

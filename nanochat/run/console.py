@@ -7,7 +7,7 @@ import time
 
 from nanochat.run.clock import Clock
 from nanochat.run.metrics import LoopState
-from nanochat.terminal import bar, duration, give_up, is_terminal, printable
+from nanochat.terminal import bar, duration, is_terminal, print_line, printable
 
 FULL_STEPS = 12  # first steps of a process that have a line each: on a CPU the eleventh compiles
 LOG_S = 5.0  # seconds between two later lines of a log file
@@ -51,17 +51,7 @@ class Console:
         """Lines above the live line."""
         if not self.enabled or not lines:
             return
-        text = printable("\n".join(map(str, lines)))
-        try:
-            if self.terminal:
-                from tqdm import tqdm  # takes the live line or bar away while it writes
-
-                tqdm.write(text, file=sys.stdout)
-            else:
-                print(text)
-            sys.stdout.flush()
-        except OSError:
-            give_up(sys.stdout)
+        print_line(printable("\n".join(map(str, lines))), sys.stdout, above=self.terminal)
 
     def bar(self, total: int | None, text: str, unit: str = " batches"):
         """A bar over `total` pieces of work, in place of the live line: `with console.bar(9, "evaluating") as
