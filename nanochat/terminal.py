@@ -119,6 +119,12 @@ def table(rows: list, left: int = 1) -> str:
     return "\n".join(lines)
 
 
+def fenced(text: str) -> str:
+    """A text as a block of code in Markdown."""
+    fence = "````"
+    return f"{fence}text\n{text.replace(fence, '` ` ` `')}\n{fence}"
+
+
 def gib(size: int) -> str:
     """A number of bytes as a person says it."""
     return f"{size / 2**30:.1f} GiB"

@@ -32,7 +32,7 @@ from nanochat.evals.bundle import Task, open_bundle
 from nanochat.evals.tasks import cloze_tasks, score_tasks
 from nanochat.files import user_path
 from nanochat.machine import precision, runtime
-from nanochat.terminal import bar, table
+from nanochat.terminal import bar, fenced, table
 
 # Model
 source: str | None = None  # a run's tag, its folder or a checkpoint's (none = the newest, mid before base)
@@ -190,8 +190,8 @@ facts["time"] = f"{time.monotonic() - began:.1f} s"
 def tasks_table(tasks: list[Task], accuracies: dict[str, float]) -> str:
     rows = [["task", "accuracy", "by guessing", "centred", "questions"]]
     for task in tasks:
-        accuracy, guessing = accuracies[task.label], task.baseline / 100
-        numbers = accuracy, guessing, (accuracy - guessing) / (1 - guessing)
+        accuracy = accuracies[task.label]
+        numbers = accuracy, task.baseline / 100, task.centred(accuracy)
         rows.append([task.label, *(f"{number:.3f}" for number in numbers), f"{len(task.examples):,}"])
     return table(rows)
 
@@ -212,8 +212,7 @@ def page() -> str:
             accuracies[task.label] = guessing + (1 - guessing) * results["core_tasks"][task.label]
         shown += [f"## CORE: {results['core']:.4f}", tasks_table(public, accuracies)]
     if samples := results.get("samples"):
-        fence = "````"
-        shown += ["## Samples", *(f"{fence}text\n{s.replace(fence, '` ` ` `')}\n{fence}" for s in samples)]
+        shown += ["## Samples", *map(fenced, samples)]
     return "\n\n".join(shown) + "\n"
 
 

@@ -56,6 +56,11 @@ class Task:
     baseline: float  # percent right by guessing, 0 <= baseline < 100
     examples: list[dict]  # with the fields of TASK_TYPES
 
+    def centred(self, accuracy: float) -> float:
+        """An accuracy on a scale where guessing is 0 and no mistake is 1."""
+        guessing = self.baseline / 100
+        return (accuracy - guessing) / (1 - guessing)
+
 
 @dataclass(frozen=True)
 class Bundle:

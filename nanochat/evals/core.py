@@ -38,7 +38,7 @@ class Accuracy:
     """The result of a task."""
 
     accuracy: float  # share of right answers
-    centred: float  # (accuracy - guessing) / (1 - guessing)
+    centred: float  # see Task.centred
     n: int  # questions
 
 
@@ -99,7 +99,11 @@ def evaluate(
             "the loss on the tasks is not a number, so the model is broken; go on from an earlier checkpoint "
             "with --resume=STEP and lower rates, or use --dtype=float32"
         )
-    return {task.label: _accuracy(task, count) for task, count in zip(tasks, right, strict=True)}
+    results = {}
+    for task, count in zip(tasks, right, strict=True):
+        accuracy = count / len(task.examples)
+        results[task.label] = Accuracy(accuracy, task.centred(accuracy), len(task.examples))
+    return results
 
 
 def decide(task: Task, question: TokenizedQuestion, losses: np.ndarray, exact: np.ndarray) -> bool:
@@ -113,11 +117,6 @@ def decide(task: Task, question: TokenizedQuestion, losses: np.ndarray, exact: n
 def score(results: dict[str, Accuracy]) -> float:
     """The mean of the centred accuracies: over the public bundle's tasks, this is CORE."""
     return sum(result.centred for result in results.values()) / len(results)
-
-
-def _accuracy(task: Task, right: float) -> Accuracy:
-    accuracy, guessing = right / len(task.examples), task.baseline / 100
-    return Accuracy(accuracy, (accuracy - guessing) / (1 - guessing), len(task.examples))
 
 
 # ------------------------------------------------------------------------------------------------------

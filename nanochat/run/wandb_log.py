@@ -4,6 +4,8 @@ import os
 import sys
 from pathlib import Path
 
+from nanochat.terminal import first_line
+
 REPORT_FILES = ("report.html", "report.md", "loss.png")  # of a run's folder, uploaded at its end
 
 
@@ -40,7 +42,7 @@ class WandbLog:
             getattr(self.run, method)(*values, **options)
         except Exception as error:  # its service can fail in many ways
             self.run = None
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            reason = f"{type(error).__name__}: {first_line(error)}"
             print(f"warning: wandb has failed ({reason}); the run goes on without it", file=sys.stderr)
 
 

@@ -10,11 +10,10 @@ import numpy as np
 import configurator
 from nanochat.run.report import charts
 from nanochat.run.report.run_data import Run, number, text
-from nanochat.terminal import duration, gib, short, table
+from nanochat.terminal import duration, fenced, gib, short, table
 
 # Settings that the command to repeat a run leaves out: it uses another folder
 NOT_REPEATED = ("out_dir", "model_tag", "resume", "base_dir", "plan", "price_per_hour")
-FENCE = "````"
 MOST_ROWS = 200  # of the table of evaluations
 
 
@@ -195,8 +194,7 @@ def markdown(run: Run, final: bool) -> str:
         rows = [[_line(name), f"{100 * score:.1f} %"] for name, score in scores.items()]
         parts += [f"## Tasks, at step {run.tasks[-1]['step']:,}", table([["task", "score"], *rows])]
     if run.samples:
-        texts = [sample.replace(FENCE, "` ` ` `") for sample in run.samples[-1]["samples"]]
-        parts += ["## Samples", *(f"{FENCE}text\n{sample}\n{FENCE}" for sample in texts)]
+        parts += ["## Samples", *map(fenced, run.samples[-1]["samples"])]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
