@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from nanochat import UserError, explained
 from nanochat.machine import watchdog
+from nanochat.terminal import first_line
 
 GRACE_S = 3.0  # seconds in which the processes that wait find out which one does not
 FINISH_S = 20.0  # seconds for work in progress, such as a save, to end; torchrun kills after 30
@@ -106,7 +107,7 @@ def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
         what = "give another MASTER_PORT if this one is in use" if serves else "process 0 has to run there"
         raise UserError(
             f"cannot join the other processes at {host}:{port} within {timeout_s:.0f} s "
-            f"({_first_line(error)}); {what}"
+            f"({first_line(error)}); {what}"  # further lines are C++ frames
         ) from error
     ending.store, ending.serves = store, serves
     if missing:
@@ -158,11 +159,6 @@ def _call_the_roll(store: dist.Store, rank: int, world_size: int, deadline: floa
 def _few(ranks: list[int]) -> str:
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return ", ".join(map(str, ranks[:8])) + more
-
-
-def _first_line(error) -> str:
-    """What happened, without the frames of C++ that torch appends."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def wait_for(store: dist.Store, key: str, given_up=lambda: ""):
@@ -261,7 +257,7 @@ class _Ending:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         missing = _without_mark(self._live_store(), self.rank, self.world_size)
         if "imed out" in str(error) or "imeout" in str(error):  # where this one waited helps to find out why
-            print(*traceback_module.format_tb(trace)[-3:], _first_line(error), sep="", file=sys.stderr)
+            print(*traceback_module.format_tb(trace)[-3:], first_line(error), sep="", file=sys.stderr)
             self._say_no_answer(missing, self._hangs())
         else:
             self._say_no_answer(missing, ": it has ended, and its own message says why")

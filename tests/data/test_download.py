@@ -17,7 +17,7 @@ from nanochat import UserError
 from nanochat.data import download
 from nanochat.data import sources as dataset
 from nanochat.data.download import fetch
-from nanochat.data.parquet import iterate_documents
+from nanochat.data.parquet import Documents
 from nanochat.data.public import Public
 from nanochat.data.sources import open_dataset
 
@@ -176,7 +176,7 @@ def test_the_command_gets_the_shards_through_a_mirror_and_offline_they_are_enoug
     data = open_dataset("climbmix", base_dir=tmp_path)
     assert [path.name for path in data.train_shards] == [ZERO, ONE]
     assert [path.name for path in data.val_shards] == ["shard_00003.parquet"]
-    assert len(list(iterate_documents(data.train_shards))) == 2000
+    assert len(list(Documents(data.train_shards))) == 2000
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)

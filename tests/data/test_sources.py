@@ -13,7 +13,7 @@ from shards import documents, is_validation, write_shard
 from nanochat import UserError
 from nanochat.data import dataset as imported
 from nanochat.data import sources as dataset
-from nanochat.data.parquet import RowGroups, iterate_documents
+from nanochat.data.parquet import Documents, RowGroups
 from nanochat.data.sources import open_dataset
 
 
@@ -87,7 +87,7 @@ def _open_in_process(root: str, base_dir: str, barrier, results) -> None:
     sysconfig.get_path = lambda name: root
     barrier.wait()
     data = open_dataset(base_dir=base_dir)
-    results.put((data.fingerprint, len(list(iterate_documents(data.train_shards)))))
+    results.put((data.fingerprint, len(list(Documents(data.train_shards)))))
 
 
 def test_processes_that_build_at_once_get_the_same_whole_data(library, tmp_path):

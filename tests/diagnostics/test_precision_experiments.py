@@ -9,10 +9,15 @@ import experiments.autocast_rules as rules
 import experiments.precision_experiments as experiments
 
 
+def cells(table: str) -> list[list[str]]:
+    """The rows of a Markdown table, without its head."""
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()[2:]]
+
+
 def test_bfloat16_has_float32s_range_and_float16_more_digits():
-    table = {line.split(" | ")[0][2:]: line.split(" | ")[1:] for line in experiments.formats().splitlines()}
-    bits = {"float32": "1 + 8 + 23", "bfloat16": "1 + 8 + 7", "float16": "1 + 5 + 10"}
-    assert {dtype: table[dtype][0] for dtype in bits} == bits
+    table = {name: rest for name, *rest in cells(experiments.formats())}
+    bits = [table[name][0] for name in ("float32", "bfloat16", "float16")]
+    assert bits == ["1 + 8 + 23", "1 + 8 + 7", "1 + 5 + 10"]
     assert table["float16"][6] == "inf" and table["bfloat16"][6] == "70144"
 
 
@@ -31,8 +36,7 @@ def test_autocasts_lists_asked_of_fake_tensors_are_those_of_the_real_cpu():
 
 
 def test_products_add_up_in_more_than_their_dtype_and_fused_attention_rounds_less():
-    table = [line.split(" | ") for line in experiments.accumulation((BF16,)).splitlines()[2:]]
-    shares = {row[1]: float(row[2].rstrip(" %")) for row in table}
+    shares = {row[1]: float(row[2].rstrip(" %")) for row in cells(experiments.accumulation((BF16,)))}
     assert shares["`a @ b`"] > 98 and shares["every partial sum rounded"] < 20
     errors = experiments.attention_errors()
     assert errors["exact, rounded once"] < errors["fused (SDPA)"] < errors["by hand, softmax in float32"]

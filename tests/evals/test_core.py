@@ -272,7 +272,7 @@ def test_batches_hold_every_question_once_and_no_more_tokens_than_asked():
     for _ in range(300):
         lengths = [draw.randint(2, 300) for _ in range(draw.choice([1, 2, 4]))]
         rows = [np.arange(n, dtype=np.uint32) for n in lengths]
-        questions.append(core.Question(0, 0, rows, [n - 1 for n in lengths], []))
+        questions.append(core.TokenizedQuestion(0, 0, rows, [n - 1 for n in lengths], []))
     made = core.batches(questions, 4096, 2048)
     assert sorted(itertools.chain(*made)) == list(range(300))
     for batch in made:

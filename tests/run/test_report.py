@@ -81,13 +81,14 @@ def test_the_report_holds_title_plan_results_scores_and_samples(tmp_path):
     )
     before = os.listdir(run)
     text = report_of(run)
+    unpadded = re.sub(" +", " ", text)
     assert text.startswith("# Run d4\n") and "- batch: 512 tokens\n- dtype: float32\n" in text
     for cells in (
         ("40", "20,480", "1.2346"), ("validation", "1.5000"), ("steps", "40"), ("training loss", "4.1000"),
         ("MFU", "25.0 %"), ("tokens per second", "5,120"), ("own tasks", "0.125"), ("CORE", "0.250"),
         ("1-16", "4.2500"), ("complete the \\| bracket", "75.0 %"), ("CORE: a", "-50.0 %"),
     ):  # fmt: skip
-        assert any(line.startswith(f"| {' | '.join(cells)}") for line in text.splitlines()), cells
+        assert any(line.startswith(f"| {' | '.join(cells)}") for line in unpadded.splitlines()), cells
     blocks = fenced_blocks(text)
     assert [b.replace(" ", "") for b in blocks] == [s.replace(" ", "") for s in SAMPLES]
     assert all(b == s for b, s in zip(blocks, SAMPLES, strict=True) if "````" not in s)
@@ -168,7 +169,7 @@ def test_values_of_a_wrong_type_count_as_missing(tmp_path, wrong):
             (tmp_path / "config.json").write_text(config)
         run = read_run(tmp_path)
         text = summary.markdown(run, True)
-        assert "| validation | 1.2346" in text
+        assert re.search(r"\| validation +\| +1\.2346", text)
         assert not re.search(r"\bnan\b|\binf\b|None", text + run_page(run, True))
 
 
