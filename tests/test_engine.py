@@ -89,7 +89,8 @@ def test_a_seed_decides_the_text_whatever_was_drawn_and_written_before():
 def test_a_model_whose_logits_are_not_numbers_is_refused(temperature):
     model = make_model()
     for block in model.blocks:
-        block.mlp.up.weight.data *= 2000  # the square of its output passes 65504
+        for p in block.mlp.parameters():
+            p.data *= 2000  # what is inside passes 65504
     assert len(list(generate(model, [1, 2, 3], 5))) == 5
     with pytest.raises(UserError, match="--dtype=float32"):
         list(generate(cast_weights(model, torch.float16), [1, 2, 3], 5, temperature=temperature))
@@ -254,9 +255,10 @@ def test_in_16_bit_the_cache_is_as_close_to_float32_as_a_full_pass_is(dtype, way
     assert 0 < (found - exact).norm() < 1.5 * (full - exact).norm() < limit * exact.norm()
 
 
-@pytest.mark.parametrize(("depth", "width", "pattern"), [(1, 64, "L"), (4, 192, "SSSL"), (7, 64, "SL")])
-def test_the_fast_decoding_equals_the_model_that_stands_in_gpt_py(depth, width, pattern):
-    assert examine(GPT, GPTConfig(depth, width, width // 64, 300, 512, pattern))[1] == ""
+def test_the_fast_decoding_equals_the_model_that_stands_in_gpt_py():
+    for depth, width, pattern in ((1, 64, "L"), (4, 192, "SSSL"), (7, 64, "SL")):
+        _, reason = examine(GPT, GPTConfig(depth, width, width // 64, 300, 512, pattern))
+        assert reason == "", "until decode.py has the same equations, text is written more slowly"
 
 
 # ------------------------------------------------------------------------------------------------------
