@@ -128,9 +128,8 @@ def test_an_untrained_model_guesses_and_a_trained_one_is_far_above_chance(base_e
         run(["scripts.base_train", *small, *more])
         base_eval(f"--source={out}", "--eval=bpb,core", base)
         scores[steps] = written(out, steps)["own_score"]
-        assert written(out, steps)["val_bpb"] == pytest.approx(
-            evaluation_of_run(out, steps)["val_bpb"], abs=1e-6
-        )
+        of_run = evaluation_of_run(out, steps)["val_bpb"]
+        assert written(out, steps)["val_bpb"] == pytest.approx(of_run, abs=1e-6)
     assert abs(scores[1]) < 0.12  # 4 standard errors of the mean of 8 tasks of 48 questions
     assert scores[100] > 0.12 + 0.1
 

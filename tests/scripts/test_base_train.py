@@ -22,16 +22,7 @@ def undisturbed(corpus, tmp_path_factory) -> Path:
 def test_a_run_leaves_the_files_and_records_that_others_rely_on(undisturbed):
     steps = [r for r in records(undisturbed) if "loss" in r]
     assert [r["step"] for r in steps] == list(range(8))
-    names = [
-        "lr_multiplier",
-        "grad_norm",
-        "step_time_s",
-        "data_wait_s",
-        "tok_per_sec",
-        "mfu",
-        "tokens",
-        "flops",
-    ]
+    names = {"lr_multiplier", "grad_norm", "step_time_s", "data_wait_s", "tok_per_sec", "mfu", "flops"}
     assert all(isinstance(record[name], (int, float)) for record in steps for name in names)
     assert [r["tokens"] for r in steps] == [256 * (k + 1) for k in range(8)]
     assert [r["step"] for r in records(undisturbed) if "val_bpb" in r] == [4, 8]
