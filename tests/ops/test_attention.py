@@ -288,6 +288,8 @@ def test_writing_text_keeps_off_cudnn_which_plans_for_each_length(monkeypatch):
     before = torch.backends.cuda.cudnn_sdp_enabled()
     assert before, "torch allows cuDNN unless told otherwise"
     stream = engine.Stream(model.eval().requires_grad_(False))
+    if stream.step is None:
+        pytest.skip("the fast decoding does not know this model: tests/test_engine.py says so")
     stream.read([[1, 2, 3]])
     recorder = Recorder(monkeypatch)
     assert len(list(stream.write(4, seeds=[0]))) == 4
