@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from nanochat import UserError, optim
+from nanochat import UserError
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.gradients import clip_grad_norm_
 from nanochat.muon import POLAR_EXPRESS, orthogonalize
@@ -148,20 +148,6 @@ def test_compiled_and_eager_muon_agree_to_rounding_and_new_rates_compile_nothing
                 optimizer.step()
     for p, q in zip(eager, compiled, strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=close)
-
-
-@pytest.mark.parametrize("steps", [None, 0, 2])
-def test_the_update_is_compiled_after_so_many_steps(steps, monkeypatch):
-    compiled = []
-    monkeypatch.setattr(optim, "compiled_muon_update", lambda: compiled.append(1) or optim.muon_update)
-    p = torch.nn.Parameter(torch.randn(4, 6))
-    optimizer = MuonAdamW([muon_group([p])], compile_after=steps)
-    seen = []
-    for _ in range(4):
-        p.grad = torch.randn(4, 6)
-        optimizer.step()
-        seen.append(len(compiled))
-    assert seen == {None: [0] * 4, 0: [1] * 4, 2: [0, 0, 1, 1]}[steps]
 
 
 # ------------------------------------------------------------------------------------------------------
