@@ -108,7 +108,7 @@ def test_a_finished_run_says_so_and_resume_never_sets_it_aside(corpus, tmp_path)
 def test_a_run_starts_from_weights_of_another_or_goes_on_in_another_folder(corpus, undisturbed, tmp_path):
     out = tmp_path / "run"
     run(command(corpus, out, "--num_iterations=2", f"--init_from={undisturbed}"))
-    assert losses(out)[0] < losses(undisturbed)[0] - 0.05
+    assert losses(out)[0] < losses(undisturbed)[0]
     printed = run(command(corpus, out, f"--resume={undisturbed / 'step_000006'}"))
     assert "going on from" in printed and losses(out) == {k: losses(undisturbed)[k] for k in (6, 7)}
     assert sorted(losses(tmp_path / "run.old-1")) == [0, 1]  # what was there is not mixed with it
