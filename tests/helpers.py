@@ -1,10 +1,10 @@
 """What several test modules share: tiny runs of the training script, small checkpoints, a small disk."""
 
+import ast
 import functools
 import hashlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -194,18 +194,13 @@ def insert(tree: Path, after_settings="", at_step_end="", script="base_train"):
     """Insert code into a training script of a copy of the sources: after its settings, where it can replace
     what the script imports, and in the loop, where `step` is the number of the step that ends."""
     path = tree / "scripts" / f"{script}.py"
-    text = path.read_text(encoding="utf-8")
-    for code, place in (
-        (after_settings, r"^()settings = configurator.configure"),
-        (at_step_end, r"^( *)step \+= 1$"),
-    ):
-        (found,) = re.finditer(place, text, re.MULTILINE)
-        if code and found[1]:
-            text = text[: found.start()] + textwrap.indent(code, found[1]) + "\n" + text[found.start() :]
-        elif code:
-            end = text.index("\n", found.start()) + 1
-            text = text[:end] + code + "\n" + text[end:]
-    path.write_text(text, encoding="utf-8")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    step_end = next(i for i, line in enumerate(lines) if line.strip() == "step += 1")
+    indent = lines[step_end].removesuffix("step += 1")
+    lines.insert(step_end, textwrap.indent(at_step_end, indent))
+    (call,) = (n for n in ast.parse("\n".join(lines)).body if ast.unparse(n).startswith("settings = "))
+    lines.insert(call.end_lineno, after_settings)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def multiply_loss(tree: Path, factor: str, script="base_train"):

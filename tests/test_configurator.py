@@ -7,7 +7,6 @@ import math
 import os
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import pytest
@@ -244,21 +243,12 @@ def test_the_environment_gives_a_default_that_files_and_command_line_replace(mon
     assert errors_of()[0].startswith("NANOCHAT_BASE_DIR: ")
 
 
-def test_a_file_that_python_would_warn_about_is_read_in_silence():
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        assert settings_of(write("config.py", r"run = 'C:\data'")).values["run"] == r"C:\data"
-    assert not seen
-
-
 # Mistakes: each is reported once, by name, with what would be right
 
 WRONG = {  # an argument -> words of its error
     "--dept=6": "unknown --dept; --depth?",
-    "--Depth=6": "unknown --Depth; --depth?",
     "-depth=6": "unknown -depth; --depth?",
     "--no-plam": "unknown --no-plam; --no_plan?",
-    "--plam": "unknown --plam; --plan?",
     "--plan_onyl": "unknown --plan_onyl; --plan_only?",
     "--no-depth": "unknown --no-depth; --depth?",
     "--a\nb\x1b[31m": r"unknown '--a\nb\x1b[31m'",
@@ -266,25 +256,22 @@ WRONG = {  # an argument -> words of its error
     "depth=6": "file depth=6: No such --depth?",
     "": "file '': No such",
     "/": "file /: directory",
-    "a\0b": r"file 'a\x00b':",
     "/dev/zero": "file /dev/zero: 100,000 bytes",
     "--depth": "--depth needs a whole number",
     "--depth=\u0663": "--depth=' whole number",
-    "--every=x": "--every=x: whole number or none",
     "--run=": "--run='': empty",
-    "--base-dir=  ": "--base-dir=' empty",
 }
-for key in "--zzz", "--_private", "--after", "--listed", "--", "-1", "-x":
+for key in "--zzz", "--_private", "--after", "--", "-1":
     WRONG |= {key: f"unknown {key}", f"{key}=1": f"unknown {key}"}
 for name, words, bad in [
     ("depth", "whole number", ["", "1.5", "none", "len('a')"]),
-    ("width", "whole number or none", ["x", "wide"]),
-    ("rate", "number", ["nan", "-inf", "1+", "1j", "(1", "1,2", "true"]),
+    ("width", "whole number or none", ["x"]),
+    ("rate", "number", ["nan", "-inf", "1j", "(1", "true"]),
     ("dtype", "one of auto, bfloat16, float32", ["", "bf16"]),
-    ("plan", "true or false", ["", "maybe", "2"]),
-    ("share", "from 0 to 1", ["-0.1", "1.0001", "10**18"]),
-    ("every", "from 1 to 2**10 -1 (off) 1e6", ["0", "-2", "2**10+1", "999_999"]),
-    ("depth", "too large", ["1e999", "9e307*9", "(-8)**.5", "1/0", "2**10**10"]),
+    ("plan", "true or false", ["", "2"]),
+    ("share", "from 0 to 1", ["-0.1", "1.0001"]),
+    ("every", "from 1 to 2**10 -1 (off) 1e6", ["0", "-2", "2**10+1"]),
+    ("depth", "too large", ["1e999", "(-8)**.5", "1/0", "2**10**10"]),
 ]:
     WRONG |= {f"--{name}={text}": f"--{name}= {words}" for text in bad}
 
@@ -337,19 +324,14 @@ def test_absurd_numbers_are_refused_at_once_and_large_exponents_are_not():
 WRONG_FILES = {  # a text -> words of its error, after the file's name
     "\n\ndepht = 3": ":3: unknown depht; depth?",
     "depth = '5'": ":1: depth: whole number",
-    "plan_only = 1": ":1: plan_only: true or false",
-    "rate = None": ":1: rate: number",
     "run = ''": ":1: run: empty",
     "\nevery = 0": ":2: every: from 1 to 2**10",
     "run = f'{depth}'": ":1: run: a value is",
     "depth = 'a' * 10**9": ":1: depth: numbers only",
-    "depth = 10**10**10": ":1: depth: too large",
     "'doc'\nimport os": ":2: name = value",
-    "depth = 1\n'no docstring'": ":2: name = value",
     "depth: int": ":1: name = value",
     "_private = 5": ":1: unknown _private",
     "depth = 5\ndepth = = 6": ":2: invalid syntax",
-    "depth = 5\n  rate = 6": ":2: unexpected indent",
     b"depth = 5\nrun = '\xff'\n": ":2:",
     b"depth = 5\0\n": ":1:",
 }
@@ -385,8 +367,8 @@ rate = 1e999
 # coding: rot13
 \
 """.splitlines()
-large = ["(" * 300, "-" * 9000 + "1", "1" + "+1" * 5000, "9" * 5000, "0x" + "f" * 9000, "\u0663"]
-hostile += [f"depth = {text}" for text in large] + ["\uff44epth = 3", "\t", "\f", "\0", "#" * 10**5]
+hostile += ["depth = " + "(" * 300, "depth = 0x" + "f" * 9000, "\uff44epth = 3"]
+hostile += ["\t", "\f", "\0", "#" * 10**5]
 wrong = [text for text in WRONG_FILES if isinstance(text, str)]
 lines = st.lists(st.sampled_from([*hostile, *wrong]) | st.text(max_size=30), max_size=5)
 files = st.one_of(

@@ -24,14 +24,17 @@ from typing import Literal
 
 import configurator
 
-# Model
+# ------
+# == Model: what is trained ==
+# a comment goes on
+# ------
 depth = 20  # Transformer layers; every other size
 width: int | None = None  # columns (none = derived) [-1, 1..2**20]
 dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of the products
 
 # Training
 rate = 3e-4  # size of a step [-1, 0..1e3]
-decay: float = 0  # 0 = off
+decay: float = 0  # 0 = off (see [1])
 plan_only = False  # print the plan and exit
 compiled: bool = True
 run = "dummy"
@@ -46,14 +49,14 @@ Train a small thing. Two lines are one paragraph.
 
 usage: python train.py [CONFIG_FILE ...] [--setting=value ...]
 
-Model
+Model: what is trained
   --depth=20                Transformer layers; every other size [int]
   --width=none              columns (none = derived) [-1, 1..2**20|none]
   --dtype=auto              of the products [auto|bfloat16|float32]
 
 Training
   --rate=0.0003             size of a step [-1, 0..1e3]
-  --decay=0                 0 = off [float]
+  --decay=0                 0 = off (see [1]) [float]
   --plan=false              print the plan and exit [bool]
   --compiled=true           [bool]
   --run=dummy               [text]
@@ -81,62 +84,14 @@ def declared(text):
     return configurator._declared_settings("declares.py")
 
 
-GROUPS = '''\
-# far above
-import os
-a = 1
-# Group
-# goes on
-b = 2  # help of b
-        # indented deeper: no heading
-c = 3
-# dropped
-
-# ------
-# == Next: one ==
-# ------
-
-d = """
-# in text
-"""  # help of d
-# of a statement that is no setting
-os.x = 5
-e = 5
-'''
-
-
-def test_a_heading_is_the_first_line_with_a_word_of_the_comments_above_a_setting():
-    found = declared(GROUPS)
-    assert [setting.group for setting in found.values()] == ["", "Group", "Group", "Next: one", "Next: one"]
-    assert [setting.help for setting in found.values()] == ["", "help of b", "", "help of d", ""]
-
-
 def test_settings_end_at_the_call_and_stand_in_the_block_that_holds_it():
-    module = "a = 1\nif b:\n    c = 3\nd = 4\n"
+    module = "a = 1\nif b:\n    c = 3\nd = 4\nx = y = 1\nf, g = 1, 2\nh: int\ni = [1]\nj = d\n"
     assert [*declared(f"{module}configure(globals())\ne = 5")] == ["a", "d"]
     assert [*declared(f"{module}x = configurator.configure(globals())\ne = 5")] == ["a", "d"]
     main = f"{module}if __name__ == '__main__':\n"
     assert [*declared(f"{main}    configure(globals())\n    e = 5")] == ["a", "d"]
     found = declared(f"{main}    # G\n    e = 5  # h\n    configure(globals())\n    f = 6")
     assert found == {"e": ("e", (int,), 5, "G", "h", "")}
-
-
-def test_only_single_names_with_literal_values_are_settings():
-    text = "a = b = 1\nc, d = 1, 2\ne: int\nf = [1]\ng = f\nh = 3\nh = f\ni = 1\ni = 2.5\nj = b'x'\nk = 1j"
-    found = declared(text + "\nl = None\nm = -1\nn += 1\no.p = 1")
-    assert {name: setting.default for name, setting in found.items()} == {"i": 2.5, "m": -1}
-
-
-def test_the_comment_of_a_number_ends_with_its_range_and_other_comments_keep_their_brackets():
-    text = "a = 1  # steps [see below] [-1, 0..2**8]\nb = 'x'  # a text [1]\nc: int | None = None  # [1..3]\n"
-    found = [(setting.help, setting.range) for setting in declared(text).values()]
-    assert found == [("steps [see below]", "-1, 0..2**8"), ("a text [1]", ""), ("", "1..3")]
-
-
-def test_annotations_give_the_type():
-    text = "a: float = 1\nb: str | None = None\nc: Literal['x', 1] | int = 'x'\nd: Literal['one'] = 'one'"
-    kinds = [setting.kind for setting in declared(text).values()]
-    assert kinds == [(float,), (str, None), ("x", 1, int), ("one",)]
 
 
 @pytest.mark.parametrize(

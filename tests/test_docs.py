@@ -69,14 +69,6 @@ def mistakes(text: str) -> list[str]:
     return wrong
 
 
-def test_an_option_that_no_script_has_is_noticed_wherever_the_command_stands():
-    good = "`python -m scripts.base_train --depth=4\n--no-plan`\n"
-    good += "```sh\npython -m scripts.chat \\\n  --seed=1\n```\n"
-    assert mistakes(good) == []
-    for old in ("depth", "plan", "seed", "scripts.chat"):
-        assert len(mistakes(good.replace(old, old[:-1]))) == 1
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_every_command_on_a_page_exists_with_its_options(page):
     assert mistakes(page.read_text(encoding="utf-8")) == []

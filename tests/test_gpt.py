@@ -106,14 +106,13 @@ def test_a_fresh_block_adds_nothing_to_the_stream_but_what_writes_to_it_learns()
     model = make_model(stir=0)
     idx = random_tokens(model)
     before = model(idx)
+    parts = [part for block in model.blocks for part in (block.attention, block.mlp)]
     with torch.no_grad():  # what reads the stream cannot matter while what writes to it is zero
-        for block in model.blocks:
-            block.attention.query.weight.normal_()
-            block.mlp.up.weight.normal_()
+        for p in (p for part in parts for p in part.parameters() if p.any()):
+            p.normal_()
     assert torch.equal(model(idx), before)
     model(idx, idx).backward()
-    for block in model.blocks:
-        assert block.attention.out.weight.grad.any() and block.mlp.down.weight.grad.any()
+    assert all(any(p.grad.any() for p in part.parameters() if not p.any()) for part in parts)
 
 
 def test_every_parameter_gets_a_gradient_and_is_all_that_a_checkpoint_holds():
@@ -142,29 +141,6 @@ def test_a_later_token_never_changes_an_earlier_logit(window_pattern):
             assert difference[0, :t].lt(1e-5).all()
             assert difference[0, t:].min() > 1e-4, "the last layer sees everything"
             assert difference[1].max() < 1e-5, "one row of a batch must not see another"
-
-
-@pytest.mark.parametrize("window_pattern", PATTERNS)
-def test_a_prefix_has_the_logits_that_it_has_inside_of_the_row(window_pattern):
-    model = make_model(window_pattern=window_pattern)
-    idx = random_tokens(model)
-    with torch.no_grad():
-        logits = model(idx)
-        for t in (1, 2, 7, 8, 9, 24, 31):
-            torch.testing.assert_close(model(idx[:, :t]), logits[:, :t], rtol=1e-4, atol=1e-5)
-
-
-def test_only_the_order_in_time_counts_not_the_position_in_the_row():
-    model = make_model(depth=1)  # rotary angles are relative: a shift of the row turns q and k alike
-    attend = model.blocks[0].attention
-    x = torch.randn(1, 6, 48, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        at_0, at_9, stretched = (
-            attend(x, torch.zeros(1, 6, 48), (model.cos[places][:, None], model.sin[places][:, None]))
-            for places in (slice(0, 6), slice(9, 15), slice(0, 12, 2))
-        )
-    torch.testing.assert_close(at_0, at_9, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(at_0, stretched, rtol=1e-2)
 
 
 def test_windows_follow_the_pattern_and_the_last_layer_sees_everything():
@@ -223,21 +199,20 @@ def test_under_autocast_the_stream_is_in_its_dtype_and_logits_and_loss_in_float3
 
 def test_the_mlp_stays_in_16_bit_under_the_autocast_of_cuda():
     """pow, and so .square(), is on CUDA's list of what runs in float32: eager code would keep a float32 copy
-    of (B, T, 4 C) in each layer for the backward pass."""
+    of the hidden layer in each block for the backward pass."""
     dtypes = set()
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             result = func(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor) and result.shape == (2, 8, 64):  # (B, T, 4 C)
+            if isinstance(result, torch.Tensor) and result.shape[:2] == (2, 8):  # (B, T, hidden or C)
                 dtypes.add(result.dtype)
             return result
 
     with torch.device("meta"):
         mlp = MLP(GPTConfig(1, 16, 1, 10, 8))
     with autocast_on("cuda", torch.float16), torch.no_grad():
-        up, down = (torch.empty(p.shape, device="cuda") for p in (mlp.up.weight, mlp.down.weight))
-        weights = {"up.weight": up, "down.weight": down}
+        weights = {name: torch.empty(p.shape, device="cuda") for name, p in mlp.named_parameters()}
         x = torch.empty(2, 8, 16, device="cuda", dtype=torch.float16)
         with Watch():
             y = torch.func.functional_call(mlp, weights, (x,))

@@ -32,26 +32,20 @@ def folder(tmp_path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_lock_that_is_a_link_is_refused_and_not_followed(folder, outside):
-    (folder / ".lock").symlink_to(outside)
-    with pytest.raises(UserError, match="lock: it is a link"):
-        checkpoint.lock_folder(folder)
+def open_metrics(folder: Path):
+    metrics.read_metrics(folder / "metrics.jsonl")
+    metrics.Metrics(folder)
 
 
-@pytest.mark.parametrize("name", [".lock", "metrics.jsonl"])
-def test_a_pipe_in_place_of_a_file_is_refused_at_once(folder, name):
-    os.mkfifo(folder / name)
-    with pytest.raises(UserError, match="it is a link, a pipe"):
-        checkpoint.lock_folder(folder)
-        assert metrics.read_metrics(folder / name) == []
-        metrics.rewind_metrics(folder / name, 3)
-        metrics.Metrics(folder)
-
-
-def test_metrics_are_not_written_through_a_link(folder, outside):
-    (folder / "metrics.jsonl").symlink_to(outside)
-    with pytest.raises(UserError, match=r"metrics\.jsonl .it is a link"):
-        metrics.Metrics(folder)
+@pytest.mark.parametrize(
+    ("name", "use"), [(".lock", checkpoint.lock_folder), ("metrics.jsonl", open_metrics)]
+)
+def test_a_link_or_a_pipe_in_place_of_a_file_is_refused_at_once(folder, outside, name, use):
+    for make in (lambda path: path.symlink_to(outside), os.mkfifo):
+        make(folder / name)
+        with pytest.raises(UserError, match="it is a link, a pipe"):
+            use(folder)
+        (folder / name).unlink()
 
 
 def test_no_temporary_name_is_a_way_out_of_the_folder(folder, outside):

@@ -1,9 +1,6 @@
 """Two series of runs are compared by how they rank the variants that both have."""
 
-import numpy as np
-import pytest
-
-from experiments.rank_correlation import all_series, correlations, ranks_of, rows
+from experiments.rank_correlation import all_series, rows
 
 TABLE = """\
 | date | commit | list | variant | depth | tokens | seeds | bits per byte | difference | time | verdict |
@@ -24,17 +21,6 @@ def test_a_variant_counts_with_its_newest_row_and_the_baseline_as_no_difference(
     found = all_series(TABLE)
     assert found["abc", "parts", "d4", "1,000"] == {"today": 0.0, "a": 0.1, "b": 0.2}
     assert found["abc", "parts, width=9", "d4", "5,000"] == {"today": 0.0, "a": 0.3, "b": 0.1, "c": 0.1}
-
-
-def test_correlations_are_over_the_variants_that_both_have():
-    small, large = {"today": 0.0, "a": 0.1, "b": 0.2, "c": 0.9}, {"b": 0.1, "a": 0.3, "today": 0.0}
-    count, ranks, values = correlations(small, large)
-    assert (count, ranks) == (3, pytest.approx(0.5))  # 0 1 2 against 0 2 1
-    assert values == pytest.approx(0.3273, abs=1e-4)
-
-
-def test_equal_values_share_the_mean_of_their_ranks():
-    assert ranks_of(np.array([0.3, 0.1, 0.3, 0.2, 0.3])).tolist() == [4, 1, 4, 2, 4]
 
 
 def test_only_series_of_one_commit_with_enough_variants_are_compared():

@@ -14,7 +14,7 @@ from helpers import ROOT, command
 import configurator
 from configurator import read_range
 from nanochat import UserError
-from nanochat.machine import runtime
+from nanochat.machine import hardware
 
 SCRIPTS = [path for path in ROOT.glob("*/*.py") if "configurator.configure(" in path.read_text("utf-8")]
 SCRIPTS = {str(path.relative_to(ROOT)): path for path in sorted(SCRIPTS) if path.parent.name != "tests"}
@@ -48,12 +48,9 @@ def test_every_numeric_setting_of_every_script_has_a_range():
 @pytest.mark.parametrize(
     ("argument", "valid"),
     [
-        ("matrix_lr=-1", "from 0 to 1e6"),
-        ("scalar_lr=1e300", "from 0 to 1e6"),
+        ("matrix_lr=1e300", "from 0 to 1e6"),
         ("warmdown_ratio=2", "from 0 to 1"),
         ("vocab_size=10**9", "whole number from 256 to 2**20, or -1"),
-        ("num_iterations=0", "whole number from 1 to 1e9, or -1"),
-        ("seed=-1", "whole number from 0 to 2**62"),
     ],
 )
 def test_an_absurd_number_is_refused_with_the_numbers_that_are_not(argument, valid):
@@ -109,7 +106,7 @@ def plan(corpus):
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
             patch.setattr(sys, "argv", [*arguments, *more])
             patch.setattr(sys, "excepthook", sys.excepthook)
-            patch.setattr(runtime, "peak_flops", lambda *_: (1e12, "not measured"))
+            patch.setattr(hardware, "peak_flops", lambda *_: (1e12, "not measured"))
             with pytest.raises((SystemExit, UserError)) as end:
                 runpy.run_module("scripts.base_train", run_name="__main__")
         assert not isinstance(end.value, SystemExit) or (end.value.code == 0 and "memory" in out.getvalue())

@@ -13,7 +13,7 @@ from nanochat import UserError
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import MuonAdamW, parameter_groups
 from nanochat.plan.scaling import model_config
-from nanochat.zero import is_shared_out, share_out
+from nanochat.zero import share_out
 
 RATES = {"embedding_lr": 0.1, "unembedding_lr": 0.01, "matrix_lr": 0.02, "scalar_lr": 0.3}
 SHAPES = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), max_size=12)
@@ -43,17 +43,11 @@ def state_bytes(config: GPTConfig, world_size: int) -> list[int]:
     return held
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 5, 7, 8])
-@pytest.mark.parametrize(
-    "config",
-    [
-        model_config(4, 48, 64, 512, 4096, "L"),  # runs/laptop.py at width 192
-        model_config(12, 64, 128, 2048, 32768, "L"),
-        model_config(20, 64, 128, 2048, 32768, "SSSL"),
-    ],
-    ids=["laptop", "d12", "d20"],
-)
-def test_state_per_process_falls_as_the_number_of_processes_grows(config, world_size):
+@pytest.mark.parametrize("world_size", [2, 7, 8])
+@pytest.mark.parametrize("name", ["laptop", "d20"])
+def test_state_per_process_falls_as_the_number_of_processes_grows(name, world_size):
+    sizes = {"laptop": (4, 48, 64, 512, 4096, "L"), "d20": (20, 64, 128, 2048, 32768, "SSSL")}
+    config = model_config(*sizes[name])
     (alone,) = state_bytes(config, 1)
     held = state_bytes(config, world_size)
     even = alone / world_size
@@ -69,13 +63,6 @@ def test_muons_work_is_shared_out_as_evenly_as_whole_matrices_allow(world_size):
     for (rows, columns), owner in zip(shapes, owners, strict=True):
         work[owner] += rows * columns * min(rows, columns)
     assert max(work) <= 1.1 * sum(work) / world_size
-
-
-@pytest.mark.parametrize(
-    ("shape", "shared"), [((), False), ((6, 32), False), ((2000,), False), ((32, 32), True), ((61, 32), True)]
-)
-def test_small_tensors_are_updated_by_every_process(shape, shared):
-    assert is_shared_out(shape) == shared
 
 
 # ------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import pytest
 
 from experiments import coordinates
-from experiments.coordinates import MEASURED, dial_rates, measure, plot, slope, table
+from experiments.coordinates import MEASURED, dial_rates, measure, slope
 
 WIDTHS, STEPS = [64, 128, 256], 3
 # The largest slope that counts as none. Where the width is four times as large, 0.1 is 15 % more and 0.25 is
@@ -25,24 +25,6 @@ def test_with_the_rates_of_the_dial_a_change_is_as_large_at_every_width(found, n
 
 def test_without_a_factor_for_the_width_the_heads_update_grows_with_it():
     assert 0.85 < slope(measure([64, 256], 2, seeds=1, rates_of=lambda width: dial_rates(768))["head"]) < 1.15
-
-
-def test_a_change_of_one_kind_is_that_of_its_own_weights_alone():
-    """With a rate of 0 for all others, the change of the logits is that of the head's update."""
-    rates = dict.fromkeys(dial_rates(64), 0.0)
-    sizes = coordinates.changes(64, rates | {"unembedding_lr": 0.1}, 2, seed=0)
-    assert sizes["logits"] == pytest.approx(sizes["head"], rel=1e-4) and sizes["head"] > 0.1
-    others = [size for name, size in sizes.items() if name not in ("logits", "head")]
-    assert others == [0] * len(others)
-
-
-def test_the_table_and_the_picture_show_the_exponent_of_everything_that_is_measured(tmp_path):
-    exponents = dict(zip(MEASURED, (i / 4 - 1 for i in range(9)), strict=True))
-    made_up = {name: {w: 3 * w**a for w in (128, 256, 512)} for name, a in exponents.items()}
-    rows = [line.strip("| ").split(" | ") for line in table(made_up).splitlines()[2:]]
-    assert {row[0]: float(row[-1]) for row in rows} == {MEASURED[name]: a for name, a in exponents.items()}
-    plot(made_up, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 5000
 
 
 @pytest.mark.slow

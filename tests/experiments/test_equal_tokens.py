@@ -64,17 +64,6 @@ def test_ours_is_set_beside_the_best_of_the_peers_batches_at_the_same_depth(plac
     assert (place / "tokens.png").stat().st_size > 5000
 
 
-def test_either_side_can_be_left_out(place):
-    assert equal_tokens.numbers("batches", "2048,8192") == [2048, 8192]
-    assert equal_tokens.numbers("peer_batches", None) == []
-    with pytest.raises(UserError, match="--depths=four has to be whole numbers"):
-        equal_tokens.numbers("depths", "four")
-    alone = Run("ours", 4, 256, 0)
-    keep(alone, 0.7)
-    assert "| 0.7000 |  |" in equal_tokens.table([alone]).splitlines()[2]  # no peer, no ratio
-    equal_tokens.draw([alone], 256, place / "tokens.png")
-
-
 def test_what_has_a_result_is_not_trained_again_and_a_failure_stops_no_other_run(place, monkeypatch, capsys):
     trained = []
 

@@ -99,46 +99,36 @@ def test_a_kernel_of_a_gpu_has_the_kind_of_what_launched_it_also_if_it_runs_late
     assert found["longest_ms"]["nvjet_hsh_1"] == 0.1
 
 
-@pytest.mark.parametrize(
-    ("kind", "names"),
-    {
-        "products": [
-            "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NTT",
-            "nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNN",
-            "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment",
-            "ampere_bf16_s16816gemm_bf16_128x256_ldg8_f2f_stages_64x3_tn",
-            "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>",
-            "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>",
-            "triton_tem_fused_mm_3",
-            "aten::mm",
-        ],
-        "attention": [
-            "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 64, 64, cutlass::bfloat16_t>>",
-            "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_6_64x128x128_4x1x1_kernel0_0",
-            "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel)",
-            "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<flash::CollectiveMain>>>",
-            "triton_tem_fused_flex_attention_backward_4",
-            "aten::_scaled_dot_product_flash_attention_for_cpu",
-        ],
-        "loss": [
-            "triton_red_fused__log_softmax__to_copy_div_mul_nll_loss_forward_tanh_7",
-            "triton_per_fused__log_softmax_backward_data_nll_loss_backward_2",
-            "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, float, float>",
-            "aten::nll_loss_forward",
-        ],
-        "copies": [
-            "Memcpy HtoD (Pinned -> Device)",
-            "Memset (Device)",
-            "void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda>",
-            "aten::copy_",
-        ],
-        "element-wise": [
-            "triton_poi_fused__scaled_dot_product_cudnn_attention_add_cat_mul_5",
-            "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_3",
-            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>",
-            "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps>>",
-        ],
-    }.items(),
-)  # fmt: skip
-def test_kernels_are_sorted_by_their_names(kind, names):
-    assert {name: step_split.kind_of(name) for name in names} == dict.fromkeys(names, kind)
+KERNELS = {
+    "products": [
+        "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NTT",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment",
+        "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>",
+        "triton_tem_fused_mm_3",
+        "aten::mm",
+    ],
+    "attention": [
+        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 64, 64, cutlass::bfloat16_t>>",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_6_64x128x128_4x1x1_kernel0_0",
+        "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel)",
+        "triton_tem_fused_flex_attention_backward_4",
+    ],
+    "loss": [
+        "triton_red_fused__log_softmax__to_copy_div_mul_nll_loss_forward_tanh_7",
+        "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, float, float>",
+    ],
+    "copies": [
+        "Memcpy HtoD (Pinned -> Device)",
+        "void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda>",
+    ],
+    "element-wise": [
+        "triton_poi_fused__scaled_dot_product_cudnn_attention_add_cat_mul_5",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>",
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_kernels_are_sorted_by_their_names(kind):
+    assert {step_split.kind_of(name) for name in KERNELS[kind]} == {kind}

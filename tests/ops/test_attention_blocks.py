@@ -59,18 +59,6 @@ def test_blocks_of_their_real_size_are_equal_to_float64_in_every_dtype(window):
         assert max(choices.errors("blocks", kind, (2, 2, 512, 16), window, CPU, dtype)) < close
 
 
-def test_sharp_scores_in_bfloat16_stay_within_the_tolerance():
-    """QK norm bounds a score by 1.2^2 * sqrt(D) = 11.5; here they are larger, and rounded to 2^-9."""
-    q, k, v, dy, _ = (x.bfloat16() for x in inputs(2, 300, D=64))
-    q, k = 2 * q, 2 * k
-    assert (q @ k.mT / 8).abs().max() > 15
-    found = choices._forward_and_backward(blocks.in_blocks, q, k, v, 300, None, dy)
-    exact = (x.double() for x in (q, k, v))
-    expected = choices._forward_and_backward(choices._in_float64, *exact, 300, None, dy.double())
-    for a, b in zip(found, expected, strict=True):
-        assert (a - b).norm() / b.norm() < choices.TOLERANCE[torch.bfloat16]
-
-
 def test_a_long_row_keeps_nothing_of_its_square():
     q, k, v, *_ = (x.float() for x in inputs(1, 1500, H=1))
     kept = []
@@ -82,13 +70,6 @@ def test_a_long_row_keeps_nothing_of_its_square():
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         blocks.in_blocks(q.requires_grad_(), k, v, 1500)
     assert max(kept) <= q.numel()
-
-
-def test_a_query_that_sees_nothing_makes_no_nan():
-    q, k, v, dy, _ = inputs(1, 5)
-    visible = torch.zeros(1, 1, 1, 5, dtype=torch.bool)
-    found = choices._forward_and_backward(blocks.in_blocks, q, k, v, 5, visible, dy)
-    assert all(x.isfinite().all() for x in found)
 
 
 @pytest.mark.parametrize("with_documents", [False, True])
@@ -136,5 +117,3 @@ def test_a_resumed_run_keeps_the_attention_of_its_first_start():
     before = {"full": "sdpa", "window": "banded", "documents": "mask", "flash": ""}
     for resolved in ({"attention": before}, {"compiled": True}):  # of a run before attention was recorded
         assert choose(torch.bfloat16, resolved=resolved).resolved == before
-    chosen = choose(torch.bfloat16)
-    assert choose(torch.bfloat16, resolved={"attention": chosen.resolved}).resolved == chosen.resolved

@@ -181,21 +181,12 @@ def largest(function) -> int:
     return mode.numel
 
 
-def test_nothing_of_the_size_of_all_logits_exists_forward_or_backward(in_chunks_of):
-    x, weight, targets = random_problem(N=64, C=4, V=512)
-    in_chunks_of(8)
-    assert largest(lambda: plain(x, weight, targets).backward()) == 64 * 512  # so such tensors are seen
-    assert largest(lambda: softcapped_cross_entropy(x, weight, targets).backward()) == 8 * 512
+def test_nothing_of_the_size_of_all_logits_exists_forward_or_backward():
+    x, weight, targets = random_problem(N=2049, C=4, V=4096)
+    assert largest(lambda: plain(x, weight, targets).backward()) == 2049 * 4096  # so such tensors are seen
+    assert largest(lambda: softcapped_cross_entropy(x, weight, targets).backward()) <= 512 * 4096
     with torch.no_grad():
-        assert largest(lambda: softcapped_cross_entropy(x, weight, targets)) == 8 * 512
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_chunk_is_small_and_all_chunks_are_nearly_equal(device):
-    for N, vocab_size in ((1, 50_257), (2048, 4096), (2049, 4096), (8192, 65_536), (100_000, 300), (0, 300)):
-        rows = nanochat.ops.loss.chunk_rows(N, vocab_size, device, torch.float32)
-        assert rows >= 1 and rows * (-(-N // rows)) - N <= -(-N // rows)
-        assert rows <= 512 or rows * vocab_size <= (2**20 if device == "cpu" else 2**27)
+        assert largest(lambda: softcapped_cross_entropy(x, weight, targets)) <= 512 * 4096
 
 
 def test_the_form_for_a_gpu_computes_the_same_as_the_form_for_a_cpu():
@@ -246,14 +237,3 @@ def test_compiled_it_is_one_graph_that_gives_the_same_and_keeps_no_logits(
     with torch.no_grad():
         found = torch.compile(model, fullgraph=True, dynamic=True)(low, weight, targets)
     torch.testing.assert_close(found, expected.detach(), rtol=close, atol=close)
-
-
-def test_softcap_is_bounded_odd_rising_and_the_identity_near_zero():
-    x = torch.linspace(-100, 100, 2001)
-    y = softcap(x)
-    assert y.abs().max() <= SOFTCAP
-    assert (y.diff() >= 0).all()
-    torch.testing.assert_close(softcap(-x), -y)
-    torch.testing.assert_close(softcap(x / 1000), x / 1000, rtol=1e-3, atol=1e-6)
-    assert softcap(torch.tensor([1e30, -1e30])).tolist() == [SOFTCAP, -SOFTCAP]
-    assert softcap(x.bfloat16()).dtype == torch.float32

@@ -35,13 +35,6 @@ def test_only_what_several_tokens_share_gets_a_number_and_the_most_frequent_the_
     assert sorted(set(subword_table(tokens, 99)[3].tolist())) == [0, 14]  # `x` has the shape of `self`
 
 
-def test_a_token_with_many_subwords_keeps_the_rarest():
-    long = b"abcdefghijklmnopqrstuvwxyz"
-    table = subword_table([long, b" " + long, b"abc", b"abd", b"abe"], 300)
-    assert (table[0] > 0).all() and table[0].unique().numel() == MOST
-    assert table[0].min() > table[2][table[2] > 0].min()  # `<ab`, which five tokens have, is not one of them
-
-
 def subword_model(**sizes):
     """With sub-words of its own for every token, but the last."""
     model = make_model(spelled=True, **sizes)

@@ -50,10 +50,6 @@ def evaluation_of_run(out, step):
     return next(r for r in records(out) if r["step"] == step and "val_bpb" in r)
 
 
-def bpb_of_run(out, step):
-    return evaluation_of_run(out, step)["val_bpb"]
-
-
 def copied(trained, folder, config: bytes, **identity):
     """A copy of the last checkpoint with another config.json, and with more in its identity."""
     shutil.copytree(trained / "step_000008", folder)
@@ -71,16 +67,17 @@ def written(folder, step):
 # Its numbers
 
 
-def test_bits_per_byte_are_those_of_the_run_at_any_of_its_checkpoints(base_eval, trained):
-    printed = base_eval(f"--source={trained}", "--eval=bpb")
-    assert written(trained, 8)["val_bpb"] == pytest.approx(bpb_of_run(trained, 8), abs=1e-6)
-    assert f"Bits per byte: {bpb_of_run(trained, 8):.6f}" in printed
+def test_bits_per_byte_are_those_of_the_run_at_any_of_its_checkpoints(base_eval, trained, tmp_path):
     base_eval(f"--source={trained / 'step_000008'}", "--step=6", "--eval=bpb")
-    assert written(trained, 6)["val_bpb"] == pytest.approx(bpb_of_run(trained, 6), abs=1e-6)
-    assert written(trained, 6)["data"]["same_as_in_training"]
-    assert written(trained, 6)["loss_by_position"] == pytest.approx(
-        evaluation_of_run(trained, 6)["loss_by_position"], abs=1e-6
-    )
+    copied = shutil.copytree(trained / "step_000008", tmp_path / "mine")  # gets its results itself
+    printed = base_eval(f"--source={copied}", "--eval=bpb")
+    for out, step in ((trained, 6), (copied, 8)):
+        found, of_run = written(out, step), evaluation_of_run(trained, step)
+        assert found["val_bpb"] == pytest.approx(of_run["val_bpb"], abs=1e-6)
+        assert found["loss_by_position"] == pytest.approx(of_run["loss_by_position"], abs=1e-6)
+        assert found["data"]["same_as_in_training"]
+    assert f"Bits per byte: {of_run['val_bpb']:.6f}" in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_its_samples_are_those_of_the_run(base_eval, trained):
@@ -131,7 +128,8 @@ def test_an_untrained_model_guesses_and_a_trained_one_is_far_above_chance(base_e
         run(["scripts.base_train", *small, *more])
         base_eval(f"--source={out}", "--eval=bpb,core", base)
         scores[steps] = written(out, steps)["own_score"]
-        assert written(out, steps)["val_bpb"] == pytest.approx(bpb_of_run(out, steps), abs=1e-6)
+        of_run = evaluation_of_run(out, steps)["val_bpb"]
+        assert written(out, steps)["val_bpb"] == pytest.approx(of_run, abs=1e-6)
     assert abs(scores[1]) < 0.12  # 4 standard errors of the mean of 8 tasks of 48 questions
     assert scores[100] > 0.12 + 0.1
 
@@ -156,13 +154,6 @@ def test_a_folder_that_cannot_be_written_costs_a_line_and_no_result(base_eval, t
     (tmp_path / "file").write_text("")
     printed = base_eval(f"--source={trained}", "--eval=bpb", f"--out_dir={tmp_path / 'file' / 'x'}")
     assert "## Bits per byte: " in printed and "the results are not written: " in printed
-
-
-def test_a_checkpoint_that_was_copied_out_of_its_run_gets_the_results_itself(base_eval, trained, tmp_path):
-    shutil.copytree(trained / "step_000008", tmp_path / "mine")
-    base_eval(f"--source={tmp_path / 'mine'}", "--eval=bpb")
-    assert written(tmp_path / "mine", 8)["val_bpb"] == pytest.approx(bpb_of_run(trained, 8), abs=1e-6)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_other_text_is_scored_and_said_to_be_another(base_eval, trained, corpus, tmp_path):
@@ -203,9 +194,3 @@ def test_a_run_of_mid_train_is_scored_on_text_and_not_on_its_conversations(base_
     base_eval(f"--source={copied(trained, tmp_path / 'mine', config, loss_on='all')}", "--eval=sample")
     found = written(tmp_path / "mine", 8)
     assert found["data"]["name"].startswith("embedded") and len(found["samples"]) == 3
-
-
-@pytest.mark.parametrize("config", [b"[]", b"{", b'{"settings": 3}'])
-def test_a_config_that_is_none_is_a_sentence(base_eval, trained, tmp_path, config):
-    with pytest.raises(UserError, match=r"config\.json"):
-        base_eval(f"--source={copied(trained, tmp_path / 'mine', config)}")

