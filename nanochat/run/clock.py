@@ -40,7 +40,7 @@ class Clock:
         self._evaluation_s, self._evaluation_tokens = 0.0, 0  # of the longest one so far; that the last reads
         self.ends_soon = False  # another evaluation would not be over before the last one has to begin
         if not self.minutes:
-            loop.minutes = 0.0
+            loop.minutes = loop.elapsed_s = 0.0
             return
         # Other minutes than before change the share that is done. Without minutes before, it is that of steps
         share = loop.progress * loop.minutes / self.minutes if loop.minutes else step / self.num_iterations
