@@ -12,6 +12,7 @@ from nanochat.terminal import bar, duration, give_up, is_terminal, printable
 FULL_STEPS = 12  # the first ones of a process have a line each: on a CPU the eleventh compiles
 LOG_S = 5.0  # seconds between two later lines of a log file
 REDRAW_S = 0.1  # seconds between two updates on a terminal
+UNLIKE = 10  # times as long as the mean: such a step says nothing about the next ones
 
 
 class Console:
@@ -149,15 +150,21 @@ class TimeLeft:
 
     A step costs the mean of the last hundred or so. What comes between two steps counts as a pause if it is
     longer than the step; pauses go on at the rate measured up to the last one. The first step is not counted,
-    nor what follows it: it compiles, and then memory is set aside for saving.
+    nor what follows it: it compiles, and then memory is set aside for saving. A step UNLIKE those before is
+    such a first one again: on a CPU the eleventh compiles.
     """
 
     def __init__(self):
+        self.begin()
+
+    def begin(self):
         self.last = None  # on the clock: the end of the last step
         self.steps, self.seconds_per_step, self.paused, self.pause_per_step = 0, 0.0, 0.0, 0.0
 
     def add(self, seconds: float, now: float):
         """A step of that length has just ended, at `now` on the clock."""
+        if self.steps and seconds > UNLIKE * self.seconds_per_step:
+            self.begin()
         if self.last is not None:
             self.steps += 1
             pause = now - self.last - seconds if self.steps > 1 else 0.0
