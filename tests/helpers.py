@@ -196,15 +196,14 @@ def insert(tree: Path, after_settings="", at_step_end="", script="base_train"):
     path = tree / "scripts" / f"{script}.py"
     text = path.read_text(encoding="utf-8")
     for code, place in (
-        (after_settings, r"^()settings = configurator.configure"),
+        (after_settings, r"^()settings = configurator.configure(.+\n)+"),  # to an empty line
         (at_step_end, r"^( *)step \+= 1$"),
     ):
         (found,) = re.finditer(place, text, re.MULTILINE)
         if code and found[1]:
             text = text[: found.start()] + textwrap.indent(code, found[1]) + "\n" + text[found.start() :]
         elif code:
-            end = text.index("\n", found.start()) + 1
-            text = text[:end] + code + "\n" + text[end:]
+            text = text[: found.end()] + code + "\n" + text[found.end() :]
     path.write_text(text, encoding="utf-8")
 
 
