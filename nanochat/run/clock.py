@@ -17,7 +17,7 @@ from collections import deque
 from pathlib import Path
 
 RECENT = 16  # steps whose median is the time of a step: one that compiles or is held up does not count
-WARM_UP = 3  # steps before progress is more than 0
+WARM_UP = 3  # steps of a process before the time of a step is known, and progress more than 0
 SAVE_BYTES_S = 200e6  # bytes a second of the last save, which the run waits for
 QUESTION_TOKENS = 400  # about so many are read for a question of a task, over all its continuations
 END_S = 1.5  # seconds of the last report, and of the end of all processes
@@ -73,11 +73,12 @@ class Clock:
         whether the run ends soon."""
         if not self.minutes or not self._machine.is_main:
             return 0.0, False
-        step_s = statistics.median(self._recent) if self._recent else 0.0
+        # The first steps of a process say little: one of them compiles
+        step_s = statistics.median(self._recent) if len(self._recent) >= WARM_UP else 0.0
         left = self.seconds_left() - self._last_work_s(step_s)
         if left <= 0:
             return 1.0, True
-        made = steps * step_s if len(self._recent) >= WARM_UP else 0.0
+        made = steps * step_s
         return made / (made + left), left < self._evaluation_s
 
     def add_step(self, seconds: float, progress: float, ends_soon: float):

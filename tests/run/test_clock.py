@@ -102,6 +102,17 @@ def test_before_an_evaluation_was_timed_its_time_is_guessed_from_its_tokens(watc
     assert 95 < len(found) < 103 and watch.now - 992.0 < 1.05 * 120
 
 
+def test_a_first_step_that_compiles_is_no_measure_of_the_last_evaluation(watch):
+    loop = LoopState()
+    clock = Clock(make_plan(minutes=2.0), loop, MAIN, 0)
+    clock.expect_evaluation(
+        30 * 8192
+    )  # as long as ten steps: five seconds, or ten minutes of such first ones
+    step_s = {0: 60.0}
+    found = train(watch, clock, loop, lambda step, t: step_s.get(step, 0.5), 5.0, eval_every=10**6)
+    assert len(found) > 80 and 0.95 * 120 < watch.now - 992.0 < 1.05 * 120
+
+
 def test_a_resumed_run_goes_on_with_its_minutes_and_other_minutes_change_its_progress(watch):
     loop = LoopState()
     clock = Clock(make_plan(minutes=2.0), loop, MAIN, 0)
