@@ -136,7 +136,7 @@ def set_future_aside(run_path, continued, say=print):
 def resume_message(continued, num_iterations, changed, finished):
     """The lines to print when a run continues a checkpoint. changed: what `changes` returned."""
     if finished:
-        more = "for more give --num_iterations, to start again --resume=never"
+        more = "for more give a larger --num_iterations or --target_minutes, to start again --resume=never"
         return f"finished already: {continued.path}; {more}"
     said, before = [f"going on from {continued.path}"], continued.state["num_iterations"]
     if num_iterations > before:

@@ -17,7 +17,7 @@ from collections import deque
 from pathlib import Path
 
 RECENT = 16  # steps; the time of a step is their median, which a step that compiles does not change
-WARM_UP = 3  # steps before progress is more than 0
+WARM_UP = 3  # steps of a process before the time of a step is known, and progress more than 0
 SAVE_BYTES_S = 200e6  # bytes a second: the speed of the last save, which the run waits for
 QUESTION_TOKENS = 400  # about the tokens of a question of a task, over all its continuations
 END_S = 1.5  # seconds for the last report and the end of all processes
@@ -41,7 +41,7 @@ class Clock:
         self._evaluation_tokens = 0  # that the last evaluation reads
         self.ends_soon = False  # there is no time for another evaluation before the last one
         if not self.minutes:
-            loop.minutes = 0.0
+            loop.minutes = loop.elapsed_s = 0.0
             return
         # If the minutes were others before, progress changes; if there were none, it is that of the steps
         share = loop.progress * loop.minutes / self.minutes if loop.minutes else step / self.num_iterations
@@ -73,11 +73,12 @@ class Clock:
         """(progress after `steps` steps, whether the run ends soon), which the first process tells all."""
         if not self.minutes or not self._machine.is_main:
             return 0.0, False
-        step_s = statistics.median(self._recent) if self._recent else 0.0
+        # The first steps of a process say little: one of them compiles
+        step_s = statistics.median(self._recent) if len(self._recent) >= WARM_UP else 0.0
         left = self.seconds_left() - self._last_work_s(step_s)
         if left <= 0:
             return 1.0, True
-        made = steps * step_s if len(self._recent) >= WARM_UP else 0.0
+        made = steps * step_s
         return made / (made + left), left < self._evaluation_s
 
     def add_step(self, seconds: float, progress: float, ends_soon: float):

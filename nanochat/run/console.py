@@ -12,6 +12,7 @@ from nanochat.terminal import bar, duration, is_terminal, print_line, printable
 FULL_STEPS = 12  # first steps of a process that have a line each: on a CPU the eleventh compiles
 LOG_S = 5.0  # seconds between two later lines of a log file
 REDRAW_S = 0.1  # seconds between two updates on a terminal
+UNLIKE = 10  # times as long as the mean: such a step says nothing about the next ones
 
 
 class Console:
@@ -139,15 +140,21 @@ class TimeLeft:
 
     A step takes the mean of about the last hundred. Time between two steps is a pause if it is longer than
     the step after it; the coming pauses take as much time a step as those so far. The first step, which
-    compiles, and the time after it, which makes the buffers for saving, are not counted.
+    compiles, and the time after it, which makes the buffers for saving, are not counted. A step UNLIKE those
+    before counts as a first one: on a CPU the eleventh compiles.
     """
 
     def __init__(self):
+        self.begin()
+
+    def begin(self):
         self.last = None  # on time.monotonic(): the end of the last step
         self.steps, self.seconds_per_step, self.paused, self.pause_per_step = 0, 0.0, 0.0, 0.0
 
     def add(self, seconds: float, now: float):
         """Count a step of so many seconds that ended at `now` on time.monotonic()."""
+        if self.steps and seconds > UNLIKE * self.seconds_per_step:
+            self.begin()
         if self.last is not None:
             self.steps += 1
             pause = now - self.last - seconds if self.steps > 1 else 0.0

@@ -13,7 +13,7 @@ from nanochat.machine import distributed, runtime
 from nanochat.plan import wording
 from nanochat.plan.planning import Plan
 from nanochat.run import metrics
-from nanochat.run.clock import Clock
+from nanochat.run.clock import WARM_UP, Clock
 from nanochat.run.console import Console
 from nanochat.run.report import write_report
 
@@ -215,4 +215,6 @@ class RunOutput:
             memory = f"{self._machine.peak_memory() / 2**30:.2f} GiB at most"
             said = f"done: {self._loop.train_seconds:.0f} s in steps, {memory}"
             said += f"\nreport: {self._path / 'report.html'}"
+            if (minutes := self._clock.minutes) and step <= WARM_UP:
+                said += f"\nwarning: --target_minutes={minutes:g} left time for {step} steps only; give more"
         self._machine.print(said)

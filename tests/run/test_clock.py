@@ -92,6 +92,17 @@ def test_before_an_evaluation_was_timed_its_time_is_guessed_from_its_tokens(watc
     assert 95 < len(found) < 103 and watch.now - 992.0 < 1.05 * 120
 
 
+def test_a_first_step_that_compiles_is_no_measure_of_the_last_evaluation(watch):
+    loop = LoopState()
+    clock = Clock(make_plan(minutes=2.0), loop, MAIN, 0)
+    clock.expect_evaluation(
+        30 * 8192
+    )  # as long as ten steps: five seconds, or ten minutes of such first ones
+    step_s = {0: 60.0}
+    found = train(watch, clock, loop, lambda step, t: step_s.get(step, 0.5), 5.0, eval_every=10**6)
+    assert len(found) > 80 and 0.95 * 120 < watch.now - 992.0 < 1.05 * 120
+
+
 def test_a_resumed_run_goes_on_with_its_minutes_and_other_minutes_change_its_progress(watch):
     loop = LoopState()
     clock = Clock(make_plan(minutes=2.0), loop, MAIN, 0)
@@ -167,3 +178,17 @@ def test_a_run_in_minutes_that_goes_on_keeps_what_has_passed(corpus, tmp_path):
     run(command(corpus, tmp_path / "a", *minutes, f"--resume={kept}"))
     after = {r["step"]: r["progress"] for r in records(tmp_path / "a")}
     assert after[kept] == pytest.approx(before[kept], abs=0.05) and max(after.values()) == 1
+
+
+def test_a_run_whose_minutes_are_over_before_its_first_step_ends_with_a_model_and_says_so(corpus, tmp_path):
+    said = run(command(corpus, tmp_path / "a", *MINUTES, "--target_minutes=0.01"))
+    assert "warning: --target_minutes=0.01" in said
+    assert len(losses(tmp_path / "a")) <= 3 and max(checkpoint.checkpoints_in(tmp_path / "a")) <= 3
+    assert "val_bpb" in records(tmp_path / "a")[-1] and (tmp_path / "a" / "report.html").exists()
+
+
+def test_steps_after_minutes_end_these_and_other_minutes_begin_anew():
+    loop = LoopState(progress=0.5, minutes=2.0, elapsed_s=60.0)
+    Clock(make_plan(num_iterations=800), loop, MAIN, 200)
+    Clock(make_plan(minutes=10.0, num_iterations=800), loop, MAIN, 600)
+    assert loop.progress == 0.75 and loop.elapsed_s == 0.75 * 600

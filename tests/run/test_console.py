@@ -246,3 +246,11 @@ def test_the_time_left_follows_a_machine_that_becomes_slower_and_knows_nothing_a
         now += seconds
         left.add(seconds, now)
     assert left.after(100) == pytest.approx(30, rel=0.05)
+
+
+def test_a_step_that_compiles_later_is_no_measure_of_the_time_left():
+    left, now = TimeLeft(), 0.0
+    for seconds in [0.9] + [0.2] * 9 + [40.0] + [0.1] * 2:  # of a CPU: the eleventh compiles
+        now += seconds
+        left.add(seconds, now)
+    assert left.after(500) == pytest.approx(50)
