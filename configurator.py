@@ -7,8 +7,9 @@ A value comes from the default in the script, the environment, the config files 
 command line; the last of these that gives one wins.
 
 A setting is a line `name = value` above the call. The value is a number, arithmetic on numbers, text, True
-or False; with an annotation it may be None. A name with a leading underscore is no setting. The lines stand
-at module level, or in the `if __name__ == "__main__":` block around the call if it has such lines.
+or False; with an annotation it may be None. A name that begins with an underscore is not a setting. The
+lines stand at module level, or in the `if __name__ == "__main__":` block around the call if it has such
+lines.
 The type is the annotation's (int, float, str, bool, Literal["a", "b"], X | None), else the default's.
 The comment at the end of the line is the help. A comment above the line starts a group; its first line that
 has a word in it is the group's name.
@@ -180,7 +181,7 @@ def _assignment(statement):
 
 
 def _heading(lines, indent):
-    """The first line with a word of the comment that ends `lines` at this indentation, else ""."""
+    """The name of the group that begins after `lines`: the first words of the comment there, else ""."""
     comment = re.search(rf"(^ {{{indent}}}#.*\n)+\s*\Z", "\n".join([*lines, ""]), re.MULTILINE)
     words = [line.strip("#-=*~ \t") for line in comment[0].split("\n")] if comment else []
     return next(filter(None, words), "")
@@ -402,10 +403,8 @@ def _help_lines(left, setting, column, width):
     kind = "|".join(setting.range if name in ("int", "float") and setting.range else name for name in types)
     # A line breaks between choices if it must, and never within a range
     kind = kind.replace("|", " | ") if len(kind) > width - column - 2 else kind.replace(" ", "\0")
-    text, indents = (
-        f"{setting.help} [{kind}]".strip(),
-        {"initial_indent": left, "subsequent_indent": " " * column},
-    )
+    indents = {"initial_indent": left, "subsequent_indent": " " * column}
+    text = f"{setting.help} [{kind}]".strip()
     return textwrap.fill(text, width, break_long_words=False, **indents).replace("\0", " ")
 
 

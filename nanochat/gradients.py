@@ -5,8 +5,8 @@ share of the weights (zero.py), so a reduce_scatter is enough: half of an all_re
 broadcast of the new weights (optim.py), so a step sends as many bytes as with plain DDP.
 
 After the backward pass a process has the average of the gradients that it owns, and of the small tensors that
-every process updates. The rest of its `.grad` is no average and is not used. So the norm for clipping is
-added up over the processes.
+every process updates. The rest of its `.grad` is not an average and is not used. So the squares of the norm
+for clipping are summed over the processes.
 """
 
 import torch
@@ -22,7 +22,7 @@ from nanochat.optim import MuonAdamW
 def wrap_in_ddp(
     model, optimizer: torch.optim.Optimizer, gradient_dtype: str = "float32"
 ) -> DistributedDataParallel:
-    """The model for training: as it is in one process, in DDP with `exchange_gradients` in one of several."""
+    """The model for training: unchanged in a single process, else in DDP with `exchange_gradients`."""
     if not dist.is_initialized():
         return model
     ddp = DistributedDataParallel(model, **DDP_OPTIONS)
@@ -56,7 +56,7 @@ def exchange_gradients(
 def clip_grad_norm_(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_norm: float
 ) -> torch.Tensor:
-    """torch.nn.utils.clip_grad_norm_, also where a process has the average of a share of the gradients only.
+    """torch.nn.utils.clip_grad_norm_, also where each process has the average of only its gradients.
 
     Scales the gradients so that the norm of all together is at most max_norm (math.inf: no limit). Returns
     the norm before, 0-dim and the same on all processes; nothing waits for the device.
@@ -79,17 +79,17 @@ def clip_grad_norm_(
 
 
 def _limit(gradients: list[torch.Tensor], norm: torch.Tensor, max_norm: float):
-    """Scale gradients, unless the factor is 1: a CPU knows it at once, a GPU would have to be waited for."""
+    """Scale gradients. A CPU skips a factor of 1; to look at it on a GPU, Python would have to wait."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if factor.device.type != "cpu" or factor != 1:
         torch._foreach_mul_(gradients, factor)
 
 
 class Exchange:
-    """The communication hook of DDP for a bucket, which is DDP's name for gradients that are sent together.
+    """DDP's communication hook. It sends one bucket, DDP's name for gradients that travel together.
 
-    `reduce` and `all_to_all` do the same. Both begin the exchange and return at once; the Future ends when
-    this process has its averages.
+    `reduce` and `all_to_all` have the same result. Both begin the exchange and return at once; the Future is
+    done when this process has its averages.
     """
 
     def __init__(self, optimizer: MuonAdamW, dtype: torch.dtype):
