@@ -86,7 +86,7 @@ class ShardedOptimizer(Optimizer):
         self.owner_of = dict(zip(matrices, owners, strict=True))
 
     def sort_by_owner(self, group) -> list[int] | None:
-        """Sort a group's parameters by owner; returns cuts as in `share_out`, None if every process has all."""
+        """Sort a group's parameters by owner; returns cuts (`share_out`), None if all processes have all."""
         if group["params"][0] not in self.owner_of:
             return None
         pairs = zip(group["params"], group["names"], strict=True)

@@ -1,8 +1,8 @@
 """What the JSON files of a checkpoint hold, checked when it is opened.
 
-Checksums find damage. They do not find a file of another program or of another nanochat, so the names and
-types that are read later are checked here. A form is a function of a value: it returns what is wrong with it,
-as the end of a sentence that begins with the value's name, or "" if nothing is.
+Checksums find damage, but not a file of another program or of another nanochat. So the names and types that
+are read later are checked here. A form is a function of a value. It returns what is wrong with the value, as
+the end of a sentence that begins with the value's name, or "".
 """
 
 from nanochat.checkpoint.files import damaged
@@ -30,7 +30,7 @@ def nothing(v):
 
 
 def either(*forms):
-    """A value that has one of these forms; the last one is named if it has none."""
+    """A value of one of these forms. If it has none of them, the message names the last."""
     return lambda v: "" if any(form(v) == "" for form in forms) else forms[-1](v)
 
 

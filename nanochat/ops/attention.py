@@ -69,8 +69,8 @@ class Attention:
         return {kind: getattr(self, kind) for kind in (*KINDS, "flash")}
 
     def boundaries(self, inputs, bos_id: int):
-        """The documents in inputs (B, T), in the form that this attention takes: the number of each position's
-        document (B, T) int64, or (N + 1,) int32, where each document begins in the B * T positions.
+        """The documents in inputs (B, T), in the form that this attention takes: the document's
+        number at each position (B, T) int64, or (N + 1,) int32, where each begins in the B * T positions.
 
         A document begins with its row and at each <|bos|>; several <|bos|> in a row, as in padding, begin
         one. `inputs` are on the CPU, because the number of documents decides the size of the result.
