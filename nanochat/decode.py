@@ -28,11 +28,10 @@ SMALL = 2**27  # parameters of a small model: half a gigabyte in float32
 
 
 class KVCache:
-    """Keys, values and stream of every layer for the tokens so far, of B texts of different lengths.
+    """Keys, values and stream of every layer, for the tokens so far of B texts of different lengths.
 
-    A slot holds one position of every text. The texts end in the same slot, so a shorter one begins later:
-    row r begins in slot start[r], and what is in the slots before it is masked. `layers[i]` is what
-    Attention.forward gets.
+    A slot holds one position of every text. All texts end in the same slot, so a shorter one begins later:
+    row r begins in slot start[r], and the slots before it are masked. Block.forward gets `layers[i]`.
     """
 
     def __init__(self, config, dtype: torch.dtype | None = None):
@@ -52,7 +51,7 @@ class KVCache:
         if self.start is None:
             return slice(self.length, self.length + T)
         slots = torch.arange(self.length, self.length + T, device=self.start.device)
-        # Past the last position there is padding only
+        # Positions past the last one are padding
         return (slots - self.start[:, None]).clamp(max=self.max_seq_len - 1)
 
     def align(self, lengths: list[int]):
@@ -74,7 +73,7 @@ class KVCache:
         self.visible = (slots >= self.start[:, None])[:, None, None]
 
     def reserve(self, slots: int):
-        """Take memory for so many slots."""
+        """Take memory for at least `slots` slots."""
         self.slots = max(self.slots, slots)
         for layer in self.layers:
             if layer.v is not None and layer.v.size(2) < slots:

@@ -32,9 +32,9 @@ def user_path(setting: str, value: str | Path) -> Path:
 
 
 def special_kind(path: Path) -> str:
-    """What a path is if it is no regular file, else "". Raises OSError if there is nothing or a broken link.
+    """What a path is if not a regular file, else "". Raises OSError if there is nothing or a broken link.
 
-    Such a file is no input: a pipe may wait for ever, and a device may never end.
+    Data is not read from special files: a pipe may block for ever, and a device may never end.
     """
     mode = path.stat().st_mode
     if stat.S_ISREG(mode):

@@ -144,18 +144,14 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.embedding = embedding(config.vocab_size, config.width)
-        self.value_embeddings = nn.ModuleDict(
-            {
-                str(i): embedding(config.vocab_size, config.width)
-                for i in range(config.depth)
-                if config.has_table(i)
-            }
-        )
+        V, C = config.vocab_size, config.width
+        self.embedding = embedding(V, C)
+        with_table = [i for i in range(config.depth) if config.has_table(i)]
+        self.value_embeddings = nn.ModuleDict({str(i): embedding(V, C) for i in with_table})
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.depth))
-        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.head = nn.Linear(C, V, bias=False)
         # Sub-word embeddings; `pieces` is their name in checkpoints
-        self.pieces = SubwordEmbedding(config.vocab_size, config.width) if config.spelled else None
+        self.pieces = SubwordEmbedding(V, C) if config.spelled else None
         self.register_buffer("cos", None, persistent=False)
         self.register_buffer("sin", None, persistent=False)
 

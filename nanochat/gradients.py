@@ -1,4 +1,4 @@
-"""Gradients of several processes: each is averaged where it is needed, and their norm is that of all.
+"""Gradients of several processes: each is averaged in the process that needs it; their norm covers all.
 
 Plain DDP gives every process the average of all gradients, by an all_reduce. But a process updates only its
 share of the weights (zero.py), so a reduce_scatter is enough: half of an all_reduce. The other half is the
@@ -19,9 +19,7 @@ from nanochat.machine.runtime import DDP_OPTIONS
 from nanochat.optim import MuonAdamW
 
 
-def wrap_in_ddp(
-    model, optimizer: torch.optim.Optimizer, gradient_dtype: str = "float32"
-) -> DistributedDataParallel:
+def wrap_in_ddp(model, optimizer: torch.optim.Optimizer, gradient_dtype: str):
     """The model for training: unchanged in a single process, else in DDP with `exchange_gradients`."""
     if not dist.is_initialized():
         return model
@@ -35,8 +33,8 @@ def exchange_gradients(
 ):
     """Send each gradient to the process that updates its weights, while `backward` goes on.
 
-    gradient_dtype: float32 or bfloat16, of what is sent. An optimizer of torch's updates all weights in every
-    process, so it keeps the all_reduce of plain DDP.
+    gradient_dtype: float32 or bfloat16, in which they are sent. An optimizer of torch updates all weights in
+    every process, so it keeps the all_reduce of plain DDP.
     """
     # Dynamo would cut the compiled model at DDP's buckets, so that parts of the exchange overlap with the
     # backward pass. It takes the size of a parameter's whole storage for its size, and Muon's matrices of one
@@ -121,10 +119,10 @@ class Exchange:
         return last.get_future().then(finish)
 
     def all_to_all(self, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-        """For gloo: each process sends every other one what that one needs, and adds up what it receives.
+        """For gloo: each process sends to every other one what that one needs, and adds up what it receives.
 
-        These are a reduce_scatter's bytes; gloo's own reduce sends half as much again. The sum is in float32
-        and in the order of ranks, so it does not depend on how DDP fills its buckets.
+        That takes as many bytes as a reduce_scatter; gloo's own reduce sends half as much again. The sum is
+        in float32 and in the order of ranks, so it does not depend on how DDP fills its buckets.
         """
         by_owner, everywhere = _parts(bucket.parameters(), self.optimizer)
         needed = [part + everywhere for part in by_owner]  # by each process
@@ -154,7 +152,7 @@ class Exchange:
 
 
 def _parts(params, optimizer: MuonAdamW) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
-    """Views of the gradients that each process owns, and of those that every process needs."""
+    """Views of each process's own gradients, and of the gradients that every process needs."""
     by_owner, everywhere = [[] for _ in range(optimizer.world_size)], []
     for p in params:
         if p.grad is not None:

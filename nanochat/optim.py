@@ -79,7 +79,7 @@ class MuonAdamW(ShardedOptimizer):
                     self.state[p] = {"exp_avg": moments[0], "exp_avg_sq": moments[1], "step": step}
 
     def _stack(self, group):
-        """Lay the group's matrices into one tensor (N, rows, columns), sorted by owner, and make the state of
+        """Stack the group's matrices in one tensor (N, rows, columns), sorted by owner, and make the state of
         those that this process owns."""
         group["cuts"] = self.sort_by_owner(group)
         mine = slice(*group["cuts"][self.rank : self.rank + 2]) if group["cuts"] else slice(None)
@@ -103,8 +103,8 @@ class MuonAdamW(ShardedOptimizer):
             raise UserError(
                 f"{', '.join(unused)} got no gradient; use it in the model's forward, or remove it"
             )
-        grad_scale = getattr(self, "grad_scale", None)  # of a GradScaler
-        if grad_scale is not None:  # it is still in the gradients
+        grad_scale = getattr(self, "grad_scale", None)  # set by a GradScaler that has not unscaled yet
+        if grad_scale is not None:
             torch._foreach_div_([p.grad for _, p in self.named_parameters()], grad_scale)
         found_inf = getattr(self, "found_inf", None)  # GradScaler deletes it after its step
         if found_inf is not None and found_inf.device.type == "mps" and found_inf.item():

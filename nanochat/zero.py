@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from nanochat import UserError
 
 REPLICATED = 1024  # every process updates a tensor with fewer elements: sending it would take longer
-MUON_BYTES, ADAMW_BYTES = 4, 8  # of state for an element: momentum; first and second moment
+MUON_BYTES, ADAMW_BYTES = 4, 8  # bytes of state for each element: momentum; first and second moment
 
 
 def is_shared_out(shape: Sequence[int]) -> bool:

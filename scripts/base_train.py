@@ -101,15 +101,15 @@ device_type: Literal["auto", "cuda", "cpu", "mps"] = "auto"  # auto = cuda, else
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto = the best that the device has
 fp8 = False  # train the blocks' large products in 8 bits, on GPUs that can (docs/precision.md)
 compile: Literal["auto", "on", "off"] = "auto"  # auto = if it saves more time than it takes
-gradient_dtype: Literal["float32", "bfloat16"] = "float32"  # of gradients on their way between processes
+gradient_dtype: Literal["float32", "bfloat16"] = "float32"  # in which processes exchange gradients
 seed = 42  # of initial weights, order of the data, and samples [0..2**62]
-price_per_hour = -1.0  # of all machines of the run together, to show its cost (-1 = unknown) [-1, 0..1e9]
+price_per_hour = -1.0  # price of all machines of the run together (-1 = do not show its cost) [-1, 0..1e9]
 process_timeout = 600.0  # seconds to wait for a process that does not answer; then all end [1..1e6]
 profile = -1  # write a trace of this step by torch.profiler into the run's folder (-1 = off) [-1, 0..1e9]
 run = "dummy"  # the run's name at wandb (dummy = no wandb)
 plan_only = False  # print the plan and exit
-plan_device: str | None = None  # with --plan: of that GPU, such as H100 (none = of this machine)
-plan_world_size = -1  # with --plan and --device: of so many processes, one a GPU (-1 = one) [-1, 1..1e6]
+plan_device: str | None = None  # with --plan: plan for this GPU, such as H100 (none = this machine)
+plan_world_size = -1  # with --plan and --device: the number of processes, one a GPU (-1 = one) [-1, 1..1e6]
 
 settings = configurator.configure(globals(), aliases={  # people type --plan, --device and so on
     "plan": "plan_only", "device": "plan_device", "world_size": "plan_world_size",
@@ -144,7 +144,7 @@ with machine.main_first("data", stop):  # the first process builds what is missi
 # the rows of a micro-batch, so that it computes the same numbers
 resumed, run_id = (None, "") if plan_only else checkpoint.enter(run_path, resume, machine)
 resolved = resumed.resolved if resumed else {}
-dataset = dataset.for_run(tokenizer, resumed, machine)  # of public data, the shards that the horizon needs
+dataset = dataset.for_run(tokenizer, resumed, machine)  # public data: the shards that the horizon needs
 
 # ------------------------------------------------------------------------------------------------------
 # Plan: everything that follows from the settings, the text and the machine, with its reason
@@ -173,7 +173,7 @@ eager_left = plan.eager_left(step)  # first steps that run eager, so that their 
 groups = optim.parameter_groups(model, plan.rates, plan.weight_decay, plan.table_decay)
 optimizer = optim.MuonAdamW(groups, compute_dtype, eager_left, machine.rank, world_size)
 scaler = precision.make_scaler(device, compute_dtype)
-dataset.begin(machine, stop, process_timeout)  # --download=on: begin to get what is missing
+dataset.begin(machine, stop, process_timeout)  # --download=on: begin to get missing shards
 # For batches of your own replace the loader. It yields (inputs, targets) and has documents (None: a token
 # sees all of its row), wait_s, epoch, state(), close()
 rows, share = plan.total_batch_size // max_seq_len, (machine.rank, world_size)

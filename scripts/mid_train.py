@@ -46,7 +46,7 @@ data = "embedded"  # embedded (questions about Python), or files and folders wit
 val_data: str | None = None  # files that are the validation split (none = one conversation in 40)
 loss_on: Literal["assistant", "all"] = "assistant"  # targets: the tokens of the answers, or all
 skip_bad = False  # leave out conversations that cannot be used
-show = 0  # print so many conversations as the model sees them, and exit (0 = off) [0..1e6]
+show = 0  # conversations to print as the model sees them, before the script exits (0 = off) [0..1e6]
 
 # Horizon: the first positive one decides
 num_iterations = -1  # optimizer steps (-1 = off) [-1, 1..1e9]
@@ -82,7 +82,7 @@ model_tag: str | None = None  # the run's name (none = the base run's)
 device_type: Literal["auto", "cuda", "cpu", "mps"] = "auto"  # auto = cuda, else mps, else cpu
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto = the best that the device has
 compile: Literal["auto", "on", "off"] = "auto"  # auto = if it saves more time than it takes
-gradient_dtype: Literal["float32", "bfloat16"] = "float32"  # of gradients on their way between processes
+gradient_dtype: Literal["float32", "bfloat16"] = "float32"  # in which processes exchange gradients
 seed = 42  # of the order of conversations, and of samples [0..2**62]
 process_timeout = 600.0  # seconds to wait for a process that does not answer; then all end [1..1e6]
 profile = -1  # write a trace of this step by torch.profiler into the run's folder (-1 = off) [-1, 0..1e9]

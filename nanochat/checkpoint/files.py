@@ -131,7 +131,7 @@ def to_json(value):
 
 
 def read_json(path):
-    """The bytes of a file, and the JSON object in them. Raises Damaged if there is none."""
+    """The bytes of a file, and the JSON object in them. Raises Damaged if they hold none."""
 
     def refuse(constant):
         raise ValueError(f"{constant} is not JSON")

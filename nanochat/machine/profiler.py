@@ -23,7 +23,7 @@ class StepProfiler:
             raise UserError(f"profile={wanted}: the last of {num_iterations} steps is {num_iterations - 1}")
         self._wanted = wanted if machine.is_main else -1
         self._folder, self._machine, self._say = folder, machine, say
-        self._open = None  # what `end` has to close, while the trace is made
+        self._open = None  # the contexts of an open trace, which `end` closes
 
     def begin(self, step: int):
         """Start the trace if this is the step."""

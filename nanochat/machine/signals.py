@@ -92,8 +92,7 @@ def _write(text: str):
 
 
 def _silence_closed_terminals():
-    """Send output that went to a terminal which is closed now to /dev/null: writing there is an error, and
-    the run has to save."""
+    """Send the output for a closed terminal to /dev/null: writing there would be an error before the save."""
     for fd in (1, 2):
         with contextlib.suppress(OSError):
             if stat.S_ISCHR(os.fstat(fd).st_mode) and not os.isatty(fd):

@@ -38,7 +38,7 @@ LINGER_S = 3.0  # seconds that the process with the store waits for the goodbyes
 ENDED, HANGS = "ended", "hangs"  # verdicts
 GOODBYE, FAILED = "goodbye", "failed"  # the last signs of a process that has done its work, or cannot
 
-_waits: list[list] = []  # of this process: [function for a new thread, function: is it over?, seconds]
+_waits: list[list] = []  # this process's waits: [function for a new thread, function: is it over?, seconds]
 
 
 def expect(is_over):
@@ -188,7 +188,7 @@ class Watchdog:
         return self._silent_s < 3 * ROUND_S
 
     def _found(self, seconds: float) -> str:
-        """ "", or what is wrong: ENDED with the ranks that have, or HANGS."""
+        """What is wrong: ENDED and the ranks that have ended, HANGS, or ""."""
         self._silent_s += seconds
         longest = _longest_wait(seconds)
         if self._verdict:

@@ -5,7 +5,6 @@ token's own document (documents). `choose` takes, for each kind that a run needs
 machine can run and that agrees with float64, forward and backward.
 """
 
-import inspect
 from dataclasses import dataclass
 
 import torch
@@ -88,7 +87,7 @@ class Attention:
         return documents
 
 
-attention = Attention()  # what a model uses if nothing else is chosen; right for every device and length
+attention = Attention()  # the default of a model; right for every device and length
 
 
 def visible_from(documents):
@@ -139,8 +138,6 @@ def choose(config, machine, dtype, compiled: bool, documents: bool, resolved: di
     first start ({}: a new run); its backends stay if they can run here.
     """
     device, before = machine.device, resolved.get("attention", {})
-    if resolved and not before and device.type == "cpu":
-        before = EVERYWHERE  # a run from before attention was recorded
     kinds = {"full": config.max_seq_len}
     if min(config.windows) < config.max_seq_len:
         kinds["window"] = min(config.windows)
@@ -242,13 +239,6 @@ def cannot_run(name: str, kind: str, device, dtype, compiled: bool) -> str:
         return "needs 16 bit"
     if name in ("cudnn", "flash", "varlen") and not torch.version.hip and _capability(device)[0] < 8:
         return "needs compute capability 8.0"
-    if name == "varlen":
-        try:
-            from torch.nn.attention.varlen import varlen_attn
-        except ImportError:
-            varlen_attn = None
-        if varlen_attn is None or "window_size" not in inspect.signature(varlen_attn).parameters:
-            return "needs torch 2.11"
     if name == "flex" and not compiled:
         return "needs compiled code"
     return ""

@@ -24,8 +24,8 @@ class Tile(NamedTuple):
     rows: slice
     queries: slice
     keys: slice
-    shape: tuple[int, int, int]  # of its scores: rows * heads, queries, keys
-    place: slice  # of its weights among those of all tiles
+    shape: tuple[int, int, int]  # its scores': rows * heads, queries, keys
+    place: slice  # where its weights are in the memory for all tiles
 
 
 def in_blocks(q, k, v, window: int, visible=None):
@@ -53,7 +53,7 @@ def forward(q, k, v, window: int, visible, keep: bool):
 
 
 def backward(dy, q, k, v, kept, window: int, visible):
-    """The gradients of q, k and v (B, H, T, D), from that of y and the weights that `forward` kept."""
+    """The gradients of q, k and v (B, H, T, D), from dy and the weights that `forward` kept."""
     dq, dk, dv = _empty(q), _empty(k), _empty(v)
     # A key's gradient is a sum over the blocks that see it: at most four terms unless rows are long
     sums = torch.float32 if q.size(2) > LONG and q.dtype == torch.bfloat16 else q.dtype
@@ -75,7 +75,7 @@ def backward(dy, q, k, v, kept, window: int, visible):
 
 
 def _softmax(q, k, tile: Tile, window: int, visible, out=None):
-    """The weights of a tile, of its shape, from its part of q and k (rows * H, positions, D)."""
+    """The softmax weights of a tile, in its shape, from its part of q and k (rows * H, positions, D)."""
     _, Q, K = tile.shape
     scores = _product(q, k.mT, q.size(-1) ** -0.5)
     if visible is not None:
@@ -129,7 +129,7 @@ def _size(q, window: int) -> int:
 
 
 def _weights_of(tile: Tile, kept):
-    """The place of a tile's weights in those that are kept, or None."""
+    """A view of a tile's weights in `kept`, or None if none are kept."""
     return kept[tile.place].view(tile.shape) if kept.numel() else None
 
 

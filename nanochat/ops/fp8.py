@@ -47,7 +47,7 @@ def check_fp8(fp8: bool, device: torch.device, dtype: torch.dtype, max_seq_len: 
             f"later), and {missing}; leave it out"
         )
     if dtype != torch.bfloat16:
-        raise UserError("--fp8 goes with --dtype=bfloat16: what is not in fp8 is in bfloat16")
+        raise UserError("--fp8 needs --dtype=bfloat16, in which everything else is computed")
     if max_seq_len % MULTIPLE:
         raise UserError(f"--fp8 needs a --max_seq_len that is a multiple of {MULTIPLE}; {max_seq_len} is not")
 
@@ -56,7 +56,7 @@ def missing_for_fp8(device: torch.device) -> str:
     """What a device lacks to multiply in fp8: the end of a sentence, empty if it can."""
     if device.type != "cuda":
         return f"this run is on {device.type}"
-    if torch.version.hip:  # AMD's float8 formats are others, and nobody has tried them here
+    if torch.version.hip:  # AMD has other float8 formats, which are not tried here
         return "this is an AMD GPU"
     major, minor = torch.cuda.get_device_capability(device)
     return f"this one has {major}.{minor}" if (major, minor) < FP8_CAPABILITY else ""

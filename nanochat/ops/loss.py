@@ -210,8 +210,8 @@ class HeadAndLoss(torch.autograd.Function):
     backward = staticmethod(_multiply_gradients)
 
 
-# The same as operators of PyTorch, which torch.compile takes as they are. If it looked inside, it would move
-# the gradients into the backward pass and keep all logits for that.
+# The same as operators of PyTorch, for torch.compile. If it looked inside, it would move the gradients into
+# the backward pass and keep all logits for that.
 head_losses = torch.library.custom_op("nanochat::head_losses", losses_in_chunks, mutates_args=())
 head_and_loss = torch.library.custom_op("nanochat::head_and_loss", gradients_in_chunks, mutates_args=())
 head_and_loss.register_autograd(_multiply_gradients, setup_context=_keep_gradients)

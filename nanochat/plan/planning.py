@@ -206,7 +206,7 @@ class Plan:
         return said
 
     def identity(self, dataset, tokenizer, seed: int) -> dict:
-        """What a run and the checkpoint that it continues must have alike."""
+        """What must be equal in a run and in the checkpoint that it continues."""
         return {
             "model": asdict(self.config),
             "data": dataset.fingerprint,

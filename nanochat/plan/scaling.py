@@ -21,14 +21,14 @@ REFERENCE_BATCH = 2**19  # tokens
 REFERENCE_WIDTH = 768
 REFERENCE_RATIO = 12.0  # tokens a parameter
 HORIZON_EXPONENT = 0.32  # rates ~ tokens**-0.32: arXiv 2409.19913
-MOST_DECAY = 8.0  # rate x decay is at most so many times the settings', in short runs (docs/ablations.md)
+MOST_DECAY = 8.0  # in short runs, rate x decay is at most 8 times the settings' (docs/ablations.md)
 MOST_STEPS = 10**9  # steps of a run, the end of the range of base_train's num_iterations
 SPELLED_TOKENS = 2_500  # a run with fewer tokens for each token of the vocabulary has sub-word embeddings
 WIDEST = 64  # aspect ratio, unless the run is too short for so wide a model
 BEST_RATIO = 2.0  # tokens a parameter, if FLOPs are few: our fit at d4 and d6 (docs/ablations.md)
 ASSUMED_MFU = 0.3  # share of the peak that training is assumed to reach, before anything is timed
 BATCH_EXPONENT = 0.383  # past d12's horizon, best batch ~ tokens**0.383: Power Lines, arXiv 2505.13738
-SHORT_BATCH_EXPONENT = 0.77  # below it: our fit to what was best at d4 (docs/ablations.md)
+SHORT_BATCH_EXPONENT = 0.77  # below that horizon: our fit to the best batches at d4 (docs/ablations.md)
 
 
 def model_config(

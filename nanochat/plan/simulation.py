@@ -121,7 +121,7 @@ class Simulation:
     plan: planning.Plan
     memory: dict[str, int]  # bytes of a process, by kind
     exchange: dict[str, float]  # bytes of a process and step, by kind
-    seconds: dict[str, float]  # of a step, by kind; nothing overlaps
+    seconds: dict[str, float]  # seconds of a step, by kind; nothing overlaps
 
     @property
     def step_seconds(self) -> float:
