@@ -8,10 +8,10 @@ was measured (docs/benchmarks.md). docs/scale.md has a table for many sizes, and
 """
 
 import functools
-import itertools
 import types
 from dataclasses import dataclass, replace
 
+import numpy
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -100,13 +100,7 @@ def optimizer_flops(config: GPTConfig, world_size: int) -> int:
 
 def at(points: dict[int, float], depth: int) -> float:
     """The value at a depth: linear between the points, constant outside of them."""
-    depths = sorted(points)
-    if depth <= depths[0]:
-        return points[depths[0]]
-    for a, b in itertools.pairwise(depths):
-        if depth <= b:
-            return points[a] + (points[b] - points[a]) * (depth - a) / (b - a)
-    return points[depths[-1]]
+    return float(numpy.interp(depth, *zip(*sorted(points.items()), strict=True)))
 
 
 # ------------------------------------------------------------------------------------------------------
