@@ -203,7 +203,7 @@ def insert(tree: Path, after_settings="", at_step_end="", script="base_train"):
         if code and found[1]:
             text = text[: found.start()] + textwrap.indent(code, found[1]) + "\n" + text[found.start() :]
         elif code:
-            end = text.index("\n", found.start()) + 1
+            end = text.index("\n\n", found.start()) + 1  # the call may have several lines
             text = text[:end] + code + "\n" + text[end:]
     path.write_text(text, encoding="utf-8")
 
