@@ -314,11 +314,12 @@ while True:
     # One optimizer step: the gradient of the whole batch, gathered over micro-steps, then one update
     profiler.begin(step)
     started, waited, progress = time.perf_counter(), loader.wait_s, clock.progress(step)
+    rate, decay = plan.factors_for(clock.expected_steps(step))  # 1, 1 unless minutes decide the horizon
     for group in optimizer.param_groups:
-        group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_multiplier(progress)
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * rate * lr_multiplier(progress)
         if group.get("method") == "muon":
             group["betas"] = (muon_momentum(progress), group["betas"][1])
-            group["weight_decay"] = group["initial_weight_decay"] * weight_decay_multiplier(progress)
+            group["weight_decay"] = group["initial_weight_decay"] * decay * weight_decay_multiplier(progress)
     micro_losses = torch.zeros(plan.grad_accum_steps, device=device)
     for micro_step in range(plan.grad_accum_steps):
         inputs, targets = next(loader)

@@ -149,6 +149,18 @@ class Plan:
                 return self.with_rows(n)
         return self.with_rows(1)
 
+    def factors_for(self, steps: float) -> tuple[float, float]:
+        """What to multiply learning rates and weight decay with if the run makes so many steps: a run in
+        minutes learns while it goes on how many these are. 1, 1 with a given number of steps."""
+        if not self.horizon.minutes:
+            return 1.0, 1.0
+        batch, d12_tokens, found = self.total_batch_size, self.horizon.d12_tokens, []
+        for tokens in (steps * batch, self.tokens):
+            rate = scaling.rate_scale(batch, tokens, d12_tokens)
+            found.append((rate, scaling.scaled_weight_decay(1.0, rate, batch, tokens, d12_tokens)))
+        (rate, decay), (planned_rate, planned_decay) = found
+        return rate / planned_rate, decay / planned_decay
+
     def eager_left(self, step: int) -> int | None:
         """Steps after `step` that run eager before the code is compiled; None: it is never compiled."""
         return max(0, self.eager_steps - step) if self.compiled else None

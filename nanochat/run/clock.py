@@ -63,6 +63,11 @@ class Clock:
         """The share of the run that is done after `step` steps. It never falls."""
         return self._loop.progress if self.minutes else step / self.num_iterations
 
+    def expected_steps(self, step: int) -> float:
+        """How many steps the run makes in all, as it looks after `step` steps."""
+        progress = self.progress(step)
+        return step / progress if progress > 0 else self.num_iterations
+
     def now(self, steps: int) -> tuple[float, bool]:
         """What the first process tells all with the numbers of a step: its progress after `steps` steps, and
         whether the run ends soon."""

@@ -196,3 +196,15 @@ def test_a_resumed_run_in_minutes_keeps_its_batch_and_its_estimate_on_any_machin
     assert make_plan(target_minutes=5.0, resolved=before)[0].num_iterations == 1250
     of_steps = {"num_iterations": 500, "total_batch_size": 2048}
     assert make_plan(target_minutes=5.0, resolved=of_steps)[0].num_iterations == 500
+
+
+def test_rates_and_decay_follow_the_number_of_steps_that_the_minutes_give():
+    given = {"total_batch_size": 4096, "aspect_ratio": 48}
+    plan = make_plan(target_minutes=2.0, peak_flops=1e12, **given)[0]
+    for share in (0.5, 1.0, 3.0):
+        steps = round(share * plan.num_iterations)
+        rate, decay = plan.factors_for(steps)
+        as_planned = make_plan(num_iterations=steps, **given)[0]
+        assert plan.rates["matrix_lr"] * rate == pytest.approx(as_planned.rates["matrix_lr"])
+        assert plan.weight_decay * decay == pytest.approx(as_planned.weight_decay)
+    assert make_plan(num_iterations=50)[0].factors_for(7) == (1.0, 1.0)
