@@ -150,8 +150,8 @@ class Plan:
         return self.with_rows(1)
 
     def factors_for(self, steps: float) -> tuple[float, float]:
-        """What to multiply learning rates and weight decay with if the run makes so many steps: a run in
-        minutes learns while it goes on how many these are. 1, 1 with a given number of steps."""
+        """Factors of learning rates and weight decay if the run makes `steps` steps in all. A run in minutes
+        finds out on its way how many it makes; with a given number of steps the factors are 1, 1."""
         if not self.horizon.minutes:
             return 1.0, 1.0
         batch, d12_tokens, found = self.total_batch_size, self.horizon.d12_tokens, []
