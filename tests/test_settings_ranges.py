@@ -14,7 +14,7 @@ from helpers import ROOT, command
 import configurator
 from configurator import read_range
 from nanochat import UserError
-from nanochat.machine import runtime
+from nanochat.machine import hardware
 
 SCRIPTS = [path for path in ROOT.glob("*/*.py") if "configurator.configure(" in path.read_text("utf-8")]
 SCRIPTS = {str(path.relative_to(ROOT)): path for path in sorted(SCRIPTS) if path.parent.name != "tests"}
@@ -109,7 +109,7 @@ def plan(corpus):
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
             patch.setattr(sys, "argv", [*arguments, *more])
             patch.setattr(sys, "excepthook", sys.excepthook)
-            patch.setattr(runtime, "peak_flops", lambda *_: (1e12, "not measured"))
+            patch.setattr(hardware, "peak_flops", lambda *_: (1e12, "not measured"))
             with pytest.raises((SystemExit, UserError)) as end:
                 runpy.run_module("scripts.base_train", run_name="__main__")
         assert not isinstance(end.value, SystemExit) or (end.value.code == 0 and "memory" in out.getvalue())
