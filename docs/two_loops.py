@@ -13,9 +13,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-total_batch_size, device_batch_size, max_seq_len = 32, 8, 64  # rows a step, rows a micro-step, bytes a row
+rows_per_step, device_batch_size, max_seq_len = 32, 8, 64  # device_batch_size: rows of a micro-step
 num_iterations, warmup_steps, lr, grad_clip, width = 60, 6, 5e-3, 1.0, 64
-grad_accum_steps = total_batch_size // device_batch_size  # 4 micro-steps make a step
+grad_accum_steps = rows_per_step // device_batch_size  # 4 micro-steps make a step
 torch.manual_seed(0)
 text = torch.tensor(list(inspect.getsource(argparse).encode()))  # any text: its bytes are the 256 tokens
 

@@ -10,9 +10,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nanochat.diagnostics.precision_page import markdown_table
 from nanochat.diagnostics.recorder import Recorder
 from nanochat.machine.precision import name_of
+from nanochat.terminal import table
 
 # ------------------------------------------------------------------------------------------------------
 # Autocast's lists
@@ -95,7 +95,7 @@ def autocast_lists() -> str:
     for name, probes in PROBES.items():
         cells = [" / ".join(dict.fromkeys(policy(p, d) for p in probes)) for d in ("cuda", "cpu", "mps")]
         rows.append([name, *cells])
-    return markdown_table(["operator", "CUDA", "CPU", "MPS"], rows)
+    return table([["operator", "CUDA", "CPU", "MPS"], *rows])
 
 
 def stages(device_type: str, fake=True) -> dict[str, str]:
@@ -114,9 +114,7 @@ def stages(device_type: str, fake=True) -> dict[str, str]:
 
 def walk() -> str:
     columns = [stages(device_type) for device_type in ("cuda", "cpu", "mps")]
-    return markdown_table(
-        ["stage", "CUDA", "CPU", "MPS"], [[s, *(c[s] for c in columns)] for s in columns[0]]
-    )
+    return table([["stage", "CUDA", "CPU", "MPS"], *([s, *(c[s] for c in columns)] for s in columns[0])])
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -147,4 +145,4 @@ def casts() -> dict[str, int]:
 
 
 def weight_casts() -> str:
-    return markdown_table(["a layer under autocast", "casts of its weight"], list(casts().items()))
+    return table([["a layer under autocast", "casts of its weight"], *casts().items()])

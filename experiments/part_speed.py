@@ -16,7 +16,7 @@ from experiments.gpu_inference import save_times
 from experiments.sides import PROMPT, Ours, Side, peer_folder
 from nanochat import UserError
 from nanochat.data.packing import open_lanes
-from nanochat.data.parquet import RowGroups, iterate_documents
+from nanochat.data.parquet import Documents, RowGroups
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import open_tokenizer
 from nanochat.files import user_path
@@ -52,7 +52,7 @@ def loader(settings: dict) -> dict:
 
 def loader_speed(dataset, tokenizer, rows: int, length: int, rounds: int) -> dict:
     """Lanes and tiktoken take turns, an epoch each; the first epoch fills buffers and does not count."""
-    texts = list(iterate_documents(dataset.train_shards))
+    texts = list(Documents(dataset.train_shards))
     epoch = sum(len(tokenizer.encode(text)) for text in texts)  # tokens
     steps_of_epoch = max(1, epoch // (rows * length))
     start = [{"epoch": 0, "taken": 0, "pieces": []}] * rows
@@ -69,7 +69,7 @@ def loader_speed(dataset, tokenizer, rows: int, length: int, rounds: int) -> dic
 
     def encode():
         for text in texts:
-            tokenizer.encode_ordinary(text)
+            tokenizer._encoding.encode_ordinary(text)
 
     turns = [(seconds(pack), seconds(encode)) for _ in range(rounds + 1)][1:]
     # Sums, not medians: lanes take documents in bursts, so an epoch may encode more or less than it places

@@ -33,7 +33,7 @@ import torch
 from experiments.sides import peer_folder
 from nanochat import UserError
 from nanochat.data.dataset import Dataset, writing
-from nanochat.data.parquet import iterate_documents, write_sorted
+from nanochat.data.parquet import Documents, write_sorted
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import Tokenizer, open_tokenizer
 from nanochat.machine.compiling import EAGER_STEPS
@@ -113,7 +113,7 @@ def _write_text(dataset: Dataset, folder: Path, cut: bool):
     """Parquet shards in the order of the documents' hashes, which is as good as random."""
     folder.mkdir()
     splits = {"train": dataset.train_shards, "val": dataset.val_shards}
-    texts = ((split, text) for split, shards in splits.items() for text in iterate_documents(shards))
+    texts = ((split, text) for split, shards in splits.items() for text in Documents(shards))
     documents = ((split, piece) for split, text in texts for piece in (pieces(text) if cut else [text]))
     written = write_sorted(documents, folder)
     for number, name in enumerate(sorted(written["train"])):

@@ -12,9 +12,9 @@ import configurator
 from experiments.autocast_rules import autocast_lists, walk, weight_casts
 from experiments.measurements import byte_rows, compare, flat, flat_grad, our_model
 from nanochat import UserError
-from nanochat.diagnostics.precision_page import markdown_table
 from nanochat.machine import precision
 from nanochat.machine.precision import name_of
+from nanochat.terminal import table
 
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def formats() -> str:
         bits = f"1 + {info.bits - 1 - mantissa} + {mantissa}"
         rows.append([name_of(dtype), bits, *(f"{x:.3g}" for x in limits), *(f"{x:.9g}" for x in values)])
     head = ["format", "sign + exponent + mantissa", "largest", "smallest normal", "smallest", "eps"]
-    return markdown_table([*head, "1.23456789", "70000", "1e-7"], rows)
+    return table([[*head, "1.23456789", "70000", "1e-7"], *rows])
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -68,9 +68,7 @@ def accumulation(dtypes=(torch.bfloat16, torch.float16)) -> str:
         ):
             right = (result == exact.to(dtype)).double().mean().item()
             rows.append([name_of(dtype), what, f"{100 * right:.1f} %", f"{error(result, exact):.2g}"])
-    return markdown_table(
-        ["dtype", "sum of 2,048 products", "equal to the exact one, rounded", "distance"], rows
-    )
+    return table([["dtype", "sum of 2,048 products", "equal to the exact one, rounded", "distance"], *rows])
 
 
 def attention_errors(dtype=torch.bfloat16) -> dict[str, float]:
@@ -93,7 +91,7 @@ def attention_errors(dtype=torch.bfloat16) -> dict[str, float]:
 
 
 def attention() -> str:
-    return markdown_table(["attention", "distance"], [[k, f"{v:.2g}"] for k, v in attention_errors().items()])
+    return table([["attention", "distance"], *([k, f"{v:.2g}"] for k, v in attention_errors().items())])
 
 
 def inside() -> dict[str, tuple[float, float]]:
@@ -124,7 +122,7 @@ def inside() -> dict[str, tuple[float, float]]:
 
 def insides() -> str:
     rows = [[name, *(f"{100 * share:.1f} %" for share in pair)] for name, pair in inside().items()]
-    return markdown_table(["of bfloat16 numbers", "the operator", "in bfloat16 steps"], rows)
+    return table([["of bfloat16 numbers", "the operator", "in bfloat16 steps"], *rows])
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -163,7 +161,7 @@ def underflow() -> str:
         for k, v in cells.items()
     ]
     head = ["2,048 tokens: lost", "distance", "16,384 tokens: lost", "distance"]
-    return markdown_table(["forward pass in", *head], rows)
+    return table([["forward pass in", *head], *rows])
 
 
 def scaler_steps(init_scale=2.0**23, steps=16, growth_interval=4) -> list[dict]:
@@ -213,7 +211,7 @@ def scaler() -> str:
         f"x {defaults.get_growth_factor():g} after {defaults.get_growth_interval():,} good steps, "
         f"x {defaults.get_backoff_factor():g} after an overflow."
     )
-    return f"{words}\n\n{markdown_table(head, rows)}"
+    return f"{words}\n\n{table([head, *rows])}"
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -263,7 +261,7 @@ def vanished_squares() -> dict[str, float]:
 def updates() -> str:
     squares = {name: f"{100 * share:.1f} %" for name, share in vanished_squares().items()}
     rows = [[name, f"{100 * share:.1f} %", squares.get(name, "")] for name, share in lost_updates().items()]
-    return markdown_table(["kept in", "weights that do not change", "squared gradients that become 0"], rows)
+    return table([["kept in", "weights that do not change", "squared gradients that become 0"], *rows])
 
 
 if __name__ == "__main__":

@@ -33,11 +33,11 @@ def write_job(text: Path, folder: Path, length: int):
     """The validation part of a text of peer_run.prepare as tokens, for race_score.py: folder / "job.pt".
     length: the most tokens of a window."""
     from experiments.peer_run import VALIDATION
-    from nanochat.data.parquet import iterate_documents
+    from nanochat.data.parquet import Documents
     from nanochat.data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(text / "tokenizer" / "tokenizer.json")
-    texts = list(iterate_documents([text / "base_data_climbmix" / VALIDATION]))
+    texts = list(Documents([text / "base_data_climbmix" / VALIDATION]))
     documents = tokenizer.encode_batch(texts, os.cpu_count() or 1)
     job = {
         "documents": [torch.from_numpy(document.astype("int64")) for document in documents],

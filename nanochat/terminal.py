@@ -72,10 +72,17 @@ class LogLines:
         print_line(f"{self.description}: {text}", sys.stderr)
 
 
-def print_line(text: str, stream):
-    """Print to a stream, or go on without it: its reader may be gone, or its disk full."""
+def print_line(text: str, stream, above: bool = False):
+    """Print to a stream, or go on without it: its reader may be gone, or its disk full. above: print above a
+    bar or line that a terminal redraws."""
     try:
-        print(text, file=stream, flush=True)
+        if above:
+            from tqdm import tqdm
+
+            tqdm.write(text, file=stream)
+        else:
+            print(text, file=stream)
+        stream.flush()
     except OSError:
         give_up(stream)
 
@@ -99,9 +106,9 @@ def first_line(error: BaseException) -> str:
 
 
 def table(rows: list, left: int = 1) -> str:
-    """A Markdown table with aligned columns. rows: lists of texts, the head first. The first `left` columns
+    """A Markdown table with aligned columns. rows: lists of cells, the head first. The first `left` columns
     are left-aligned, the others right-aligned."""
-    rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    rows = [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
     widths = [max(3, *map(len, column)) for column in zip(*rows, strict=True)]
     rule = [f":{'-' * (w - 1)}" if i < left else f"{'-' * (w - 1)}:" for i, w in enumerate(widths)]
     lines = []
@@ -110,6 +117,12 @@ def table(rows: list, left: int = 1) -> str:
         cells = (cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in pairs)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def fenced(text: str) -> str:
+    """A text as a block of code in Markdown."""
+    fence = "````"
+    return f"{fence}text\n{text.replace(fence, '` ` ` `')}\n{fence}"
 
 
 def gib(size: int) -> str:

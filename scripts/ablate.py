@@ -6,16 +6,16 @@
 
 A list is a file of Python literals: `settings` of base_train that all variants share, and `variants`, each
 with its own settings and, if its sources differ, "patch": a file beside the list. The first variant is the
-baseline. A patch is a line that names the commit that it fits, then what `git diff` prints:
+baseline. A patch begins with a line that names its commit; the output of `git diff` follows:
 
     (git log -1 --format="Fits commit %h"; git diff) > experiments/variants/mine.patch
 
-If a variant has a patch, all of them, the baseline too, are trained with the sources of that commit.
+If a variant has a patch, all variants, the baseline too, are trained with the sources of that commit.
 
-Each training is a run of scripts/base_train.py with one thread, and every core has one. After a stop the same
-command goes on where every training was. A result is kept in <base_dir>/ablations/, and a command with more
-seeds or depths trains only what is new. A table gets a row for each variant and depth. A training that fails
-is named at once, the others go on, and the exit status is 2.
+A training is a run of scripts/base_train.py with one thread, on each core one. After a stop the same command
+continues every training. Results are kept in <base_dir>/ablations/, so a command with more seeds or depths
+trains only what is new. A table gets a row for each variant and depth. If a training fails, its error is
+printed at once, the others go on, and the exit status is 2.
 """
 
 import ast
@@ -58,9 +58,9 @@ settings = configurator.configure(globals())
 ROOT = Path(__file__).resolve().parent.parent
 LISTS = ROOT / "experiments" / "variants"
 BASE_TRAIN = ROOT / "scripts" / "base_train.py"
-OWN = {"seed", "base_dir", "out_dir"}  # settings that ablate gives each training itself
+OWN = {"seed", "base_dir", "out_dir"}  # settings that ablate decides for each training
 FITS = "Fits commit "  # the first line of a patch
-# A difference counts if it is more than so many standard errors: Student's t, two-sided 10 %, by seeds
+# {seeds: standard errors that a difference must exceed}: Student's t, two-sided, 10 %
 T_VALUE = {2: 6.31, 3: 2.92, 4: 2.35, 5: 2.13, 6: 2.02, 7: 1.94, 8: 1.89, 9: 1.86, 10: 1.83}
 HEADER = """\
 # Runs of scripts/ablate.py
@@ -78,7 +78,7 @@ the list is followed by what --more changed in it.
 
 
 def read_list(path: Path) -> tuple[dict, dict[str, dict], dict[str, str]]:
-    """The settings that all variants share, those of each, and the patches, both by the variant's name."""
+    """(settings that all variants share, {variant: its settings}, {variant: its patch})."""
 
     def settings_of(name: str, contents: dict, refused: set[str]) -> dict:
         arguments = [f"--{key}={value}" for key, value in contents.items() if key != "patch"]
@@ -104,10 +104,10 @@ def read_list(path: Path) -> tuple[dict, dict[str, dict], dict[str, str]]:
 
 
 def settings_in(arguments: list[str], where: str, refused: set[str] = OWN) -> dict:
-    """The settings of base_train that its command line would take from these arguments.
+    """{setting: value} of arguments for base_train's command line.
 
-    where: what gives them, for messages. refused: those that ablate decides. Raises UserError for one of
-    these, and if base_train would not take them.
+    where: their source, for messages. refused: settings that ablate decides. Raises UserError for one of
+    these, and if base_train does not take the arguments.
     """
     try:
         given = configurator.configure({"__file__": str(BASE_TRAIN)}, arguments)
@@ -129,18 +129,19 @@ def chosen_variants(found: dict[str, dict], only: str) -> dict[str, dict]:
 
 
 def commit_of(patches: list[str]) -> str:
-    """The commit that all of them fit, "" if there are none. Raises UserError if they do not."""
+    """The commit of all patches, "" without patches. Raises UserError if there are several, or if a patch
+    does not fit its commit."""
     commits = {patch.partition("\n")[0].removeprefix(FITS) for patch in patches}
     if len(commits) > 1:
         raise UserError(f"the patches fit several commits ({', '.join(commits)}); choose some with --only")
-    for patch in patches:  # noticed before the first training
+    for patch in patches:  # try them before the first training
         with tempfile.TemporaryDirectory() as folder:
             check_out(*commits, patch, Path(folder) / "sources")
     return next(iter(commits), "")
 
 
 def check_out(commit: str, patch: str, folder: Path):
-    """The sources of a commit, patched, in a new folder. Raises UserError if there is no such commit or if
+    """Write the patched sources of a commit into a new folder. Raises UserError if there is no such commit or
     the patch does not fit."""
     shutil.rmtree(folder, ignore_errors=True)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
@@ -161,8 +162,8 @@ def check_out(commit: str, patch: str, folder: Path):
 
 @functools.cache
 def fingerprints(data: str, val_data: str | None, text_field: str, tokenizer: str, vocab_size: int):
-    """Those of the text and of its tokenizer. Both are made here if they are missing, not by two trainings at
-    a time."""
+    """The fingerprints of the text and its tokenizer. If they are missing, they are made here, and not by
+    several trainings at the same time."""
     dataset = open_dataset(data, val_data, base_dir=base_path, text_field=text_field)
     folder, exact = dataset.tokenizer_folder(base_path), vocab_size != -1
     wanted = vocab_size if exact else dataset.suggested_vocab_size
@@ -180,7 +181,7 @@ class Training:
         everything = configurator.defaults(BASE_TRAIN) | self.settings
         read = "data", "val_data", "text_field", "tokenizer", "vocab_size"
         texts = fingerprints(*(everything[name] for name in read))
-        # A result counts for the same sources, variant, settings, data and kind of device only
+        # A result is used again only for the same sources, variant, settings, data and kind of device
         same = [sources, variant, self.patch, self.settings, *texts, machine.device.type]
         key = hashlib.sha256(json_module.dumps(same).encode()).hexdigest()[:12]
         name = "".join(c if c.isalnum() else "-" for c in variant)
@@ -199,7 +200,7 @@ class Training:
         quiet = dict.fromkeys(("eval_every", "sample_every", "save_every", "core_metric_every"), -1)
         places = {"base_dir": base_path, "out_dir": self.folder / "run"}
         given = {"compile": "off"} | quiet | self.settings | places
-        # Not `-m scripts.base_train`: the working directory stays, and so do relative paths
+        # Not `-m scripts.base_train`, which needs another working directory: relative paths would change
         arguments = [f"--{name}={value}" for name, value in given.items()]
         command = [sys.executable, where / "scripts" / "base_train.py", *arguments]
         one_thread = {"OMP_NUM_THREADS": "1"} if machine.device.type == "cpu" else {}
@@ -208,10 +209,10 @@ class Training:
             return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
     def end(self) -> bool:
-        """Keep the result of a training; False if it has none, since a signal stopped it alone."""
+        """Write the result of a training; False if a signal stopped the training, so that it has none."""
         records = read_metrics(self.folder / "run" / "metrics.jsonl")
         steps = [record for record in records if "loss" in record]
-        # A run that is stopped does not evaluate after its last step
+        # A run that was stopped has no evaluation after its last step
         last = steps[-1]["tokens"] if steps else 0
         if not any("val_bpb" in record and record["tokens"] == last for record in records):
             return False
@@ -223,7 +224,7 @@ class Training:
             "git_commit": commit or runtime.git_commit(),
         }  # fmt: skip
         checkpoint.write_whole(self.kept, json_module.dumps(result).encode())
-        for saved in (self.folder / "run").glob("step_*"):  # a list of variants would fill the disk
+        for saved in (self.folder / "run").glob("step_*"):  # else a list of variants fills the disk
             shutil.rmtree(saved)
         print(f"{self}: {result['val_bpb']:.4f} bits per byte, {result['step_s']:.3f} s a step", flush=True)
         return True
@@ -233,8 +234,8 @@ class Training:
 
 
 def train_all(trainings: list[Training], at_once: int) -> list[Training]:
-    """Run them, so many at a time; returns those that failed. When this process is stopped, each saves a
-    checkpoint, and goes on from it the next time."""
+    """Run trainings, `at_once` at a time; returns those that failed. If this process is stopped, each saves a
+    checkpoint, from which it continues the next time."""
     waiting = [training for training in trainings if training.result is None]
     running: dict[Training, subprocess.Popen] = {}
     failed = []
@@ -277,7 +278,7 @@ def standard_error(values: list[float]) -> float:
 
 
 def verdict(differences: list[float]) -> str:
-    """Of bits per byte, so less is better."""
+    """A variant's result in words, from its differences in bits per byte, where less is better."""
     if len(differences) == 1:
         return "one seed"
     mean = statistics.mean(differences)
@@ -287,7 +288,7 @@ def verdict(differences: list[float]) -> str:
 
 
 def rows_of(trainings: list[Training]) -> list[str]:
-    """A row for each depth and variant, of the seeds that neither it nor the baseline failed with."""
+    """A row for each depth and variant, over the seeds for which it and the baseline have results."""
     found: dict[tuple[int, str], dict[int, dict]] = {}  # depth and variant -> seed -> result
     for training in trainings:
         if result := training.result:
@@ -313,7 +314,7 @@ def rows_of(trainings: list[Training]) -> list[str]:
 
 
 def add_to_table(table: Path, rows: list[str]):
-    """Append the rows that it has not; their dates do not count. Raises UserError if it cannot be written."""
+    """Append the rows that are not in the table, dates ignored. Raises UserError if it cannot be written."""
     try:
         with open(table, "a+", encoding="utf-8") as file:
             if not file.tell():
@@ -327,7 +328,7 @@ def add_to_table(table: Path, rows: list[str]):
 
 
 def stop(number, frame):
-    """The trainings are saved on the way out, by train_all."""
+    """Exit; train_all then lets the trainings save."""
     print(f"{signal.Signals(number).name}: the trainings save; the same command goes on", file=sys.stderr)
     sys.exit(128 + number)
 
@@ -335,7 +336,7 @@ def stop(number, frame):
 # ------------------------------------------------------------------------------------------------------
 
 table_path = user_path("table", table) if table else None
-if table_path:  # a table that cannot be written is noticed now, and not after hours
+if table_path:  # an error in writing it comes now, and not after hours
     add_to_table(table_path, [])
 variants_path = user_path("variants", variants)
 if not variants_path.suffix:
@@ -357,8 +358,8 @@ of_depths = dict.fromkeys(settings_in([f"--depth={name}"], f"--depths={depths}")
 machine = runtime.start("auto", seed=0)
 base_path = user_path("base_dir", base_dir).resolve()
 list_path = base_path / "ablations" / variants_path.stem
-lock = checkpoint.lock_folder(list_path)  # two commands would train the same
-# Seeds outside: after a stop all variants have about equally many results
+lock = checkpoint.lock_folder(list_path)  # else two commands could train the same
+# Seeds in the outer loop: after a stop all variants have about the same number of results
 trainings = [Training(name, depth, seed) for depth in of_depths for seed in range(seeds) for name in chosen]
 at_once = jobs if jobs > 0 else 1 if machine.device.type != "cpu" else os.cpu_count() or 1
 for name in ("SIGTERM", "SIGINT", "SIGHUP"):

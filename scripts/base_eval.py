@@ -4,9 +4,9 @@
     python -m scripts.base_eval --source=d12 --step=5000 --eval=bpb,core
     torchrun --standalone --nproc_per_node=8 -m scripts.base_eval --source=d20
 
-Text and settings are those of the checkpoint's run, so bits per byte is the number that the run had. The
-tasks are those made from the validation text, and CORE's if its public bundle is here
-(python -m scripts.download --name=core). The results go to the terminal, and to the run's folder as
+Text and settings are those of the checkpoint's run, so bits per byte is the same number as in the run. The
+tasks are made from the validation text; CORE's are added if its bundle is here
+(python -m scripts.download --name=core). The results are printed, and written to the run's folder as
 base_eval_NNNNNN.md and .json for the checkpoint of step NNNNNN.
 """
 
@@ -32,7 +32,7 @@ from nanochat.evals.bundle import Task, open_bundle
 from nanochat.evals.tasks import cloze_tasks, score_tasks
 from nanochat.files import user_path
 from nanochat.machine import precision, runtime
-from nanochat.terminal import bar, table
+from nanochat.terminal import bar, fenced, table
 
 # Model
 source: str | None = None  # a run's tag, its folder or a checkpoint's (none = the newest, mid before base)
@@ -62,7 +62,7 @@ parts = [part.strip() for part in eval.split(",")]
 if unknown := [part for part in parts if part not in ("bpb", "core", "sample")]:
     raise UserError(f"eval has {unknown[0]!r}; give any of bpb, core and sample, with commas between them")
 
-# Settings that are the run's, and what they are of a checkpoint without a config.json
+# Settings that are the run's by default, and their values for a checkpoint without a config.json
 OF_RUN = {
     "data": "embedded", "val_data": None, "text_field": "text", "eval_tokens": -1, "sample_prompts": "auto",
     "dtype": "auto", "seed": 42,
@@ -70,8 +70,8 @@ OF_RUN = {
 
 
 def settings_of_run(found: checkpoint.Checkpoint) -> dict:
-    """The values of OF_RUN in the run that wrote a checkpoint. mid_train trains on conversations, so of its
-    runs the text is the default."""
+    """The values of OF_RUN in the run that wrote a checkpoint. A run of mid_train has no text: it trains on
+    conversations, so it gets the default text."""
     values = dict(OF_RUN)
     if "config.json" in found.files:
         path = found.path / "config.json"
@@ -95,7 +95,7 @@ found = find_source(source, base_path, say)
 if step != -1:
     found = checkpoint.find(found.path.parent, step, say)
 machine.check_same({"the checkpoint": found.path.name, "its identity": found.state["identity"]})
-# Without out_dir the results go to the run's folder; a checkpoint copied out of its run gets them itself
+# Without out_dir the results go to the run's folder, or into a checkpoint that was copied out of its run
 home = found.path.parent if STEP.fullmatch(found.path.name) else found.path
 folder = home if out_dir is None else user_path("out_dir", out_dir)
 
@@ -128,11 +128,13 @@ if problem:
     if run["sample_prompts"] == "auto":
         run["sample_prompts"] = ""  # the model begins a text by itself
     say(f"the validation text is left out, with the tasks and prompts made from it: {problem}")
-opened, reason = open_bundle(bundle, base_path, core_metric_max_per_task) if "core" in parts else (None, "")
-if opened:
-    public = opened.tasks
-elif reason:
-    say(reason)
+opened = None
+if "core" in parts:
+    opened, reason = open_bundle(bundle, base_path, core_metric_max_per_task)
+    if opened:
+        public = opened.tasks
+    else:
+        say(reason)
 
 # ------------------------------------------------------------------------------------------------------
 # Evaluate
@@ -182,14 +184,14 @@ if "sample" in parts and machine.is_main:
 facts["time"] = f"{time.monotonic() - began:.1f} s"
 
 # ------------------------------------------------------------------------------------------------------
-# Show and write: Markdown that is readable on a terminal too
+# Print and write the results
 
 
 def tasks_table(tasks: list[Task], accuracies: dict[str, float]) -> str:
     rows = [["task", "accuracy", "by guessing", "centred", "questions"]]
     for task in tasks:
-        accuracy, guessing = accuracies[task.label], task.baseline / 100
-        numbers = accuracy, guessing, (accuracy - guessing) / (1 - guessing)
+        accuracy = accuracies[task.label]
+        numbers = accuracy, task.baseline / 100, task.centred(accuracy)
         rows.append([task.label, *(f"{number:.3f}" for number in numbers), f"{len(task.examples):,}"])
     return table(rows)
 
@@ -198,8 +200,7 @@ def page() -> str:
     shown = [f"# {home.name}, step {found.step:,}", table([["", ""], *facts.items()], left=2)]
     if "val_bpb" in results:
         shown += [f"## Bits per byte: {results['val_bpb']:.6f}"]
-        by_position = results["loss_by_position"].items()
-        rows = [[tokens, f"{nats:.4f}"] for tokens, nats in by_position]
+        rows = [[tokens, f"{nats:.4f}"] for tokens, nats in results["loss_by_position"].items()]
         shown += [table([["tokens of context", "nats per token"], *rows])]
     if "own_score" in results:
         shown += [f"## Tasks from the validation text: {results['own_score']:.4f}"]
@@ -211,8 +212,7 @@ def page() -> str:
             accuracies[task.label] = guessing + (1 - guessing) * results["core_tasks"][task.label]
         shown += [f"## CORE: {results['core']:.4f}", tasks_table(public, accuracies)]
     if samples := results.get("samples"):
-        fence = "````"
-        shown += ["## Samples", *(f"{fence}text\n{s.replace(fence, '` ` ` `')}\n{fence}" for s in samples)]
+        shown += ["## Samples", *map(fenced, samples)]
     return "\n\n".join(shown) + "\n"
 
 

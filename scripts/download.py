@@ -45,7 +45,7 @@ if name is not None and val_data is not None:
     raise UserError(f"--val_data goes with --data; {name} has its own validation shard, so leave it out")
 if mirror:
     os.environ["HF_ENDPOINT"] = mirror
-    download.endpoint()  # an error if it is no address
+    download.endpoint()  # UserError if it is no address
 
 base_path = user_path("base_dir", base_dir)
 try:

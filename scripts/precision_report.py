@@ -1,8 +1,8 @@
-"""Record which operator runs in which dtype, in one real training step and in generation.
+"""Record which operator runs in which dtype, in a real training step and in generation.
 
     python -m scripts.precision_report                       # print the page and write it to a file
     python -m scripts.precision_report --dtype=float16       # the same for another precision
-    python -m scripts.precision_report --measure             # and what each precision costs here; minutes
+    python -m scripts.precision_report --measure             # and measure what each precision costs; minutes
 
 docs/precision.md answers the usual questions about precision with this output.
 """

@@ -1,10 +1,10 @@
-"""Write the page of a run again, or one page that compares runs.
+"""Write the report of a run again, or a page that compares runs.
 
     python -m scripts.report ~/.cache/nanochat/base_checkpoints/laptop    # its report.html and report.md
     python -m scripts.report d4 d4-again --out=comparison.html            # curves over each other
 
 A run is named by its folder, or by its tag in base_checkpoints or mid_checkpoints of base_dir. The page is
-one file that loads nothing, so it can be mailed or put on a server as it is.
+a single file that loads nothing: mail it, or put it on a server.
 """
 
 import sys
@@ -13,14 +13,7 @@ from pathlib import Path
 import configurator
 from nanochat import UserError
 from nanochat.files import replacing, user_path
-from nanochat.run.report import (
-    MOST_RUNS,
-    comparison_page,
-    find_run,
-    read_run,
-    run_page,
-    write_files,
-)
+from nanochat.run.report import MOST_RUNS, comparison_page, find_run, read_run, run_page, write_files
 
 out: str | None = None  # file to write (none = the run's report.html; comparison.html here for several runs)
 price_per_hour = -1.0  # what the machine costs an hour, to show the cost (-1 = as the run says) [-1, 0..1e9]

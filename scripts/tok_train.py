@@ -1,4 +1,4 @@
-"""Train a tokenizer on a data set, and compare how many bytes of text a token holds with GPT-2 and GPT-4.
+"""Train a tokenizer on a data set, and compare its bytes a token with those of GPT-2's and GPT-4's.
 
     python -m scripts.tok_train --vocab_size=4096                        # on the embedded text
     python -m scripts.tok_train --data=my_texts/ --vocab_size=16384
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import configurator
 from nanochat import UserError
-from nanochat.data.parquet import iterate_documents
+from nanochat.data.parquet import Documents
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import TIKTOKEN_FILES, from_tiktoken, is_cached, tokenizer_path, train
 from nanochat.files import user_path
@@ -50,7 +50,7 @@ def samples() -> dict[str, str]:
     import pydoc_data.topics
 
     validation, left = [], sample_chars
-    for document in iterate_documents(dataset.val_shards):
+    for document in Documents(dataset.val_shards):
         validation.append(document[:left])
         left -= len(validation[-1])
         if not left:
@@ -70,7 +70,7 @@ def samples() -> dict[str, str]:
 
 base_path = user_path("base_dir", base_dir)
 dataset = open_dataset(data, val_data, base_dir=base_path, text_field=text_field)
-exact = vocab_size != -1  # a size that you give is an error if the text yields less
+exact = vocab_size != -1  # a size that you give is an error if the text yields fewer tokens
 size = vocab_size if exact else dataset.suggested_vocab_size
 path = user_path("out", out) if out is not None else tokenizer_path(dataset.tokenizer_folder(base_path), size)
 print(f"data: {dataset.name}, {dataset.note}")
@@ -90,7 +90,7 @@ print(f"trained {tokenizer.vocab_size:,} tokens in {seconds:.1f} s, fingerprint 
 print(f"written: {path}\n")
 
 # ------------------------------------------------------------------------------------------------------
-# Compare bytes a token: more is better. The table is Markdown
+# Compare bytes a token: more is better
 
 cached = [name for name in TIKTOKEN_FILES if is_cached(name)]
 tokenizers = {"this one": tokenizer} | {name: from_tiktoken(name) for name in cached}

@@ -89,30 +89,6 @@ def write_bundle(folder: Path, n: int = 20, low: int = 1, high: int = 40, seed: 
     return write_tasks(folder, tasks)
 
 
-# (task type, num_fewshot, choices) of CORE's 22 tasks, as DCLM lists them (eval/heavy.yaml, arXiv 2406.11794)
-CORE_SHAPES = [("multiple_choice", 0, 4)] * 2 + [("multiple_choice", 0, 2), ("multiple_choice", 3, 5)]
-CORE_SHAPES += [("multiple_choice", 10, 4)] * 3 + [("multiple_choice", 10, 2)] * 2
-CORE_SHAPES += [("multiple_choice", 10, 5), ("multiple_choice", 10, 11)] + [("schema", 0, 2)] * 2
-CORE_SHAPES += [("language_modeling", 10, 1)] * 7 + [("language_modeling", 0, 1)] * 2
-
-
-def write_like_core(folder: Path, n: int = 6, seed: int = 0) -> Path:
-    """Write a bundle with CORE's mix of task types, worked examples and choices, `n` questions a task."""
-    draw, tasks = random.Random(seed), []
-    for number, (task_type, shots, choices) in enumerate(CORE_SHAPES):
-        make = {
-            "multiple_choice": _multiple_choice,
-            "schema": _schema,
-            "language_modeling": _language_modeling,
-        }
-        examples = make[task_type](draw, n, 5, 25)
-        for example in examples if task_type == "multiple_choice" else []:
-            example["choices"] = [_words(draw, 1, 6) for _ in range(choices)]
-            example["gold"] = draw.randrange(choices)
-        tasks.append((f"task_{number}", task_type, [shots], "\nAnswer: ", 0, examples))
-    return write_tasks(folder, tasks)
-
-
 def write_tasks(folder: Path, tasks: list[tuple]) -> Path:
     """Write a bundle of (label, type, num_fewshot, delimiter or None, random baseline, examples)."""
     (folder / "eval_data" / "some").mkdir(parents=True)

@@ -99,4 +99,4 @@ def test_validation_scores_the_same_targets_by_hand(model):
         batches = ConversationBatches(rendered, TOKENIZER.bos_id, batch_size)
         found = bits_per_byte(model, batches, token_bytes, torch.float32, Alone())
         assert found.bpb == pytest.approx(sum(losses).item() / np.log(2) / answers, rel=1e-5)
-    assert sum(counts) == rendered.counted.sum()
+    assert sum(counts) == rendered.is_target.sum()

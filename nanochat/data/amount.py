@@ -7,21 +7,21 @@ from nanochat.data.parquet import RowGroups
 from nanochat.data.tokenizer import Tokenizer
 
 SAMPLE_BYTES = 2_000_000  # tokenized in about 0.2 s
-SAMPLE_WINDOWS = 16  # places in the data set that the sample comes from
+SAMPLE_WINDOWS = 16  # places in the data set that the sample is taken from
 SMALLEST_VOCABULARY, LARGEST_VOCABULARY = 4096, 32768  # tokens, unless a person asks for another number
-TEXT_OF_SMALLEST = 30_000_000  # bytes of text from which on the vocabulary grows
-SCARCE = 16  # bytes of text for each token of a batch; with fewer, the tokens are counted
+TEXT_OF_SMALLEST = 30_000_000  # bytes of text; with more, the vocabulary grows
+SCARCE = 16  # bytes of text a token of a batch; with fewer, the tokens are counted
 
 
 def text_bytes(groups: RowGroups) -> int:
-    """About the UTF-8 bytes of all texts: the size of the column without lengths and page headers."""
+    """About how many UTF-8 bytes all texts have: the column's size without lengths and page headers."""
     return max(0, groups.text_bytes - 4 * sum(groups.sizes) - 256 * len(groups.sizes))
 
 
 def vocabulary_size(size: int) -> int:
-    """Tokens of the vocabulary for a text of `size` UTF-8 bytes, if nobody gives a number.
+    """The default vocabulary size for a text of `size` UTF-8 bytes.
 
-    A power of two that doubles as the text grows fourfold. With too many tokens, each is seen too rarely to
+    A power of two that doubles when the text grows fourfold. With too many tokens, each is seen too rarely to
     be learned (docs/ablations.md).
     """
     best = SMALLEST_VOCABULARY * math.sqrt(max(1, size) / TEXT_OF_SMALLEST)
@@ -30,16 +30,15 @@ def vocabulary_size(size: int) -> int:
 
 def count_tokens(groups: RowGroups, tokenizer: Tokenizer) -> int:
     """The tokens of all documents, without `<|bos|>`. Tokenizes everything."""
-    texts = (text for group in range(len(groups.sizes)) for text in groups.read(group))
-    return sum(len(tokenizer.encode(text)) for text in texts)
+    return sum(len(tokenizer.encode(text)) for text in groups.documents())
 
 
 def estimate_tokens(groups: RowGroups, tokenizer: Tokenizer) -> int:
     """About how many tokens all documents have, without `<|bos|>`; the same number on every call.
 
-    The sample is SAMPLE_WINDOWS windows of text, evenly spread over the row groups. The first window begins
-    at the start of its row group, the last one ends at the end of its row group. This is fair to long
-    documents: the document that makes a row group large enough is its last one, and so it is often long.
+    The sample is SAMPLE_WINDOWS windows of text, evenly spread over the row groups. The first window is at
+    the start of its row group, the last one at the end, the others between. This is fair to long documents: a
+    row group ends with the document that makes it large enough, which is often a long one.
     """
     if text_bytes(groups) <= SAMPLE_BYTES:
         return count_tokens(groups, tokenizer)
@@ -56,7 +55,8 @@ def estimate_tokens(groups: RowGroups, tokenizer: Tokenizer) -> int:
 
 
 def _text_from(groups: RowGroups, group: int, size: int) -> str:
-    """The documents of a row group as one text, and of the next ones until it has `size` characters."""
+    """The documents of a row group as one text; if it has fewer than `size` characters, the next row groups
+    are added."""
     texts, chars = [], 0
     while chars < size and group < len(groups.sizes):
         texts += groups.read(group)
@@ -66,7 +66,7 @@ def _text_from(groups: RowGroups, group: int, size: int) -> str:
 
 
 def check_amount(groups: RowGroups, tokenizer: Tokenizer, rows_per_step: int, max_seq_len: int) -> None:
-    """Raise UserError if the data set is smaller than one batch. Large data sets are not tokenized here."""
+    """Raise UserError if the data set is smaller than one batch. A large data set is not tokenized for it."""
     batch = rows_per_step * max_seq_len
     groups.need(documents=rows_per_step, text_bytes=SCARCE * batch)
     documents = sum(groups.sizes)
@@ -82,6 +82,5 @@ def check_amount(groups: RowGroups, tokenizer: Tokenizer, rows_per_step: int, ma
         most = tokens // max_seq_len * max_seq_len
         raise UserError(
             f"the training data has {tokens} tokens, fewer than the {batch} of a batch; use "
-            + (f"a total_batch_size of at most {most}, or " if most else "a smaller max_seq_len, or ")
-            + "more data"
+            f"{f'a total_batch_size of at most {most}' if most else 'a smaller max_seq_len'}, or more data"
         )

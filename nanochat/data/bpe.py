@@ -1,10 +1,11 @@
 """Training of a byte-level BPE vocabulary with the library `tokenizers`.
 
-BPE starts from the 256 bytes. It joins the most frequent pair of neighbours to a new token, again and again.
+BPE starts from the 256 bytes. It merges the most frequent pair of neighbours into a new token, again and
+again.
 
-The library does not react to signals while it trains. So it runs in a process of its own (`python -m
-nanochat.data.bpe`), which gets the texts through a pipe and can be ended at any moment. If the process that
-started it dies, it ends too.
+The library does not react to signals while it trains. So it runs in a child process (`python -m
+nanochat.data.bpe`), which gets the texts through a pipe and can be killed at any moment. If its parent dies,
+it ends too.
 """
 
 import contextlib
@@ -23,9 +24,9 @@ from nanochat import UserError
 from nanochat.data.parquet import without_surrogates
 from nanochat.terminal import bar, first_line
 
-# The time to train grows with the square of the longest run that the pattern leaves whole, so the training
-# cuts runs. Longer ones are DNA, or one letter again and again: no word that a token should learn. The
-# longest run of the embedded text has 200 characters. The encoder cuts nothing.
+# The time to train grows with the square of the longest run that the pattern leaves whole, so training cuts
+# longer runs: they are DNA, or one letter again and again, and no words. The longest run of the embedded text
+# has 200 characters. The encoder cuts nothing.
 LONGEST_RUN = 256  # characters
 ROOT = Path(__file__).parents[2]  # the folder that has the package nanochat
 
@@ -41,12 +42,14 @@ def train_tokens(
     """
     command = [sys.executable, "-m", "nanochat.data.bpe"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    # A session of its own: Ctrl-C in a terminal goes to this process alone, which then ends the other
     documents = len(texts) if hasattr(texts, "__len__") else None
     progress = bar("training the tokenizer", " documents", documents, hidden=not show_progress)
+    # With a session of its own the child does not get a terminal's Ctrl-C: this process gets it and kills it
     with progress, subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as child:
         try:
-            with contextlib.suppress(BrokenPipeError):  # it has ended; its answer or its status says why
+            with contextlib.suppress(
+                BrokenPipeError
+            ):  # the child has ended; its answer or its status says why
                 _send(child.stdin, [max_tokens, pattern], _limited(texts, max_chars, progress))
                 progress.set_description_str("training the tokenizer, now joining pairs")
             answer = child.stdout.read()
@@ -56,7 +59,12 @@ def train_tokens(
                 child.stdin.close()
     answer = json.loads(answer) if answer.endswith(b"\n") else {}
     if "tokens" not in answer:
-        why = f"failed ({answer['error']})" if answer else _ending(child.returncode)
+        if answer:
+            why = f"failed ({answer['error']})"
+        elif child.returncode < 0:
+            why = f"was killed ({signal.Signals(-child.returncode).name})"
+        else:
+            why = f"ended with status {child.returncode}"
         raise UserError(
             f"the training of the tokenizer {why}; free memory, use less text or a smaller vocab_size"
         )
@@ -64,8 +72,10 @@ def train_tokens(
 
 
 def _limited(texts: Iterable[str], max_chars: int, progress) -> Iterator[str]:
-    """The texts up to `max_chars` characters in all (-1: all of them), as valid Unicode. The bar `progress`
-    counts them; its total becomes the number of texts that have `max_chars` characters, if it is less."""
+    """The first `max_chars` characters of the texts (-1: all), as valid Unicode.
+
+    `progress` counts the texts. Its total becomes an estimate of how many texts have `max_chars` characters.
+    """
     chars, documents = 0, progress.total
     for number, text in enumerate(texts, start=1):
         if max_chars >= 0:
@@ -80,22 +90,18 @@ def _limited(texts: Iterable[str], max_chars: int, progress) -> Iterator[str]:
 
 
 def _send(pipe: BinaryIO, arguments: list, texts: Iterable[str]) -> None:
-    """Each on a line of JSON; an empty line ends the texts."""
+    """Write the arguments and each text as a line of JSON, then an empty line."""
     for value in itertools.chain([arguments], texts):
         pipe.write(json.dumps(value).encode() + b"\n")
     pipe.write(b"\n")
     pipe.flush()
 
 
-def _ending(status: int) -> str:
-    return f"was killed ({signal.Signals(-status).name})" if status < 0 else f"ended with status {status}"
-
-
-# -- the process that trains
+# -- the child process
 
 
 def _main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # where sessions do not exist, Ctrl-C comes here too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Windows has no sessions: Ctrl-C comes here too
     pipe = sys.stdin.buffer
     max_tokens, pattern = json.loads(pipe.readline())
     try:
@@ -108,17 +114,17 @@ def _main() -> None:
 
 
 def _received(pipe: BinaryIO) -> Iterator[str]:
-    """The texts that _send() sends. After the last one a thread waits for the death of the sender."""
+    """The texts that the parent sends. After the last one, a thread waits for the parent's death."""
     for line in iter(pipe.readline, b"\n"):
-        if not line.endswith(b"\n"):  # the sender has died
+        if not line.endswith(b"\n"):  # the parent has died
             os._exit(1)
         yield json.loads(line)
 
-    def end_with_the_sender():
-        pipe.read(1)  # returns when the sender closes the pipe or dies
+    def end_with_the_parent():
+        pipe.read(1)  # returns when the parent closes the pipe or dies
         os._exit(1)
 
-    threading.Thread(target=end_with_the_sender, daemon=True).start()
+    threading.Thread(target=end_with_the_parent, daemon=True).start()
 
 
 def _train(texts: Iterator[str], max_tokens: int, pattern: str) -> list[bytes]:
@@ -146,7 +152,7 @@ def _train(texts: Iterator[str], max_tokens: int, pattern: str) -> list[bytes]:
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """{character: byte} for the printable characters that GPT-2, and so `tokenizers`, writes for bytes."""
+    """{character: byte}: `tokenizers` writes each byte as a printable character, as GPT-2 does."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [b for b in range(256) if b not in visible]
     return {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(hidden)}

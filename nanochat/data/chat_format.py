@@ -1,4 +1,4 @@
-"""Conversations, and how one becomes tokens: each turn between its special tokens, and what is a target.
+"""Conversations, and how one becomes tokens: special tokens around each turn, and which tokens are targets.
 
     <|bos|> <|user_start|> question <|user_end|> <|assistant_start|> answer <|assistant_end|> ...
 
@@ -16,13 +16,14 @@ import numpy as np
 
 from nanochat import UserError
 from nanochat.data.tokenizer import Tokenizer
+from nanochat.terminal import printable
 
 Message = tuple[str, str]  # (role, content); the roles are system, user and assistant
 
 
 @dataclass(frozen=True)
 class Conversations:
-    """The conversations of one split; the weight of each is how often it comes up in an epoch."""
+    """The conversations of one split. A conversation comes up `weight` times in an epoch, on average."""
 
     messages: list[tuple[Message, ...]]
     weights: list[float]
@@ -46,7 +47,7 @@ class ConversationData:
 
     @property
     def fingerprint(self) -> str:
-        """Of both splits; a checkpoint stores it."""
+        """SHA-256 of both splits, hexadecimal; a checkpoint stores it."""
         return hashlib.sha256((self.train.fingerprint() + self.val.fingerprint()).encode()).hexdigest()
 
 
@@ -71,23 +72,20 @@ def turns(messages: Sequence[Message]) -> list[Message]:
 
 
 def render(tokenizer: Tokenizer, messages: Sequence[Message], loss_on: str) -> tuple[np.ndarray, np.ndarray]:
-    """(ids int32, targets bool), both (n,): the tokens, and which of them the model is to predict.
+    """(ids int32, is_target bool), both (n,): the tokens, and which of them the model learns to predict.
 
     loss_on "assistant": the answers and the <|assistant_end|> after each, so that the model learns when to
-    stop. "all": every token but <|bos|>, which begins the conversation.
+    stop. "all": every token but the first one, <|bos|>.
     """
     special = tokenizer.special_tokens
-    ids, counted = [np.array([tokenizer.bos_id], np.int32)], [np.array([False])]
+    ids, is_target = [np.array([tokenizer.bos_id], np.int32)], [np.array([False])]
     for role, content in turns(messages):
-        answer = role == "assistant"
         start, end = special[f"<|{role}_start|>"], special[f"<|{role}_end|>"]
         text = tokenizer.encode(content).astype(np.int32)
         ids += [np.array([start], np.int32), text, np.array([end], np.int32)]
-        counted += [
-            np.array([loss_on == "all"]),
-            np.full(len(text) + 1, answer or loss_on == "all"),
-        ]
-    return np.concatenate(ids), np.concatenate(counted)
+        scored = loss_on == "all" or role == "assistant"
+        is_target += [np.array([loss_on == "all"]), np.full(len(text) + 1, scored)]
+    return np.concatenate(ids), np.concatenate(is_target)
 
 
 def prompt_ids(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
@@ -97,23 +95,18 @@ def prompt_ids(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
 
 
 def next_turn_ids(tokenizer: Tokenizer, question: str, begun: bool) -> list[int]:
-    """The tokens of the user's next turn, up to <|assistant_start|>. begun: an answer came before; then its
-    <|assistant_end|>, which is not generated, comes first, else <|bos|>."""
+    """The tokens of the user's next turn, up to <|assistant_start|>. The first one is <|bos|>, or, if the
+    conversation has `begun`, the <|assistant_end|> of the answer before, which generation leaves out."""
     ids = prompt_ids(tokenizer, [("user", question)])
     return [tokenizer.special_tokens["<|assistant_end|>"], *ids[1:]] if begun else ids
 
 
 def coloured(tokenizer: Tokenizer, messages: Sequence[Message], loss_on: str) -> str:
     """A conversation as the model sees it, special tokens included; targets are green."""
-    ids, counted = render(tokenizer, messages, loss_on)
-    edges = [0, *(np.flatnonzero(np.diff(counted)) + 1).tolist(), len(ids)]
+    ids, is_target = render(tokenizer, messages, loss_on)
+    edges = [0, *(np.flatnonzero(np.diff(is_target)) + 1).tolist(), len(ids)]
     parts = []
     for first, last in itertools.pairwise(edges):
         text = printable(tokenizer.decode(ids[first:last]))
-        parts.append(f"\x1b[32m{text}\x1b[0m" if counted[first] else text)
+        parts.append(f"\x1b[32m{text}\x1b[0m" if is_target[first] else text)
     return "".join(parts)
-
-
-def printable(text: str) -> str:
-    """Text in which what a terminal would obey is escaped; new lines stay."""
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

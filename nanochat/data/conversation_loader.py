@@ -1,9 +1,9 @@
-"""Training batches from conversations: whole conversations packed into rows, none cut that fits.
+"""Training batches from conversations: whole conversations, packed into rows.
 
-In each epoch every conversation comes up as often as its weight says, in an order drawn from the seed. Best
-fit puts them into rows of max_seq_len + 1 tokens, the longest first; the rows are then shuffled. A row's rest
-is padding, which is never a target. A conversation longer than a row loses its end. If no target is left of
-it then, it is dropped; so every row, and every batch, has targets.
+In each epoch every conversation comes up as often as its weight says, in an order drawn from the seed. They
+are packed into rows of max_seq_len + 1 tokens, the longest first, by best fit; then the rows are shuffled.
+The end of a row is padding, which is never a target. A conversation longer than a row loses its end, and is
+dropped if it has no target then. So every row has targets.
 
 The rows of an epoch depend on the conversations, the tokenizer, the seed and max_seq_len alone. Row n of a
 step goes to rank n mod world_size, so any number of processes sees the same batches, and the position is two
@@ -23,7 +23,7 @@ from nanochat.data.loader import check_division, check_stream
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.machine.transfers import to_device
 
-PACKING = "conversations-1"  # version of the packing; a position of another version is refused
+PACKING = "conversations-1"  # version of the packing; a saved position of another version is refused
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Rendered:
     """Conversations as tokens, one after another."""
 
     ids: np.ndarray  # (n,) int32
-    counted: np.ndarray  # (n,) bool: is a target
-    first: np.ndarray  # (conversations + 1,) int64: where each begins, and the end
+    is_target: np.ndarray  # (n,) bool
+    first: np.ndarray  # (conversations + 1,) int64: the first token of each, and n
     weights: np.ndarray  # (conversations,) float64
     cut: int  # conversations that lost their end
-    dropped: int  # conversations of which no target was left
+    dropped: int  # conversations without a target in their first max_seq_len + 1 tokens
 
     @property
     def sizes(self) -> np.ndarray:
@@ -50,7 +50,7 @@ class Rendered:
 
     def summary(self, loss_on: str) -> str:
         """One line for the plan: what is a target, and what was cut."""
-        share = f"{100 * self.counted.mean():.0f} % of {len(self.ids):,} tokens are targets"
+        share = f"{100 * self.is_target.mean():.0f} % of {len(self.ids):,} tokens are targets"
         which = "the answers" if loss_on == "assistant" else "all but <|bos|>"
         cut = f"; {self.cut:,} conversations lose their end to the row" if self.cut else ""
         dropped = f", {self.dropped:,} of them are left out, without an answer" if self.dropped else ""
@@ -61,16 +61,16 @@ def render_all(
     conversations: Conversations, tokenizer: Tokenizer, max_seq_len: int, loss_on: str
 ) -> Rendered:
     """Tokenize conversations, at most max_seq_len + 1 tokens of each. Raises UserError if none is left."""
-    ids, counted, sizes, weights, cut, dropped = [], [], [], [], 0, 0
+    ids, is_target, sizes, weights, cut, dropped = [], [], [], [], 0, 0
     for messages, weight in zip(conversations.messages, conversations.weights, strict=True):
-        tokens, targets = render(tokenizer, messages, loss_on)
+        tokens, are_targets = render(tokenizer, messages, loss_on)
         cut += len(tokens) > max_seq_len + 1
-        tokens, targets = tokens[: max_seq_len + 1], targets[: max_seq_len + 1]
-        if not targets.any():
+        tokens, are_targets = tokens[: max_seq_len + 1], are_targets[: max_seq_len + 1]
+        if not are_targets.any():
             dropped += 1
             continue
         ids.append(tokens)
-        counted.append(targets)
+        is_target.append(are_targets)
         sizes.append(len(tokens))
         weights.append(weight)
     if not ids:
@@ -79,47 +79,46 @@ def render_all(
             "larger max_seq_len"
         )
     first = np.concatenate([[0], np.cumsum(sizes)])
-    return Rendered(np.concatenate(ids), np.concatenate(counted), first, np.array(weights), cut, dropped)
+    return Rendered(np.concatenate(ids), np.concatenate(is_target), first, np.array(weights), cut, dropped)
 
 
 def draw(weights: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """The conversations of one epoch in random order: each floor(weight) times, and once more with the
-    probability of the rest."""
+    """The conversations of one epoch in random order, (n,) int64: each floor(weight) times, and once more
+    with probability weight - floor(weight)."""
     times = np.floor(weights + generator.random(len(weights))).astype(np.int64)
     return generator.permutation(np.repeat(np.arange(len(weights)), times))
 
 
 def pack(sizes: np.ndarray, order: np.ndarray, room: int) -> list[list[int]]:
-    """Rows of conversations: each of `order` goes, the longest first, into the fullest row that has room.
+    """Best fit: rows of conversations. Each of `order`, the longest first, goes into the fullest row that has
+    space for it.
 
-    sizes (conversations,) at most `room`, the tokens of a row. Rows with an equal rest are kept together, and
-    one integer has a bit for each rest that some row has, so a conversation finds its row at once.
+    sizes (conversations,) at most `room`, the tokens of a row. Rows are listed by their free space, and bit n
+    of an integer says whether a row has n free tokens. So the fullest row is found without a search.
     """
-    rows, with_rest, rests = [], [[] for _ in range(room + 1)], 0
+    rows, with_free, frees = [], [[] for _ in range(room + 1)], 0
     for conversation in order[np.argsort(-sizes[order], kind="stable")].tolist():
         size = int(sizes[conversation])
-        fitting = rests >> size
-        if fitting:
-            rest = size + (fitting & -fitting).bit_length() - 1  # the smallest rest that is large enough
-            row = with_rest[rest].pop()
-            if not with_rest[rest]:
-                rests ^= 1 << rest
+        if large_enough := frees >> size:
+            free = size + (large_enough & -large_enough).bit_length() - 1  # the lowest bit: the smallest
+            row = with_free[free].pop()
+            if not with_free[free]:
+                frees ^= 1 << free
         else:
-            rest, row = room, []
+            free, row = room, []
             rows.append(row)
         row.append(conversation)
-        left = rest - size
-        with_rest[left].append(row)
-        rests |= 1 << left
+        with_free[free - size].append(row)
+        frees |= 1 << free - size
     return rows
 
 
 class ConversationLoader:
     """Endless micro-batches (inputs, targets), each (device_batch_size, max_seq_len) int64 on `device`.
 
-    A target of -1 is not scored. `step_targets` is the number of targets in the current step, over all its
-    micro-batches and all processes: what the loss is divided by. `documents` is what boundaries(inputs,
-    bos_id) returns for the last micro-batch, on `device`, or None without that function. Raises UserError for
+    A target of -1 is not scored. `step_targets` is the number of targets in the current step, over all
+    micro-batches and processes: the loss is divided by it. `documents` is what boundaries(inputs, bos_id)
+    returns for the last micro-batch, on `device`, or None without that function. Raises UserError for
     numbers that do not divide, and for a `state` of other conversations or settings.
     """
 
@@ -153,10 +152,9 @@ class ConversationLoader:
         if state is not None:
             check_stream(self._stream, state)
         epoch, row = (state["epoch"], state["row"]) if state else (0, 0)
-        self._open_epoch(epoch)
-        self._row = row
+        self._open_epoch(epoch, row)
         self._after = (epoch, row)  # the position after the last complete step
-        self._batches: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the current step, still to come
+        self._batches: list[tuple[torch.Tensor, torch.Tensor]] = []  # the rest of the current step
         self._boundaries, self.documents = boundaries, None
         self.step_targets = 0
         self.wait_s = 0.0  # seconds that next() has spent on making batches, in all
@@ -187,11 +185,11 @@ class ConversationLoader:
         return tuple(x.to(self._device, non_blocking=True) for x in batch)
 
     def close(self) -> None:
-        """There is nothing to close; pretraining's loader has a thread."""
+        """Does nothing: unlike TrainLoader, this loader has no thread."""
 
-    def _open_epoch(self, epoch: int):
+    def _open_epoch(self, epoch: int, row: int = 0):
         self._rows = self._rendered.epoch_rows(epoch, self._seed, self._shape[1])
-        self._epoch, self._row = epoch, 0
+        self._epoch, self._row = epoch, row
 
     def _step(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The micro-batches of the next step, in host memory."""
@@ -214,8 +212,8 @@ class ConversationLoader:
 class ConversationBatches:
     """The validation batches (inputs, targets) of one process, both (rows, length) int64.
 
-    Every conversation comes up once, in a row of its own, and its targets are those of training. They are
-    sorted by length, and a batch is as long as its longest one. Iterate as often as you like.
+    Every conversation has a row of its own, with the targets of training. Rows are sorted by length, and a
+    batch is as long as its longest row. Iterate as often as you like.
     """
 
     def __init__(
@@ -248,12 +246,12 @@ def as_batch(
     """(inputs, targets) of rows, both (rows, max_seq_len) int64: the conversations of a row one after
     another, then padding; a target of -1 is not scored."""
     ids = np.full((len(rows), max_seq_len + 1), bos_id, np.int64)
-    counted = np.zeros(ids.shape, bool)
+    is_target = np.zeros(ids.shape, bool)
     for n, row in enumerate(rows):
         at = 0
         for conversation in row:
             first, end = rendered.first[conversation], rendered.first[conversation + 1]
             ids[n, at : at + end - first] = rendered.ids[first:end]
-            counted[n, at : at + end - first] = rendered.counted[first:end]
+            is_target[n, at : at + end - first] = rendered.is_target[first:end]
             at += end - first
-    return torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(np.where(counted[:, 1:], ids[:, 1:], -1))
+    return torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(np.where(is_target[:, 1:], ids[:, 1:], -1))

@@ -1,4 +1,4 @@
-"""Conversations from files: read, checked, and named by file and line where something is wrong.
+"""Conversations from files. What is wrong in a file is named with its line.
 
 A conversation is a list of messages. A message has a role (system, user or assistant) and a content, which is
 text. After at most one system message at the start, user and assistant take turns, and the assistant has the
@@ -25,8 +25,8 @@ from nanochat.files import user_path
 from nanochat.terminal import first_line
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
-SHOWN_ERRORS = 10  # bad conversations that a message names
-VALIDATION_SHARE = 40  # by its hash one conversation in so many is validation, as with documents
+SHOWN_ERRORS = 10  # bad conversations that a message shows
+VALIDATION_SHARE = 40  # one conversation in 40 is validation, chosen by hash, as with documents
 LARGEST_WEIGHT = 1000.0
 
 
@@ -47,8 +47,8 @@ def open_conversations(
             )
         return open_embedded()
     bad: list[str] = []
-    train = _read_sources("data", data, bad)
-    val = _read_sources("val_data", val_data, bad) if val_data is not None else Conversations([], [])
+    train = _read_files("data", data, bad)
+    val = _read_files("val_data", val_data, bad) if val_data is not None else Conversations([], [])
     if bad:
         shown = "\n".join(f"  {error}" for error in bad[:SHOWN_ERRORS])
         more = f"\n  and {len(bad) - SHOWN_ERRORS:,} more" if len(bad) > SHOWN_ERRORS else ""
@@ -79,7 +79,7 @@ def _split(both: Conversations) -> tuple[Conversations, Conversations]:
     return splits
 
 
-def _read_sources(setting: str, value: str, bad: list[str]) -> Conversations:
+def _read_files(setting: str, value: str, bad: list[str]) -> Conversations:
     """The good conversations of all files of a setting; the reason for each bad one goes to `bad`."""
     read = Conversations([], [])
     for path, weight in _sources(setting, value):
@@ -117,7 +117,8 @@ def _sources(setting: str, value: str) -> Iterator[tuple[Path, float]]:
 
 
 def _values(path: Path, bad: list[str]) -> Iterator[tuple[object, str]]:
-    """(value, its place) of each conversation of a file. A line that is no JSON goes to `bad`."""
+    """(value, its place) of each conversation of a file. What is wrong with a line that is no JSON goes to
+    `bad`."""
     if path.suffix.lower() == ".parquet":
         yield from _rows(path)
         return
@@ -145,7 +146,7 @@ def _rows(path: Path) -> Iterator[tuple[dict, str]]:
 
 
 def _checked(value) -> tuple[tuple[Message, ...], str]:
-    """(messages, what is wrong with them or "") of an object."""
+    """(messages, "") of an object, or ((), why it is no conversation)."""
     if not isinstance(value, dict):
         return (), f"it is {type(value).__name__}, not an object with `messages`"
     listed = value.get("messages", value.get("conversations"))
@@ -161,7 +162,7 @@ def _checked(value) -> tuple[tuple[Message, ...], str]:
 
 
 def _message(message) -> tuple[str, str, str]:
-    """(role, content, what is wrong or "")."""
+    """(role, content, "" or why it is no message)."""
     if not isinstance(message, dict):
         return "", "", f"is {type(message).__name__}, not an object"
     role = message.get("role", message.get("from"))

@@ -24,7 +24,7 @@ from nanochat.data.parquet import Documents, RowGroups, write_sorted
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.terminal import first_line
 
-STALE_S = 86_400  # a temporary folder unchanged for so many seconds is left from a killed build
+STALE_S = 86_400  # seconds; a temporary folder that has not changed for so long is left from a killed build
 
 
 @dataclass(frozen=True)
@@ -42,38 +42,35 @@ class Dataset:
         return Documents(self.train_shards)
 
     def estimated_tokens(self, tokenizer: Tokenizer) -> int:
-        """About how many training tokens there are, without `<|bos|>`: exact for up to 2 MB of text.
-
-        More text is estimated from a sample of 2 MB. For the embedded data of Python 3.11 that takes 0.3 s
-        and gives 8.92 million tokens of a vocabulary of 4,096 ids; the true number is 8.97 million.
-        """
+        """About how many training tokens there are, without `<|bos|>`: exact for up to 2 MB of text, else
+        estimated from a sample of 2 MB (embedded data of Python 3.11: 0.3 s, and 0.6 % too few)."""
         return estimate_tokens(RowGroups(self.train_shards), tokenizer)
 
     @property
     def suggested_vocab_size(self) -> int:
-        """Tokens of the vocabulary that suits this much text."""
+        """The vocabulary size that suits this much text, in tokens."""
         return vocabulary_size(text_bytes(RowGroups(self.train_shards)))
 
     def tokenizer_folder(self, base_dir: Path) -> Path:
         """The folder for the tokenizers that are trained on this data set."""
         return Path(base_dir) / "tokenizers" / f"{self.name}-{self.fingerprint[:12]}"
 
-    # What differs for public data (public.py), whose shards may arrive while the run trains
+    # Public data (public.py) override these: their shards may arrive while the run trains
 
     def for_run(self, tokenizer: Tokenizer, resumed, machine) -> "Dataset":
-        """The data set as a run reads it. `resumed` is the checkpoint that it continues, or None."""
+        """The data set as a run reads it. resumed: the checkpoint that the run continues, or None."""
         return self
 
     @property
     def more_text(self) -> str:
-        """How to get the shards that the horizon needs and the run does not have; "" if it has them."""
+        """How to get shards that the horizon needs and the run lacks; "" if it lacks none."""
         return ""
 
     def begin(self, machine, stop, timeout_s: float) -> None:
-        """Start to download what is missing, in the background. `stop` is the run's StopSignal."""
+        """Start to download missing shards in the background. stop: the run's StopSignal."""
 
     def close(self, machine) -> None:
-        """End the download. Raises UserError, on every process, if the run has ended for lack of text."""
+        """End the download. Raises UserError on every process if the run ended because it ran out of text."""
 
 
 def build(folder: Path, name: str, documents: Iterable[tuple[str, str]], note: str) -> Dataset:
@@ -103,10 +100,7 @@ def build(folder: Path, name: str, documents: Iterable[tuple[str, str]], note: s
             _put_in_place(temporary, folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-    dataset = open_built(folder)
-    if dataset is None:
-        raise UserError(f"{folder} was written but cannot be read back; check the disk and start again")
-    return dataset
+    return open_built(folder)
 
 
 @contextlib.contextmanager
@@ -124,7 +118,7 @@ def writing(folder: Path) -> Iterator[None]:
 def _remove_stale(folder: Path) -> None:
     """Remove temporary folders that killed builds have left."""
     for path in folder.iterdir():
-        if not re.fullmatch(r"\..+\.\w{8}", path.name):  # the names that mkdtemp below makes
+        if not re.fullmatch(r"\..+\.\w{8}", path.name):  # the names that mkdtemp makes
             continue
         with contextlib.suppress(OSError):
             newest = max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
@@ -151,25 +145,24 @@ def open_built(folder: Path) -> Dataset | None:
         sizes = {path: index[split][path.name] for split, paths in splits.items() for path in paths}
         if any(path.stat().st_size != size for path, size in sizes.items()):
             return None
-        name = index.get("name", folder.name)
-        return Dataset(name, splits["train"], splits["val"], index["fingerprint"], index["note"])
+        return Dataset(index["name"], splits["train"], splits["val"], index["fingerprint"], index["note"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
-# -- what a model continues during its training, to show what it has learned
+# -- the prompts that a model continues during its training, to show what it has learned
 
 CODE = ["def", "class", "import"]  # prompts for the embedded text, which is Python code
-WORDS, CHARACTERS = 4, 24  # of a document's beginning, at most
-UNSPACED = 8  # characters of it if the first space comes late, as in Chinese
+WORDS, CHARACTERS = 4, 24  # the most that a prompt takes of a document's beginning
+UNSPACED = 8  # characters of a prompt if the first word is longer than CHARACTERS, as in Chinese
 PROMPTS, DOCUMENTS = 3, 200  # prompts to make, and documents to look at
 
 
 def sample_prompts(setting: str, dataset: Dataset) -> list[str]:
-    """The prompts that the setting `sample_prompts` means: `auto`, or texts separated by |.
+    """The prompts of the setting `sample_prompts`: `auto`, or texts separated by |.
 
-    auto: code for the embedded text, else the first words of the first validation documents that have words,
-    each beginning once. If none has, the one prompt is empty: the model then begins a text by itself.
+    auto: Python's keywords for the embedded text, else the first words of the first validation documents that
+    have words, all different. If no document has words, the only prompt is empty.
     """
     if setting != "auto":
         return setting.split("|")

@@ -3,9 +3,9 @@
     fetch("karpathy/climbmix-400b-shuffle", ["shard_00000.parquet"], folder)     # now, or a UserError
     BackgroundDownload(repo, ["shard_00001.parquet"], arrival).start()           # while a run trains
 
-A file gets its name when it is complete. The library goes on after a break of the connection, compares sizes,
-and obeys HF_ENDPOINT (a mirror), HF_TOKEN, HF_HUB_OFFLINE and HF_HUB_DOWNLOAD_TIMEOUT. What we add: a failure
-is one sentence, a Hub that is out of reach is told within seconds, and no two processes get the same file.
+A file gets its name when it is complete. The library continues a broken download, compares sizes, and obeys
+HF_ENDPOINT (a mirror), HF_TOKEN, HF_HUB_OFFLINE and HF_HUB_DOWNLOAD_TIMEOUT. What we add: an error is one
+sentence, a Hub that does not answer is reported within seconds, and no two processes get the same file.
 """
 
 import contextlib
@@ -21,13 +21,12 @@ from urllib.parse import urlsplit
 
 from nanochat import UserError
 from nanochat.data.dataset import writing
-from nanochat.data.parquet import first_line
 from nanochat.data.streaming_shards import UNFINISHED, Arrival
-from nanochat.terminal import bar, is_terminal
+from nanochat.terminal import bar, first_line, is_terminal
 
 HOST = "https://huggingface.co"
 ANSWER_S = 8.0  # seconds for the connection to the Hub, and again for its first answer
-MOST_FAILED = 4  # files; more failures mean that it is not the files
+MOST_FAILED = 4  # files; after more failures the rest is not tried
 STALE_S = 3600.0  # seconds; an unfinished file that has not grown for so long is left from a kill
 PAUSE_S = 1.0  # seconds before the second attempt in the background; each further pause doubles,
 LONGEST_PAUSE_S = 60.0  # up to this
@@ -55,7 +54,7 @@ def look_up(repo: str, revision: str | None = None, files: bool = False):
     try:
         api = _library().HfApi(endpoint=address)
         return api.dataset_info(repo, revision=revision, files_metadata=files, timeout=ANSWER_S)
-    except Exception as error:  # those of its HTTP client too, which differs between versions of the library
+    except Exception as error:  # its HTTP client, and so the errors, differ between versions of the library
         raise UserError(f"{repo} cannot be had from {_route(address)}: {_why(error, repo)}") from error
 
 
@@ -69,8 +68,8 @@ def fetch(
 ) -> None:
     """Get the files of a data set that are missing in `folder`, `workers` at a time.
 
-    compare: also those that are here and have changed since, or differ from the Hub's. Raises UserError if a
-    file cannot be had or the folder cannot be written; what has come stays.
+    compare: also files that are here and differ from the Hub's. Raises UserError if a file cannot be
+    downloaded or the folder cannot be written; complete files stay.
     """
     missing = [name for name in files if not (folder / name).exists()]
     wanted = files if compare else missing
@@ -96,9 +95,9 @@ def fetch(
 def _get_all(
     repo: str, files: list[str], commit: str, folder: Path, workers: int
 ) -> tuple[dict[str, Exception], list[str]]:
-    """Get files; ({name: error}, the files that did not come). Raises OSError if they cannot be written.
+    """Get files; returns ({name: error}, the missing files). Raises OSError if a file cannot be written.
 
-    The threads are daemons: Ctrl-C ends the process at once, and not after the files that are on their way.
+    The threads are daemons, so Ctrl-C ends the process at once and does not wait for files.
     """
     names, results, failed = deque(files), queue.SimpleQueue(), {}
 
@@ -132,7 +131,7 @@ def _get_all(
 
 
 def _get(repo: str, name: str, commit: str, folder: Path) -> None:
-    """Get one file. While another process gets the same file, wait; then the library finds it here."""
+    """Get one file. If another process downloads it, wait; then the library finds it here."""
     library, locks = _library(), folder / ".cache" / "huggingface" / "locks"
     locks.mkdir(parents=True, exist_ok=True)
     with library.utils.WeakFileLock(locks / f"{name.replace('/', '--')}.lock"):
@@ -152,7 +151,7 @@ def _library():
     """huggingface_hub, imported where it is needed.
 
     It uses plain HTTP: a mirror does not serve Xet, the Hub's other protocol (huggingface_hub issue 4475),
-    and a download by Xet may stand still without a time-out (xet-core issue 898). HF_HUB_DISABLE_XET=0 in the
+    and a download by Xet may hang without a time-out (xet-core issue 898). HF_HUB_DISABLE_XET=0 in the
     environment allows it.
     """
     import huggingface_hub.constants
@@ -164,21 +163,16 @@ def _library():
     return huggingface_hub
 
 
-# -- failures
+# -- errors
 
 
 def _is_of_disk(error: Exception) -> bool:
-    """Whether an error is one of the file system, which has a number, and not one of the library."""
+    """Whether an error comes from the file system: its errors have a number, the library's have none."""
     return isinstance(error, OSError) and isinstance(error.errno, int)
 
 
-def _status(error: Exception) -> int | None:
-    """The HTTP status with which a server refused."""
-    return getattr(getattr(error, "response", None), "status_code", None)
-
-
 def _route(address: str) -> str:
-    """The server that is asked, and the proxy that is asked for it, without a password."""
+    """The server, and the proxy on the way to it, without a password."""
     parts, route = urlsplit(address), address if address == HOST else f"{address} (HF_ENDPOINT)"
     proxy = urllib.request.getproxies().get(parts.scheme)
     if proxy and not urllib.request.proxy_bypass(parts.hostname):
@@ -187,11 +181,11 @@ def _route(address: str) -> str:
 
 
 def _why(error: Exception, repo: str) -> str:
-    """A failure in a few words, with what to do."""
+    """The reason of an error in a few words, and what to do."""
     errors = _library().errors
-    if isinstance(error, errors.LocalEntryNotFoundError):  # its cause is why a local copy would be needed
+    if isinstance(error, errors.LocalEntryNotFoundError):  # its cause is the error of the network
         error = error.__cause__ or error
-    status = _status(error)
+    status = getattr(getattr(error, "response", None), "status_code", None)  # of HTTP
     if isinstance(error, errors.OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set; get it with a network first, or unset HF_HUB_OFFLINE"
     if isinstance(error, errors.GatedRepoError):
@@ -206,7 +200,7 @@ def _why(error: Exception, repo: str) -> str:
         return "HTTP 404, not found"
     if status:
         return f"HTTP {status}; try again later"
-    said = "".join(c if c.isprintable() else "?" for c in first_line(error))[:300]  # of a server, perhaps
+    said = "".join(c if c.isprintable() else "?" for c in first_line(error))[:300]  # may be a server's text
     return f"{said.rstrip('.')}; check the network and HF_ENDPOINT, which can name a mirror of huggingface.co"
 
 
@@ -216,8 +210,8 @@ def _why(error: Exception, repo: str) -> str:
 class BackgroundDownload(threading.Thread):
     """Gets the missing files of a data set, one after the other, until the arrival is closed.
 
-    Whatever goes wrong, it tries again after a pause: a run that has text left does not end. The thread never
-    keeps the process from ending.
+    After any error it waits and tries again, so a run ends only if its text runs out. The thread is a daemon:
+    the process does not wait for it at its end.
     """
 
     def __init__(self, repo: str, files: list[str], arrival: Arrival):
@@ -242,7 +236,7 @@ class BackgroundDownload(threading.Thread):
                     pause = min(LONGEST_PAUSE_S, 2 * pause)
 
     def _warn(self, name: str, error: Exception) -> None:
-        """Say once what is wrong, until a file has come again."""
+        """Print what is wrong, once, until a file has come again."""
         if isinstance(error, UserError):
             what = str(error)
         else:

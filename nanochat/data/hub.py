@@ -1,8 +1,8 @@
-"""A data set of the Hugging Face Hub as files for an import: --data=hf:OWNER/NAME
+"""Files of a data set on the Hugging Face Hub, to import: --data=hf:OWNER/NAME
 
-An address may name a revision and files: hf:OWNER/NAME@v1.0/data/train-*.parquet. The first use looks up the
-commit and its files, and keeps them in listing.json beside the files. From then on the address means these
-files: a run that goes on later reads the same text, and needs no network.
+An address may name a revision and files: hf:OWNER/NAME@v1.0/data/train-*.parquet. The first use writes the
+commit and its list of files to listing.json, beside the files. From then on the address means these files: a
+resumed run reads the same text and needs no network.
 """
 
 import bisect
@@ -25,9 +25,9 @@ ADDRESS = re.compile(
     r"hf:(?://datasets/)?([\w.-]+/[\w.-]+)(?:@(refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(.*))?", re.ASCII
 )
 LARGEST = 10 << 30  # bytes of all files; the import writes about as much again
-BYTES_PER_TOKEN = 4  # of compressed parquet files at most; the public shards have 2.1
-KINDS = ((".parquet",), (".jsonl", ".jsonl.gz"), (".json",), (".txt", ".md", ".py"))
-NO_TEXT = ("readme", "license", "dataset_info")  # how the names of files begin that are not text to train on
+BYTES_PER_TOKEN = 4  # of compressed parquet files, at most; the public shards have 2.1
+PREFERRED = ((".parquet",), (".jsonl", ".jsonl.gz"), (".json",), (".txt", ".md", ".py"))
+NO_TEXT = ("readme", "license", "dataset_info")  # files whose names begin so are no text to train on
 
 
 def local_files(
@@ -80,20 +80,20 @@ def _listing(repo: str, revision: str, folder: Path) -> dict:
 
 
 def _chosen(files: dict[str, int], pattern: str) -> list[str]:
-    """The names, sorted, that a pattern or folder means; of all files if it is empty, see `local_files`."""
+    """The names, sorted, that match a pattern or are in a folder; without a pattern, see `local_files`."""
     paths = [PurePosixPath(name) for name in sorted(files)]
     inside = [p for p in paths if not p.is_absolute() and not any(part.startswith(".") for part in p.parts)]
     names = [str(path) for path in inside if path.name.lower().endswith(SUFFIXES)]
     if pattern:
         return [n for n in names if fnmatch.fnmatchcase(n, pattern) or n.startswith(f"{pattern}/")]
     names = [name for name in names if not PurePosixPath(name).name.lower().startswith(NO_TEXT)]
-    of_kinds = ([name for name in names if name.lower().endswith(kind)] for kind in KINDS)
+    of_kinds = ([name for name in names if name.lower().endswith(kind)] for kind in PREFERRED)
     found = next(filter(None, of_kinds), [])
     return [name for name in found if "train" in name] or found
 
 
 def _too_large(address: str, sizes: list[tuple[str, int]], tokens: Callable[..., int] | None) -> str:
-    """Why files [(name, bytes)] are too many, and how many of them the horizon needs."""
+    """The message for files [(name, bytes)] that are too large, with how many of them the horizon needs."""
     total, horizon = sum(size for _, size in sizes), ""
     if tokens:
         held = list(itertools.accumulate(size for _, size in sizes))

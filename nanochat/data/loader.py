@@ -34,7 +34,7 @@ from nanochat.machine.transfers import for_new_thread, to_device
 
 PACKING = 2  # version of the packing; a state of another version is refused, because its rows would differ
 STEPS_AHEAD = 2  # steps that the background thread prepares ahead
-ARRIVING_AHEAD = 2  # further ones while shards arrive, so that the loop knows early that one is missing
+ARRIVING_AHEAD = 2  # further steps while shards arrive: the loop learns early that a shard is missing
 
 
 class TrainLoader:
@@ -74,15 +74,18 @@ class TrainLoader:
         }
         if state is None:
             check_amount(groups, tokenizer, rows_per_step, max_seq_len)
-        positions = _start_positions(self._stream, lanes, state)
+            positions = [{"epoch": 0, "taken": 0, "pieces": []} for _ in lanes]
+        else:
+            check_stream(self._stream, state)
+            positions = [state["lanes"][str(lane)] for lane in lanes]
         self._device = torch.device(device)
         self._device_batch_size = device_batch_size
         self._rows = len(lanes)
-        self._next_row = self._rows  # in the current step; here: at its end, so next() fetches a step
+        self._next_row = self._rows  # in the current step: at its end, so next() fetches a step
         self._current = None
         self._boundaries, self._bos_id, self.documents = boundaries, tokenizer.bos_id, None
-        self._arrival = getattr(shards, "arrival", None)  # shards that may still be on their way
-        self._ahead: deque = deque()  # steps after the current one, and an error behind them
+        self._arrival = getattr(shards, "arrival", None)  # if shards may be missing: the Arrival of these
+        self._ahead: deque = deque()  # steps after the current one, and perhaps an error as the last
         self._positions = dict(zip(lanes, positions, strict=True))  # after the last complete step
         self.epoch = min(p["epoch"] for p in positions)  # the earliest of this process's lanes, from 0
         self._process = os.getpid()
@@ -161,11 +164,11 @@ class TrainLoader:
         return self._ready.get()
 
     def _look_ahead(self) -> None:
-        """Begin a step only when the ARRIVING_AHEAD steps after it are ready. So if no shard comes for long,
-        the loop learns it early enough: every process stops after the same step and saves."""
-        while len(self._ahead) < ARRIVING_AHEAD and not any(
-            isinstance(s, BaseException) for s in self._ahead
-        ):
+        """Wait until ARRIVING_AHEAD steps are ready after the current one. If no shard comes, the loop learns
+        it that early, and all processes can stop after the same step and save."""
+        while len(self._ahead) < ARRIVING_AHEAD:
+            if self._ahead and isinstance(self._ahead[-1], BaseException):
+                return
             item = self._take(until_stop=True)
             if item is None:
                 return
@@ -190,13 +193,14 @@ class TrainLoader:
 
 def merge_states(states: Sequence[dict]) -> dict:
     """Join the states of all ranks into one, from which any number of processes can continue."""
-    if "lanes" not in states[0]:  # somebody's own source of batches
+    if "lanes" not in states[0]:  # another loader, whose state is the same on all ranks
         return states[0]
     lanes = {lane: position for state in states for lane, position in state["lanes"].items()}
     return {**states[0], "lanes": dict(sorted(lanes.items(), key=lambda item: int(item[0])))}
 
 
 def check_division(rows_per_step: int, world_size: int, device_batch_size: int) -> None:
+    """Raise UserError if processes or micro-batches cannot share the rows of a step equally."""
     if rows_per_step % world_size:
         raise UserError(
             f"{world_size} processes cannot share the {rows_per_step} rows of a batch equally; "
@@ -224,18 +228,10 @@ def check_stream(stream: dict, state: dict) -> None:
             )
 
 
-def _start_positions(stream: dict, lanes: Sequence[int], state: dict | None) -> list[dict]:
-    """Each lane's position in `state`, or the start if that is None."""
-    if state is None:
-        return [{"epoch": 0, "taken": 0, "pieces": []} for _ in lanes]
-    check_stream(stream, state)
-    return [state["lanes"][str(lane)] for lane in lanes]
-
-
 def _as_json(position) -> dict:
-    """A position: {"epoch", "taken": documents of it, "pieces": [document, first token], the oldest first}.
+    """A position: {"epoch", "taken": its documents, "pieces": [document, first token], the oldest first}.
 
-    The thread gives (epoch, taken, pieces of the lane), because few of its positions are ever converted.
+    The thread gives (epoch, taken, pieces), because few positions are saved and so converted.
     """
     if isinstance(position, dict):
         return position
@@ -248,7 +244,7 @@ def _as_json(position) -> dict:
 
 
 def _produce(packer: tuple, begin, free: queue.SimpleQueue, ready: queue.SimpleQueue) -> None:
-    """Fill free buffers with steps until None comes. An exception goes to the caller in place of a step."""
+    """Fill free buffers with steps until None comes. An exception goes to the queue in place of a step."""
     try:
         begin()
         groups, tokenizer, *rest = packer

@@ -1,4 +1,4 @@
-"""The lanes of a run. Each packs its share of the documents into rows, and its position is exact.
+"""The lanes of a run: each packs its share of the documents into rows.
 
 The seed gives the order of the documents in each epoch; document n of it goes to lane n mod L. A lane keeps
 some documents in a buffer. A *piece* is a document in the buffer, from some token on. To fill a row,
@@ -20,17 +20,17 @@ from nanochat.data.parquet import RowGroups
 from nanochat.data.tokenizer import Tokenizer
 
 BUFFER_PIECES = 32  # pieces that a lane chooses from: enough for a good fit, few enough for a small state
-BUFFER_ROWS = 256  # a lane with tokens for so many rows takes no more documents: some are very long
-GROUPS_PER_LANE = 8  # with so many row groups for each lane it takes whole ones, else single documents
-MAX_EMPTY_EPOCHS = 16  # so many epochs in a row without a token are an error
+BUFFER_ROWS = 256  # rows; a lane with more tokens than that takes no more documents: some are very long
+GROUPS_PER_LANE = 8  # with at least so many row groups, a lane takes whole ones, else single documents
+MAX_EMPTY_EPOCHS = 16  # more epochs in a row without a token are an error
 
 
 class Lane:
     """One lane: it packs the documents of its feed into rows.
 
     `pieces` is a sorted list of (slots in a row: the tokens and `<|bos|>`, -serial number, document number,
-    first token, tokens). The serial number is unique, so comparisons end there; of equally long pieces the
-    oldest is the last one.
+    first token, tokens). Serial numbers are unique, so no comparison reaches the tokens. The last one of
+    equally long pieces is the oldest.
     """
 
     def __init__(self, number: int, feed: "Feed", tokenizer: Tokenizer, row_tokens: int, position: dict):
@@ -69,17 +69,17 @@ class Lane:
                 self._room += size - 1
             else:
                 size = space
-                row[at] = self._bos  # with space 1 it stands alone, as a target; no document token is used
+                row[at] = self._bos  # with one slot left it is alone there, and only a target
                 if size > 1:
                     self._cut(row[at + 1 :])
             at += size
             space -= size
 
     def _cut(self, gap: np.ndarray) -> None:
-        """Fill the gap with the first tokens of a drawn piece; long pieces are drawn more often.
+        """Fill the gap with the first tokens of a piece, drawn in proportion to its length.
 
         So a batch is a fair sample of the buffered text. A lane that always cut the longest or the oldest
-        piece would train on a few huge files alone for many steps (docs/data.md).
+        piece would train for many steps on a few huge files alone (docs/data.md).
         """
         sizes = [piece[0] for piece in self.pieces]
         slots, serial, document, first, tokens = self.pieces.pop(drawn_piece(sizes, self.taken))
@@ -114,9 +114,9 @@ class Lane:
 
 
 def drawn_piece(sizes: list[int], salt: int) -> int:
-    """The index of one piece, drawn with a probability in proportion to its size.
+    """The index of one piece, drawn with a probability proportional to its size.
 
-    The draw is a hash of the sum of the sizes and the salt, so it is the same after a restart.
+    The draw is a hash of the salt and the sum of the sizes, so it is the same after a restart.
     """
     ends = list(itertools.accumulate(sizes))
     mixed = (salt << 32 | ends[-1]) * 0x9E3779B97F4A7C15 % 2**64  # Fibonacci hashing
@@ -124,11 +124,11 @@ def drawn_piece(sizes: list[int], salt: int) -> int:
 
 
 class Feed:
-    """Deals the documents of each epoch to its lanes; it reads every row group once.
+    """Gives lanes their documents. It reads every row group of an epoch once, for all its lanes.
 
-    `order(epoch)` gives the row groups of an epoch. The documents of an epoch are counted from 0 in that
-    order; number n goes to the lane whose share is n mod `stride`. `shares` maps each lane of this feed to
-    its share, `start` maps it to (epoch, documents taken of it).
+    order(epoch): the row groups of an epoch. Their documents are numbered from 0 in that order; document n
+    goes to the lane whose share is n mod `stride`. shares: {lane: share}. start: {lane: (epoch, documents of
+    that epoch that the lane has taken)}.
     """
 
     def __init__(
@@ -150,25 +150,25 @@ class Feed:
         self._epoch = min(epoch for epoch, _ in start.values())
         self._begin_epoch()
         earliest = [lane for lane, (epoch, _) in start.items() if epoch == self._epoch]
-        first = min(start[lane][1] * stride + shares[lane] for lane in earliest)  # document to deal next
-        while self._dealt < first and (group := next(self._coming, None)) is not None:
-            if self._dealt + groups.sizes[group] > first:
+        first = min(start[lane][1] * stride + shares[lane] for lane in earliest)  # the next document
+        while self._given < first and (group := next(self._coming, None)) is not None:
+            if self._given + groups.sizes[group] > first:
                 self._coming = itertools.chain([group], self._coming)
                 break
-            self._dealt += groups.sizes[group]
+            self._given += groups.sizes[group]
 
     def next(self, lane: int) -> tuple[int, str] | None:
         """The lane's next (document number in the data set, text); None once at the end of every epoch."""
         mine = self._queues[lane]
         while not mine:
-            self._deal()
+            self._read_group()
         return mine.popleft()
 
     def _begin_epoch(self) -> None:
-        self._coming = iter(self._order(self._epoch))  # the row groups that are still to be dealt
-        self._dealt = 0  # documents of the epoch in the row groups before those
+        self._coming = iter(self._order(self._epoch))  # the row groups that are still to be read
+        self._given = 0  # documents of the epoch in the row groups before those
 
-    def _deal(self) -> None:
+    def _read_group(self) -> None:
         """Read one row group and give each lane the documents that it has not taken yet, or end the epoch."""
         group = next(self._coming, None)
         if group is None:
@@ -185,11 +185,11 @@ class Feed:
             epoch, taken = self._start[lane]
             if self._epoch < epoch:
                 continue
-            skip = (share - self._dealt) % self._stride
+            skip = (share - self._given) % self._stride
             if self._epoch == epoch:  # leave out the documents that were taken before the restart
-                skip += max(0, taken * self._stride + share - (self._dealt + skip))
+                skip += max(0, taken * self._stride + share - (self._given + skip))
             wanted[lane] = shuffled[skip :: self._stride]
-        self._dealt += size
+        self._given += size
         rows = np.sort(np.concatenate([*wanted.values()]))  # those of this process
         read = self._groups.read(group, rows if len(rows) < size else None)
         texts = dict(zip(rows.tolist(), read, strict=True))
@@ -208,8 +208,8 @@ def open_lanes(
 ) -> list[Lane]:
     """The lanes with these numbers at these positions, for rows of `row_tokens` = max_seq_len + 1 tokens.
 
-    All lanes share one feed. With many row groups each lane has its own and takes whole row groups, unless
-    shards are still on their way: then the first steps would need the first row group of every lane.
+    With many row groups, each lane has a feed of its own and takes whole row groups. Else all lanes share one
+    feed; also while shards arrive, because the first steps would need shards from all over the data set.
     """
 
     @functools.lru_cache(maxsize=2)
@@ -224,13 +224,11 @@ def open_lanes(
         return lambda epoch: order(epoch)[lane::rows_per_step]
 
     start = {lane: (p["epoch"], p["taken"]) for lane, p in zip(lanes, positions, strict=True)}
-    if groups.arriving:
-        feed = Feed(groups, seed, arrival_order, rows_per_step, {n: n for n in lanes}, start)
-        feeds = dict.fromkeys(lanes, feed)
-    elif len(groups.sizes) >= GROUPS_PER_LANE * rows_per_step:
+    if not groups.arriving and len(groups.sizes) >= GROUPS_PER_LANE * rows_per_step:
         feeds = {n: Feed(groups, seed, own_order(n), 1, {n: 0}, {n: start[n]}) for n in lanes}
     else:
-        feed = Feed(groups, seed, order, rows_per_step, {n: n for n in lanes}, start)
+        order_of = arrival_order if groups.arriving else order
+        feed = Feed(groups, seed, order_of, rows_per_step, {n: n for n in lanes}, start)
         feeds = dict.fromkeys(lanes, feed)
     opened = [
         Lane(lane, feeds[lane], tokenizer, row_tokens, position)
@@ -241,8 +239,8 @@ def open_lanes(
 
 
 def in_arrival_order(groups: RowGroups, seed: int) -> Iterator[int]:
-    """The row groups of an epoch, those of a shard shuffled, one shard after the other: so the first steps
-    need the first shard alone."""
+    """The row groups of an epoch, one shard after the other, shuffled within a shard. So the first steps need
+    only the first shard."""
     for part in groups.parts():
         yield from (part.start + i for i in permutation(len(part), seed, 0, -1 - part.start).tolist())
 
@@ -271,9 +269,9 @@ def _restore_pieces(
 
 
 def permutation(n: int, *seeds: int) -> np.ndarray:
-    """A permutation of range(n), the same for the same seeds, with every version of numpy.
+    """A permutation of range(n), (n,) int64, the same for the same seeds with every version of numpy.
 
-    numpy promises the raw bits of a generator for ever, but not the result of its shuffle.
+    numpy promises that a generator's raw bits never change, but not that its shuffle stays the same.
     """
     bits = np.random.PCG64(np.random.SeedSequence([seed % 2**64 for seed in seeds])).random_raw(n)
     return np.argsort(bits, kind="stable")

@@ -1,8 +1,8 @@
 """Shards are parquet files. We read their row groups in any order, and write sorted documents.
 
 A row group is the part of a parquet file that is read at once: some hundred documents. We write documents in
-the order of their SHA-256. So neighbours in a batch do not come from one source file, and the shards, like
-every batch made of them, depend on the documents alone: not on the names or the order of their files.
+the order of their SHA-256. So neighbours in a batch come from different files, and shards and batches depend
+on the documents alone, not on the names or the order of their files.
 """
 
 import functools
@@ -24,10 +24,10 @@ from nanochat.terminal import first_line
 # standard library's 31 M characters: enough for a stable number, and scored in seconds. Never change it, or
 # documents move between training and validation.
 ONE_IN_VALIDATES = 40
-ROW_GROUP_CHARS = 1 << 19  # a row group that we write ends after so many characters,
-ROW_GROUP_DOCUMENTS = 1024  # or after so many documents
-SHARD_CHARS = 1 << 28  # a shard that we write ends after so many characters
-PENDING_BYTES = 1 << 27  # up to so many bytes of documents are sorted in memory, more go through bucket files
+ROW_GROUP_CHARS = 1 << 19  # characters of a row group that we write: it ends after these,
+ROW_GROUP_DOCUMENTS = 1024  # or after these documents
+SHARD_CHARS = 1 << 28  # characters of a shard that we write
+PENDING_BYTES = 1 << 27  # bytes of documents that are sorted in memory; more go through bucket files
 BUCKETS = 1024  # bucket files; each of them is sorted in memory
 PYARROW_ERRORS = (OSError, ValueError, LookupError, TypeError, NotImplementedError)  # of a damaged file
 OPEN_SHARDS = 32  # shards kept open, with their footers, while row groups are read in any order
@@ -36,9 +36,9 @@ OPEN_SHARDS = 32  # shards kept open, with their footers, while row groups are r
 class RowGroups:
     """The row groups of all shards, numbered from 0 in the order of the shards; empty ones are left out.
 
-    sizes: documents in each row group. starts: documents before each row group; starts[-1] is the number of
-    all. text_bytes: bytes of the column `text` without compression, about those of all texts. Raises
-    UserError if a shard cannot be opened. `ArrivingRowGroups` opens its shards one after the other.
+    sizes: documents in each row group. starts: documents before each row group, then the number of all.
+    text_bytes: bytes of the column `text` without compression. Raises UserError if a shard cannot be opened.
+    `ArrivingRowGroups` opens its shards one after the other.
     """
 
     def __init__(self, shards: Sequence[Path]):
@@ -70,10 +70,15 @@ class RowGroups:
         return {"documents": self.starts[-1]}
 
     def need(self, documents: float = math.inf, text_bytes: float = 0) -> None:
-        """Have shards open with so many documents and bytes, or all shards: here all are open already."""
+        """Open shards until these have that many documents and bytes: here all shards are open."""
 
     def cancel(self) -> None:
         """End a wait for a shard in another thread: here nothing waits."""
+
+    def documents(self) -> Iterator[str]:
+        """All documents in stored order."""
+        for group in range(len(self.sizes)):
+            yield from self.read(group)
 
     def read(self, group: int, rows: np.ndarray | None = None) -> list[str]:
         """The texts of a row group, or of these rows of it; a null is an empty text.
@@ -103,13 +108,7 @@ class Documents:
         return sum(self._groups.sizes)
 
     def __iter__(self) -> Iterator[str]:
-        for group in range(len(self._groups.sizes)):
-            yield from self._groups.read(group)
-
-
-def iterate_documents(shards: Sequence[Path]) -> Iterator[str]:
-    """The documents of all shards in stored order."""
-    yield from Documents(shards)
+        return self._groups.documents()
 
 
 def open_shard(shard: Path, field: str = "text"):
@@ -159,7 +158,7 @@ def footer_digest(path: Path) -> tuple[bytes, int]:
 
 
 def is_validation(key: bytes) -> bool:
-    """Whether the document with this SHA-256 is validation. Equal documents are always in the same split."""
+    """Whether a document with this SHA-256 is validation. Equal documents are always in the same split."""
     return int.from_bytes(key[:8], "big") % ONE_IN_VALIDATES == 0
 
 
@@ -173,7 +172,7 @@ def without_surrogates(text: str) -> str:
 
 
 def write_sorted(documents: Iterable[tuple[str, str]], folder: Path) -> dict:
-    """Write (split, text) documents into shards in `folder`; the split "hash" means that the hash decides.
+    """Write (split, text) documents into shards in `folder`. With the split "hash", `is_validation` decides.
 
     Returns {"train": {file name: bytes}, "val": {file name: bytes}, "documents": [training, validation],
     "fingerprint": hexadecimal}. The fingerprint does not depend on the order of the documents. Lone
@@ -201,7 +200,7 @@ def write_sorted(documents: Iterable[tuple[str, str]], folder: Path) -> dict:
 
 
 class _Writer:
-    """Writes the shards of one split, which end as ROW_GROUP_CHARS and SHARD_CHARS say."""
+    """Writes the shards of one split, with row groups of ROW_GROUP_CHARS and shards of SHARD_CHARS."""
 
     def __init__(self, folder: Path, split: str):
         self._folder, self._split = folder, split
@@ -250,8 +249,8 @@ class _Writer:
 class _Buckets:
     """Sorts documents by SHA-256 in bounded memory. Iterate over it for (hash, split, content) in that order.
 
-    Documents wait in memory. When they are too many, the first bits of a hash say which bucket file a
-    document goes to; in the end one bucket after another is sorted.
+    Documents are kept in memory. When they have more than PENDING_BYTES, each goes to the bucket file that
+    the first bits of its hash name; in the end one bucket after another is sorted.
     """
 
     HEADER = struct.Struct("<32s5sQ")  # hash, split, bytes of the content after the header
@@ -283,7 +282,7 @@ class _Buckets:
             yield key, split.rstrip(b"\0").decode(), file.read(size)
 
     def _spill(self) -> None:
-        """Append what waits in memory to the bucket files."""
+        """Move the documents in memory to the bucket files."""
         buckets: dict[Path, list] = defaultdict(list)
         for key, split, content in self._pending:
             path = self._folder / f"bucket_{int.from_bytes(key[:8], 'big') * BUCKETS >> 64:04d}"

@@ -1,7 +1,7 @@
-"""Public data sets: shards on Hugging Face, of which a run reads the first ones.
+"""Public data sets on the Hugging Face Hub. A run reads the first shards of one.
 
-How many a run reads follows from its horizon at the first start, and the checkpoints keep it. In the first
-epoch they come in the order of their numbers, so training can begin when the first one is there.
+Their number follows from the run's horizon at its first start, and is saved in its checkpoints. The first
+epoch reads them in the order of their numbers, so training can begin when the first shard is there.
 """
 
 from collections.abc import Callable
@@ -24,24 +24,22 @@ TOKENS_PER_SHARD = 46_700_000
 
 @dataclass(frozen=True)
 class Public:
-    """A data set on Hugging Face: shard_00000.parquet and so on. The last shard is the validation split."""
+    """A data set on the Hub: shard_00000.parquet and so on. The last shard is the validation split."""
 
     repo: str
     shards: int  # the validation shard included
 
     def file(self, number: int) -> str:
-        """The name of a shard."""
         return f"shard_{number:05d}.parquet"
 
     @property
     def validation(self) -> str:
-        """The name of the validation shard."""
         return self.file(self.shards - 1)
 
     def shards_for(self, tokens: int) -> int:
         """About how many training shards hold `tokens` tokens: at least 1, at most all.
 
-        They are tokens of a vocabulary of 32,768 ids. A smaller one makes more tokens of a shard.
+        With a vocabulary of 32,768 tokens; with a smaller one, a shard has more tokens.
         """
         return min(max(1, -(-tokens // TOKENS_PER_SHARD)), self.shards - 1)
 
@@ -70,15 +68,15 @@ class PublicDataset(Dataset):
 
     @property
     def suggested_vocab_size(self) -> int:
-        return LARGEST_VOCABULARY  # there is always more of it than is here
+        return LARGEST_VOCABULARY  # however few shards are here
 
     def estimated_tokens(self, tokenizer: Tokenizer) -> int:
-        """About how many tokens the shards of this run have: those of the first shard, times their number."""
+        """About how many tokens this run's shards have: the first shard's, times the number of shards."""
         return estimate_tokens(RowGroups(self.train_shards[:1]), tokenizer) * len(self.train_shards)
 
     def for_run(self, tokenizer: Tokenizer, resumed, machine) -> "PublicDataset":
-        """The data set with the shards of one run: as many as the horizon needs, or with download=off as many
-        of them as are here. A resumed run keeps the number of its first start. Every process calls this.
+        """The data set with as many shards as the horizon needs; with download=off, at most those that are
+        here. A resumed run keeps the number of its first start. Every process calls this.
 
         Raises UserError if download=off and shards of a resumed run are missing.
         """
@@ -119,7 +117,7 @@ class PublicDataset(Dataset):
         )
 
     def begin(self, machine, stop, timeout_s: float) -> None:
-        # Processes wait for each other for at most timeout_s, and they do not all wait for a shard at once
+        # Other processes wait timeout_s at most, perhaps for the one that waits for a shard
         longest_s = timeout_s / 2 if machine.world_size > 1 else float("inf")
         self.arrival.belong_to(machine.is_main, stop, longest_s)
         if self.download and machine.local_rank == 0:

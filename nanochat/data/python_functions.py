@@ -1,10 +1,10 @@
 """The public functions of the running Python's standard library, and questions about each of them.
 
-The functions are read from source files. Nothing is imported: some modules do things when they are imported
-(they open a browser, print a text, need a display). Functions whose text does not say everything are left
-out: those with decorators that may change the parameters, and those with a default that is no literal.
+The functions are read from source files. Nothing is imported: an import of some modules opens a browser,
+prints a text or needs a display. Functions whose parameters the text alone does not give are left out: those
+with decorators that may change them, and those with a default that is no literal.
 
-The answers come from inspect.signature of the very text that the question shows.
+The answers come from inspect.signature of the text that the question shows.
 """
 
 import ast
@@ -38,8 +38,8 @@ class Function:
     module: str
     class_name: str  # "" for a function
     name: str
-    bound: str  # the first parameter of a method, which a call fills in: "self"; "" if it has none
-    parameters: tuple[str, ...]  # the others, as they stand in the parentheses, "*" and "/" included
+    bound: str  # the first parameter of a method, such as "self"; "" if a call passes all parameters
+    parameters: tuple[str, ...]  # the others as they are written, "*" and "/" included
     summary: str  # the first sentence of its docstring, or ""
 
     @property
@@ -48,16 +48,16 @@ class Function:
         return ".".join(part for part in (self.module, self.class_name, self.name) if part)
 
     def signature(self) -> inspect.Signature:
-        """What Python makes of the parameters. The defaults are literals, so nothing else is executed."""
+        """The signature of a function with these parameters. Defaults are literals: no other code runs."""
         namespace = {}
         exec(f"def function({', '.join(self.parameters)}): pass", {"__builtins__": {}}, namespace)
         return inspect.signature(namespace["function"])
 
 
 def read_functions(root: Path | None = None) -> list[Function]:
-    """The functions under `root` (the standard library), sorted by module, then as they stand in it.
+    """The functions under `root` (the standard library), sorted by module, then by place in the file.
 
-    Of functions with the same name and parameters the first is kept. Files that cannot be read or parsed are
+    If functions have the same name and parameters, the first is kept. Files that cannot be read or parsed are
     skipped. Raises UserError if no function is found.
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
@@ -109,10 +109,7 @@ def _functions(body: list[ast.stmt], module: str, class_name: str) -> Iterator[F
 
 
 def _parameters(node: ast.FunctionDef, method: bool) -> list[str]:
-    """What a call of a method fills in, or "", and the other parameters as text.
-
-    They are left out if they cannot be told from the text.
-    """
+    """`Function.bound`, then the other parameters, as text; [""] if the text alone does not give them."""
     decorators = {getattr(d, "id", getattr(d, "attr", "?")) for d in node.decorator_list}
     if not decorators <= KEPT_DECORATORS:
         return [""]
@@ -164,7 +161,7 @@ def _summary(node: ast.FunctionDef) -> str:
 
 
 class Facts(NamedTuple):
-    """What the makers of answers need."""
+    """What an answer is made from."""
 
     function: Function
     parameters: list[inspect.Parameter]
@@ -172,7 +169,7 @@ class Facts(NamedTuple):
     rng: random.Random
 
 
-# Each gets Facts and returns (what else fills the question, answer), or None if it does not apply
+# Each returns ({placeholder of the question: text}, answer), or None if the question does not apply
 
 
 def first_parameter(facts):
@@ -253,15 +250,15 @@ def documentation(facts):
 
 
 class Kind(NamedTuple):
-    """How a kind of question is asked, at first and later in a conversation, and who answers it.
+    """A kind of question: the function that answers it, and its wordings.
 
-    {code} stands for the text that answers it, {name} for the function, {p} for a parameter.
+    {code} is replaced by the text that answers it, {name} by the function, {p} by a parameter.
     """
 
-    share: float  # how likely it is to be drawn, against the others
+    share: float  # how often it is drawn, relative to the others
     answer: Callable
-    first: tuple[str, ...]
-    later: tuple[str, ...] = ()
+    first: tuple[str, ...]  # wordings at the start of a conversation
+    later: tuple[str, ...] = ()  # wordings after another question
 
 
 KINDS = (
@@ -336,7 +333,7 @@ KINDS = (
 
 
 def texts(facts: Facts) -> dict[str, str]:
-    """What fills a question about a function. Half of the longer signatures have a parameter a line."""
+    """{placeholder: text} of questions about a function. Half of the longer signatures have several lines."""
     function, parameters = facts.function, facts.function.parameters
     code = f"def {function.name}({', '.join(parameters)}):"
     if len(parameters) > 1 and facts.rng.random() < 0.5:

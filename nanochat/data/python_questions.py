@@ -1,14 +1,14 @@
-"""Conversations about the running Python's own library, made on the spot: nothing is downloaded.
+"""Conversations about the running Python's standard library, made here: nothing is downloaded.
 
     data = open_embedded()                           # ConversationData, the same for one version of Python
 
-Most questions bring the text that answers them, a signature or a line of code, so a small model can answer
-for a function that it never met: it has to read, not to know. The answers come from inspect.signature of the
-very text in the question, or from evaluating it. A minority asks for what a function does, and the answer is
-the first sentence of its docstring. Only a model that has seen it can know that one.
+Most questions contain the text that answers them, a signature or a line of code. So a small model can answer
+about a function that it has never seen: it must read, not remember. The answers come from inspect.signature
+of the text in the question, or from evaluating it. A few questions ask what a function does. The answer is
+the first sentence of its docstring, which a model knows only from training.
 
-Validation holds out functions, not wordings: all functions of one name are in one split, by the hash of
-that name, and so are all computations with one word or the same numbers.
+Validation holds out functions, not wordings: all functions with the same name are in the same split, by the
+hash of the name, and so are all computations with the same word or the same numbers.
 """
 
 import hashlib
@@ -19,12 +19,12 @@ from pathlib import Path
 from nanochat.data.chat_format import ConversationData, Conversations
 from nanochat.data.python_functions import KINDS, Facts, Function, read_functions, texts
 
-HELD_OUT_SHARE = 10  # one name in so many is validation
+HELD_OUT_SHARE = 10  # one name in ten is validation
 QUESTIONS_PER_FUNCTION = 3  # at most, each a conversation of its own
 FOLLOWED_UP = 0.3  # share of the functions that also get a conversation of several questions
 WITH_SYSTEM = 0.1  # share of the conversations that begin with a system message
 TRAIN_COMPUTATIONS, VAL_COMPUTATIONS = 3000, 300
-GREETING_WEIGHT = 5.0  # a greeting comes up so often in an epoch
+GREETING_WEIGHT = 5.0  # times that a greeting comes up in an epoch
 Turn = tuple[str, str]  # (question, answer)
 
 SYSTEM = (
@@ -54,9 +54,8 @@ GREETINGS = (
 
 
 def open_embedded(root: Path | None = None) -> ConversationData:
-    """Training and validation conversations about the functions under `root` (the standard library).
-
-    They are built in about 3 seconds. Raises UserError if there are no source files.
+    """Training and validation conversations about the functions under `root` (the standard library), made in
+    about 3 seconds. Raises UserError if there are no source files.
     """
     functions = read_functions(root)
     parameters = {text.split("=")[0] for function in functions for text in function.parameters}
@@ -81,7 +80,7 @@ def open_embedded(root: Path | None = None) -> ConversationData:
 
 
 def held_out(name: str) -> bool:
-    """Whether the functions of a name, or computations with a word or with numbers, are validation."""
+    """Whether functions with this name, or computations with this word or these numbers, are validation."""
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % HELD_OUT_SHARE == 0
 
 
@@ -204,7 +203,7 @@ COMPUTATIONS = {  # {maker of an expression: its share}
 
 
 def computations(words: list[str], n: int, validation: bool) -> Iterator[Turn]:
-    """At most n different questions of one split with their answers, none if there are few words."""
+    """At most n different questions of one split with their answers; none if there are too few words."""
     words = [word for word in words if held_out(word) == validation]
     if len(words) < 5:  # the longest list that is drawn from them
         return

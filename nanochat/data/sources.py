@@ -2,9 +2,8 @@
 
     dataset = open_dataset("embedded", base_dir=base_dir)     # the running Python's standard library
     dataset = open_dataset("my_texts/", base_dir=base_dir)    # your files or folders, imported once
-    dataset = open_dataset("hf:OWNER/NAME", base_dir=base_dir)    # the same of a data set on the Hub
-    dataset = open_dataset("climbmix", base_dir=base_dir)     # public shards, after the command
-                                                              # python -m scripts.download --name=climbmix
+    dataset = open_dataset("hf:OWNER/NAME", base_dir=base_dir)  # a data set of the Hub, imported once
+    dataset = open_dataset("climbmix", base_dir=base_dir)     # public shards that scripts/download.py has got
     for text in dataset.train_texts(): ...
 
 docs/data.md says what becomes a document, and which documents are validation.
@@ -30,9 +29,9 @@ from nanochat.data.public import PUBLIC, PublicDataset, command
 from nanochat.data.streaming_shards import PATIENCE_S, Arrival, ArrivingShards
 from nanochat.data.textfiles import find_files, read_documents
 from nanochat.files import user_path
-from nanochat.terminal import bar
+from nanochat.terminal import bar, counted
 
-FORMAT = 1  # of the folders that we build; with a higher number all of them are built again
+FORMAT = 1  # of the folders that we build; a higher number makes all of them new
 
 
 def open_dataset(
@@ -51,8 +50,8 @@ def open_dataset(
     of parquet files, that holds the text. Raises UserError if files are missing, damaged or without text, or
     if a split is empty.
 
-    Of public data: `tokens(vocab_size)` is how many tokens the run reads, and `tokens()` about how many. With
-    download="on" the validation shard and the first training shard are downloaded here.
+    For public data: `tokens(vocab_size)` is how many tokens the run reads, `tokens()` an estimate. With
+    download="on" this function downloads the validation shard and the first training shard.
     """
     base_dir = user_path("base_dir", base_dir)
     if download == "on" and str(data) not in PUBLIC:
@@ -102,16 +101,13 @@ def _open_embedded(base_dir: Path) -> Dataset:
         if not documents:
             raise UserError(f"this Python has no source files in {root}; give your own text with --data=PATH")
         what = f"{len(documents):,} files of Python {platform.python_version()}'s standard library"
-        note = f"{what}, {skipped} unreadable {'file' if skipped == 1 else 'files'} skipped"
+        note = f"{what}, {counted(skipped, 'unreadable file', 'unreadable files')} skipped"
         dataset = build(folder, folder.name, (("hash", text) for text in documents), note)
     return dataset
 
 
 def _read_sources(root: Path) -> tuple[list[str], int]:
-    """Texts of the non-empty .py files under `root`, and how many files are unreadable.
-
-    Installed packages (site-packages) are left out.
-    """
+    """The texts of the .py files under `root` without installed packages, and how many cannot be read."""
     documents, skipped = [], 0
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
         if {"site-packages", "dist-packages"} & set(path.relative_to(root).parts):
@@ -187,7 +183,7 @@ def _open_shards(name: str, train_shards: list[Path], val_shards: list[Path]) ->
 
 
 def _check_twins(train_shards: list[Path], val_shards: list[Path]) -> None:
-    """Raise UserError if a validation shard is a copy of a training shard: its loss would say nothing."""
+    """Raise UserError if a validation shard is a copy of a training shard."""
     of_size: dict[int, list[Path]] = {}
     for train in train_shards:
         of_size.setdefault(train.stat().st_size, []).append(train)

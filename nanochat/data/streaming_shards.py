@@ -1,11 +1,10 @@
-"""Training shards that are still on their way: the loader reads one after the other and waits for the next.
+"""Training on shards while they are downloaded: the loader reads one after the other and waits for the next.
 
     shards = ArrivingShards(paths, Arrival(folder, ...))
     loader = TrainLoader(shards, ...)      # begins as soon as the first shard is in its folder
 
-Three sides meet here. The download (`download.py`, or another process) puts shards into the folder. The
-loader's thread waits for them. The training loop prints what the other two have to say, and ends the run if
-no shard comes for long.
+The download (`download.py`, or another process) puts shards into the folder. The loader's thread waits for
+them. The training loop prints the messages of both, and ends the run if no shard comes for long.
 """
 
 import itertools
@@ -22,16 +21,16 @@ from nanochat.data.parquet import RowGroups
 from nanochat.terminal import duration, is_terminal, print_line
 
 LOOK_S = 0.2  # seconds between two looks for a shard
-MENTION_S = 2.0  # seconds of waiting for a shard after which the console says so
-UNFINISHED = ".cache/huggingface/download/**/*.incomplete"  # how huggingface_hub names a file that grows
-PATIENCE_S = 600.0  # seconds without a new byte of any shard after which a run that waits for one ends
+MENTION_S = 2.0  # seconds; a longer wait for a shard is mentioned on the console
+UNFINISHED = ".cache/huggingface/download/**/*.incomplete"  # files that huggingface_hub has not completed
+PATIENCE_S = 600.0  # seconds without a new byte of any shard; then a run that waits for one ends
 
 
 class Arrival:
-    """A folder into which shards arrive, as one process sees it.
+    """A folder in which shards arrive, as one process sees it.
 
-    how: the command that gets the shards, for messages. patience_s: seconds without a new byte after which a
-    wait ends with a UserError (0: nothing arrives here). `longest_s` ends a wait even while bytes come.
+    how: the command that downloads the shards, for messages. patience_s: after so many seconds without a new
+    byte, a wait ends with a UserError (0: nothing arrives). After `longest_s` it ends even if bytes come.
     """
 
     def __init__(self, folder: Path, how: str, patience_s: float):
@@ -39,7 +38,7 @@ class Arrival:
         self.longest_s = math.inf
         self.problem = ""  # why the last attempt to download failed
         self.given_up = ""  # why the run has to end: one sentence
-        self._news: queue.SimpleQueue = queue.SimpleQueue()  # lines that the training loop prints
+        self._news: queue.SimpleQueue = queue.SimpleQueue()  # lines for the training loop to print
         self.closed = threading.Event()  # set when the run ends, for the download
         self._enabled, self._stop = False, None
 
@@ -48,19 +47,15 @@ class Arrival:
         self._enabled, self._stop, self.longest_s = enabled, stop, longest_s
 
     def say(self, line: str) -> None:
-        """Have a line printed. Any thread may call this."""
+        """Let the training loop print a line. Any thread may call this."""
         self._news.put(line)
 
     def print_news(self) -> None:
-        """Print what there is to say, above a line that is redrawn."""
+        """Print the lines of `say`, above a line that is redrawn."""
         while not self._news.empty():
             line = self._news.get()
-            if self._enabled and is_terminal(sys.stdout) and is_terminal(sys.stderr):
-                from tqdm import tqdm
-
-                tqdm.write(line, file=sys.stdout)
-            elif self._enabled:
-                print_line(line, sys.stdout)
+            if self._enabled:
+                print_line(line, sys.stdout, above=is_terminal(sys.stdout) and is_terminal(sys.stderr))
 
     @property
     def stopping(self) -> bool:
@@ -74,7 +69,7 @@ class Arrival:
             self._stop.ask("missing text")
 
     def wait(self, shard: Path, cancelled: threading.Event) -> None:
-        """Return when a shard is here. Raises UserError if it does not come."""
+        """Return when a shard is here. Raises UserError if it does not come, RuntimeError if cancelled."""
         began = moved = time.monotonic()
         most, mentioned = self._bytes(), False
         while not shard.exists():
@@ -102,7 +97,7 @@ class Arrival:
         for path in itertools.chain(self.folder.glob("shard_*.parquet"), self.folder.glob(UNFINISHED)):
             try:
                 total += path.stat().st_size
-            except OSError:  # it has just got its name
+            except OSError:  # it was renamed just now
                 continue
         return total
 
@@ -116,7 +111,7 @@ class ArrivingShards(list):
 
 
 class ArrivingRowGroups(RowGroups):
-    """The row groups of the shards that have been opened so far; they are numbered as in RowGroups."""
+    """The row groups of the shards that are open so far, numbered as in RowGroups."""
 
     arriving = True
 
@@ -131,7 +126,7 @@ class ArrivingRowGroups(RowGroups):
         return {"shards": len(self._shards)}
 
     def parts(self) -> Iterator[range]:
-        """The row groups of one shard after the other. Waits for a shard that is not here yet."""
+        """The numbers of the row groups of one shard after the other. Waits for a shard that is missing."""
         for number in range(len(self._shards)):
             if number == len(self._parts):
                 self._open_next()
@@ -154,5 +149,5 @@ class ArrivingRowGroups(RowGroups):
 
 
 def row_groups(shards: Sequence[Path]) -> RowGroups:
-    """The row groups of shards, all open, or opened as they arrive."""
+    """The row groups of shards. ArrivingShards are opened as they arrive, others now."""
     return ArrivingRowGroups(shards) if isinstance(shards, ArrivingShards) else RowGroups(shards)

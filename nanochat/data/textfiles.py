@@ -33,8 +33,8 @@ def find_files(setting: str, value: str | Path) -> tuple[list[Path], int]:
     """The readable files at the paths of a setting, and how many files of other kinds are there.
 
     `value` is a file, a folder, or several with commas between them. The files of a folder are sorted; hidden
-    files and folders are left out. Raises UserError if a path does not exist, if no file can be read, or
-    if one of them is a pipe, a device or a broken link.
+    files and folders are left out. Raises UserError if a path does not exist, if no file can be read, or if
+    one is a pipe, a device or a broken link.
     """
     parts = [str(value)] if os.path.exists(user_path(setting, value)) else str(value).split(",")
     found: dict[Path, None] = {}
@@ -85,11 +85,11 @@ def _walk(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """A file, open for bytes. What goes wrong in reading it is a UserError that names it."""
+    """A file, open for bytes. An error in reading it becomes a UserError that names it."""
     try:
         with open(path, "rb") as file:
             yield file
-    except (OSError, EOFError, zlib.error) as error:  # the last two, and BadGzipFile, of a damaged .gz
+    except (OSError, EOFError, zlib.error) as error:  # a damaged .gz raises any of these
         reason = getattr(error, "strerror", None) or first_line(error)
         raise UserError(f"{path} cannot be read ({reason}); repair it or get it again") from error
 
@@ -147,7 +147,7 @@ def _cut(text: str, start: int) -> int:
 
 
 def _not_utf8(path: Path, error: UnicodeDecodeError) -> UserError:
-    """The error of a text file, with its line: the decoder knows the place in a part of the file alone."""
+    """The error of a text file, with the line. The decoder's own error counts from the start of a chunk."""
     number = 1
     with open(path, "rb") as file, contextlib.suppress(UnicodeDecodeError):
         for line in file:
@@ -159,7 +159,7 @@ def _not_utf8(path: Path, error: UnicodeDecodeError) -> UserError:
 def json_values(path: Path, file: BinaryIO, bad: list[str] | None = None) -> Iterator[tuple[object, str]]:
     """(value, its place) of each line of a .jsonl file that is not blank, or of each item of a .json file.
 
-    A line that is no JSON goes to `bad`, as a sentence, or is a UserError without that list.
+    A line that is no JSON adds a sentence to `bad`; without that list it raises UserError.
     """
     if path.suffix.lower() == ".json":
         values = _parsed(file.read(), str(path))

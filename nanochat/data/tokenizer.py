@@ -34,7 +34,7 @@ PATTERN = (
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 )
 
-# Reserved from the start, so that a base model can learn conversations later without a larger embedding.
+# Reserved from the start, so that a base model can learn conversations later with the same embedding.
 SPECIAL_TOKENS = (
     "<|bos|>",
     "<|user_start|>",
@@ -102,8 +102,8 @@ class Tokenizer:
     def copy(self) -> "Tokenizer":
         """An equal tokenizer for another thread.
 
-        The first thread that uses a regular expression in Rust owns its scratch memory; every other thread
-        takes a lock for each match. With its own copy a thread encodes 1.45 times as fast.
+        In Rust, the first thread that uses a regular expression owns its scratch memory; others take a lock
+        for each match. With a copy of its own a thread encodes 1.45 times as fast.
         """
         return Tokenizer(self.name, self.tokens, self.pattern, list(self.special_tokens))
 
@@ -111,22 +111,18 @@ class Tokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of a text, (n,) uint32, read-only, without special tokens; lone surrogates become U+FFFD."""
-        try:  # numpy straight from Rust: no Python integers are made
+        try:  # Rust makes the array: no Python integers
             return self._encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:
             return self.encode(without_surrogates(text))
         except ValueError as error:
-            # tiktoken's regular expression fails on some hundred thousand blanks in a row
+            # tiktoken's regular expression fails on a few hundred thousand blanks in a row
             cuts = [0, *(match.end() for match in _LONG_BLANK.finditer(text)), len(text)]
             if len(cuts) == 2:
                 raise UserError(
                     f"the pattern of tokenizer {self.name} fails on a text ({first_line(error)}); use another"
                 ) from error
             return np.concatenate([self.encode(text[a:b]) for a, b in itertools.pairwise(cuts)])
-
-    def encode_ordinary(self, text: str) -> list[int]:
-        """The same ids as a list, by tiktoken's own function: the reference for tests and timings."""
-        return self._encoding.encode_ordinary(text)
 
     def encode_batch(self, texts: Iterable[str], num_threads: int = 1) -> list[np.ndarray]:
         """`encode` of each text, (n,) uint32 each. tiktoken releases the GIL, so threads help."""
@@ -213,9 +209,9 @@ def train(
 ) -> Tokenizer:
     """Train a byte-level BPE of `vocab_size` ids, special tokens included, on `max_chars` characters.
 
-    `max_chars` -1 is all of them. The same texts give the same tokenizer, on any number of threads. If the
-    text is too little for so many ids, the tokenizer gets fewer, or with `exact` it is a UserError. So is a
-    `vocab_size` below the bytes and special tokens. `progress` shows a bar on stderr.
+    max_chars: -1 is all of them. exact: refuse a text that yields fewer ids; else the tokenizer has fewer.
+    progress: show a bar on stderr. The same texts give the same tokenizer, on any number of threads. Raises
+    UserError, also if `vocab_size` is below the number of bytes and special tokens.
     """
     smallest = 256 + len(SPECIAL_TOKENS)
     if vocab_size < smallest:
@@ -236,10 +232,9 @@ def open_tokenizer(
 ) -> Tokenizer:
     """The tokenizer of a setting: the path of a JSON file, one of tiktoken's names ("gpt2"), or "auto".
 
-    "auto" is the tokenizer of `vocab_size` ids in `folder`, which belongs to one data set. At the first use
-    it is trained there on the documents that `texts()` yields. Without `exact`, fewer ids are allowed if
-    the text is too little for so many. Raises UserError if the tokenizer cannot be read, fetched, trained
-    or written.
+    "auto" is the tokenizer of `vocab_size` ids in `folder`, which belongs to one data set. The first use
+    trains it on the documents that `texts()` yields; see `train` for `exact`. Raises UserError if the
+    tokenizer cannot be read, downloaded, trained or written.
     """
     import tiktoken
 

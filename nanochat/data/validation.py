@@ -3,8 +3,8 @@
     tokens = tokenize_validation(dataset.val_shards, tokenizer, eval_tokens, folder)
     for inputs, targets in ValidationBatches(tokens, max_seq_len, batch_size): ...
 
-The tokens of all documents are one array, in which `<|bos|>` begins each document. It is kept in a file, so
-that the next start, and every other process, reads what the first one has tokenized.
+The tokens of all documents are one array, with `<|bos|>` before each document. The first process keeps it in
+a file, which the other processes and the next start read.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ import numpy as np
 import torch
 
 from nanochat import UserError
-from nanochat.data.parquet import RowGroups, footer_digest
+from nanochat.data.parquet import Documents, footer_digest
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.files import replacing
 from nanochat.machine.transfers import to_device
 
-FORMAT = 2  # of the file; part of its name, so that a file of another format is not looked at
-DIGEST = 8  # a SHA-256 begins the file: so many int32
+FORMAT = 2  # of the file; its hash is in the file's name, so files of another format are ignored
+DIGEST = 8  # int32 numbers that a SHA-256 takes, at the beginning of the file
 TEXTS = 64  # documents that are tokenized at a time, on all cores
 
 
@@ -34,9 +34,9 @@ class ValidationBatches:
 
     tokens (n,) int32: the documents, each behind `<|bos|>`, which is tokens[0]. A document is cut into
     windows of at most max_seq_len tokens. A window is one row: its inputs begin with `<|bos|>`, and the rest
-    of the row is padding, whose target is -1. Windows are sorted by length, longest first, and dealt to the
-    processes in turn. A batch is as long as its longest window needs, and has as many rows as fit into
-    batch_size * max_seq_len tokens. So little of it is padding, and all batches take about the same time.
+    of the row is padding, whose target is -1. Windows are sorted by length, longest first; the processes take
+    them in turn. A batch is as long as its longest window, and has as many rows as fit into
+    batch_size * max_seq_len tokens. So there is little padding, and batches take about the same time.
     """
 
     def __init__(
@@ -55,7 +55,6 @@ class ValidationBatches:
         self._multiple = 16 if self._device.type == "cpu" else 128
         starts = np.flatnonzero(tokens == self._bos_id) + 1  # of the documents
         lengths = np.diff(starts - 1, append=len(tokens)) - 1
-        self.tokens = int(lengths.sum())  # targets that all processes score together
         windows = _windows(starts, lengths, max_seq_len)
         longest_first = np.argsort(-windows[:, 1], kind="stable")
         self._windows = windows[longest_first[rank::world_size]]
@@ -99,9 +98,9 @@ def tokenize_validation(
 ) -> np.ndarray:
     """The tokens of the validation documents, (n,) int32, with `<|bos|>` before each document.
 
-    They stop after `eval_tokens` tokens, `<|bos|>` not counted (-1: all). `folder` keeps the result in a
-    file for the same shards, tokenizer and eval_tokens. A file that is damaged is made again; if the folder
-    cannot be written, the next start takes as long as this one. Raises UserError if there is no text.
+    They stop after `eval_tokens` tokens, `<|bos|>` not counted (-1: all). `folder` keeps the result in a file
+    for the same shards, tokenizer and eval_tokens; a damaged file is made again, and a folder that cannot be
+    written stays without. Raises UserError if there is no text.
     """
     if folder is None:
         return _tokenize(shards, tokenizer, eval_tokens)
@@ -132,11 +131,9 @@ def _tokenize(shards: Sequence[Path], tokenizer: Tokenizer, eval_tokens: int) ->
 
 def _encoded(shards: Sequence[Path], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     """The tokens of each document in stored order."""
-    groups, threads = RowGroups(shards), min(8, os.cpu_count() or 1)
-    for group in range(len(groups.sizes)):
-        texts = iter(groups.read(group))
-        while some := list(itertools.islice(texts, TEXTS)):
-            yield from tokenizer.encode_batch(some, threads)
+    texts, threads = iter(Documents(shards)), min(8, os.cpu_count() or 1)
+    while some := list(itertools.islice(texts, TEXTS)):
+        yield from tokenizer.encode_batch(some, threads)
 
 
 # -- the file: the SHA-256 of the key and of the tokens, then the tokens

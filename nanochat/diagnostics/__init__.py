@@ -1,7 +1,7 @@
-"""What runs in which precision and what that costs: the recorder of operators, its page, the measurements.
+"""Which operator runs in which precision, and what each precision costs.
 
-They share the training step of scripts/base_train.py as one function, for one micro-step on one process. The
-script writes its step out. tests/diagnostics/test_step.py compares the losses of the two to the last digit.
+Both use the training step of scripts/base_train.py as a function, for one micro-step on one process.
+tests/diagnostics/test_step.py compares its losses with the script's to the last digit.
 """
 
 import contextlib
@@ -17,10 +17,10 @@ from nanochat.plan import scaling
 def training_step(
     model, optimizer, scaler, dtype, inputs, targets, grad_clip=1.0, at=contextlib.nullcontext
 ) -> torch.Tensor:
-    """Forward, backward, clip, update -> the loss, a 0-dim tensor.
+    """Forward, backward, clip, update; returns the loss, a 0-dim tensor.
 
-    inputs, targets (B, T) int64. `at(phase)` is the context in which a phase runs: "forward", "backward",
-    "clip", "optimizer". The gradients stay: clear them with `optimizer.zero_grad(set_to_none=True)`.
+    inputs, targets (B, T) int64. at(phase): a context manager for each phase: "forward", "backward", "clip",
+    "optimizer". The caller clears the gradients.
     """
     with at("forward"), autocast(inputs.device, dtype):
         loss = model(inputs, targets)
@@ -38,9 +38,9 @@ def training_step(
 
 
 def scaled_rates(defaults: dict, config, batch_tokens: int, steps: int) -> tuple[dict[str, float], float]:
-    """(rates, weight decay) as scripts/base_train.py scales its defaults to a model and a run of that length.
+    """(rates, weight decay): base_train's defaults, scaled to a model and a run of that length.
 
-    `defaults` holds the script's settings by name: configurator.defaults("scripts/base_train.py").
+    defaults: {setting: value}, of configurator.defaults("scripts/base_train.py").
     """
     horizon = scaling.derive_horizon(config, steps, -1, -1, batch_tokens, 0)
     scaled = scaling.scaled_rates(defaults, config.width, horizon)

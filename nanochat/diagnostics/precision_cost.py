@@ -1,8 +1,8 @@
-"""What a precision costs on this machine: tokens per second, memory, loss, and how far logits are off.
+"""What each precision costs on this machine: tokens per second, memory, loss, and deviation of the logits.
 
 Each variant (a precision, in training or in inference) has a process of its own, because the peak memory of
-a process never falls. The processes work in turns, one at a time, so a busy moment of the machine slows all
-of them. Medians over turns are compared. `scripts/precision_report.py --measure` prints the result.
+a process never decreases. The processes take turns, so other work on the machine slows all of them alike, and
+medians over turns are compared. `scripts/precision_report.py --measure` prints the result.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 
 from nanochat import UserError, optim
 from nanochat.diagnostics import training_step
-from nanochat.diagnostics.precision_page import markdown_table
 from nanochat.engine import cast_weights, generate
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine import precision, runtime
+from nanochat.terminal import table
 
 PROMPT = 16  # tokens that the generated ones follow
 
@@ -42,7 +42,7 @@ def build(config, device, seed, dtype=torch.float32):
 
 
 class Training:
-    """base_train's steps over the batches of a file, with constant rates and without weight decay."""
+    """base_train's steps on the batches of a file, with constant rates and without weight decay."""
 
     def __init__(self, machine, config, job):
         self.machine, self.dtype = machine, precision.DTYPES[job["dtype"]]
@@ -60,7 +60,7 @@ class Training:
         return loss.item()
 
     def turn(self, steps: int, seconds: float) -> dict:
-        """Make at least two steps, then more, up to `steps`, until `seconds` have passed."""
+        """Make up to `steps` steps until `seconds` have passed, but at least two."""
         times, losses = [], []
         while len(losses) < steps and (len(losses) < 2 or sum(times) < seconds):
             times.append(_seconds(self.machine, lambda: losses.append(self.step())))
@@ -111,7 +111,7 @@ def _seconds(machine, function) -> float:
 
 
 def work():
-    """The worker's program. stdin has a JSON object a line: the job, then commands. Each gets one answer."""
+    """The worker's program. stdin has lines of JSON, the job and then commands; stdout gets the answers."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     job = json.loads(sys.stdin.readline())
     machine = runtime.start(job["device_type"], job["seed"])
@@ -133,7 +133,7 @@ def work():
 
 
 class Worker:
-    """A process that does a job: `receive()` that it is ready, then `ask()` it to run its methods."""
+    """A process that runs a Training or Inference: wait for `receive()`, then `ask()` it to run methods."""
 
     def __init__(self, name: str, **job):
         self.name, self.job, self.answers = name, job, []
@@ -142,7 +142,7 @@ class Worker:
         self._send(job)
 
     def _send(self, message):
-        with contextlib.suppress(BrokenPipeError):  # the process has ended, which receive() tells
+        with contextlib.suppress(BrokenPipeError):  # the process has ended: receive() says so
             self.process.stdin.write(json.dumps(message) + "\n")
             self.process.stdin.flush()
 
@@ -169,7 +169,7 @@ class Worker:
 
 @contextlib.contextmanager
 def working(jobs):
-    """Workers for (name, job) pairs. All are ready; they end with the block."""
+    """Workers for (name, job) pairs, all ready; they end with the block."""
     with contextlib.ExitStack() as stack:
         workers = []
         for name, job in jobs:
@@ -181,7 +181,7 @@ def working(jobs):
 
 
 def possible(device) -> list[str]:
-    """The precisions that this device can compute in. float32 is first: the others are compared with it."""
+    """The precisions of this device. float32 is first: the others are compared with it."""
     names = []
     for name in ("float32", "bfloat16", "float16"):
         with contextlib.suppress(UserError):
@@ -193,11 +193,11 @@ def possible(device) -> list[str]:
 def measure_training(
     names, tokens, folder, config, device, rates, seed, rounds, seconds, say=print
 ) -> list[dict]:
-    """Train in every precision on the same batches, and leave the weights of the first in `folder`.
+    """Train in every precision on the same batches, and save the weights of the first in `folder`.
 
     tokens (steps, B, T + 1) int64. The first precision makes all steps. Another one that takes longer than
-    `seconds` a round makes fewer, and then it has no loss. The last row is the first precision again with
-    other initial weights: it shows how much losses differ by chance.
+    `seconds` a round makes fewer, and has no loss. The last row is the first precision again with other
+    initial weights: it shows how much losses differ by chance.
     """
     steps = len(tokens) // rounds
     common = {"kind": "training", "config": asdict(config), "device_type": device.type}
@@ -268,7 +268,7 @@ def _inference_rows(workers, folder, new_tokens) -> list[dict]:
 
 
 # ------------------------------------------------------------------------------------------------------
-# Tables as Markdown. Each row is compared with the first
+# Markdown tables, in which each row is compared with the first one
 
 
 def against(value, base) -> str:
@@ -276,29 +276,29 @@ def against(value, base) -> str:
 
 
 def _memory(row, base) -> list[str]:
-    """The process's peak, the part since the model was made, and that part over the base's."""
+    """Cells: a process's peak memory, the part since before the model, and that part over the base's."""
     own, base_own = (r["peak"] - r["before"] for r in (row, base))
     return [f"{row['peak'] / 2**30:.2f} GiB", f"{own / 2**30:.2f} GiB", against(own, base_own)]
 
 
 def training_table(rows: list[dict]) -> str:
     head = ["training in", "tokens/s", "", "memory", "of weights and step", "", "loss", "difference"]
-    base, lines = rows[0], []
+    base, lines = rows[0], [head]
     for row in rows:
         speed = [f"{row['tok_per_sec']:,.0f}", against(row["tok_per_sec"], base["tok_per_sec"])]
         losses = ["-", "-"]
         if row["loss"] is not None:
             losses = [f"{row['loss']:.4f}", f"{row['loss'] - base['loss']:+.4f}"]
         lines.append([row["name"], *speed, *_memory(row, base), *losses])
-    return markdown_table(head, lines)
+    return table(lines)
 
 
 def inference_table(rows: list[dict]) -> str:
     head = ["inference in", "read, tokens/s", "", "generated, tokens/s", "", "memory", "of weights and batch"]
     head += ["", "logits off by up to", "same likeliest token"]
-    base, lines = rows[0], []
+    base, lines = rows[0], [head]
     for row in rows:
         speeds = [cell for k in ("read", "generate") for cell in (f"{row[k]:,.4g}", against(row[k], base[k]))]
         logits = [f"{row['deviation']:.3g}", f"{100 * row['same_choice']:.1f} %"]
         lines.append([row["name"], *speeds, *_memory(row, base), *logits])
-    return markdown_table(head, lines)
+    return table(lines)

@@ -1,15 +1,16 @@
-"""A recorded step as a page of statements and tables. Each of them comes from the record alone."""
+"""A recorded step as a page of statements and tables, which depend on the record alone."""
 
 import re
 from collections import Counter, defaultdict
 
 from nanochat.diagnostics.recorder import PHASES, Record
 from nanochat.machine.precision import name_of
+from nanochat.terminal import table
 
 NORMS = {"mean", "rsqrt", "_fused_rms_norm", "native_layer_norm", "native_group_norm", "native_batch_norm"}
 CROSS_ENTROPY = {"_log_softmax", "nll_loss_forward", "nll_loss2d_forward"}
 SOFTMAX = {"_softmax", "_safe_softmax"}
-OUR_CROSS_ENTROPY = {"softmax", "log_"}  # in the phase "loss": loss.py writes it out
+OUR_CROSS_ENTROPY = {"softmax", "log_"}  # those of loss.py, in the phase "loss"
 FUSED_ATTENTION = ("scaled_dot_product", "_flash_attention", "_efficient_attention")
 _FLASH = (
     "fused attention, which never holds the whole matrix of scores. By its source it sums the products of "
@@ -42,7 +43,7 @@ GLOSSARY = {
 
 
 def names_of(dtypes) -> str:
-    """Each dtype once: "bfloat16 and float32"."""
+    """Such as "bfloat16 and float32", each dtype once."""
     return " and ".join(dict.fromkeys(name_of(d) for d in dtypes))
 
 
@@ -52,25 +53,19 @@ def without_layer(name: str) -> str:
 
 
 def percent(part, whole) -> str:
-    """A share in words. 100 % and 0 % mean exactly all and exactly none."""
+    """A share as text. 100 % and 0 % mean exactly all and none."""
     if part in (0, whole):
         return "100 %" if part else "0 %"
     return f"{min(max(100 * part / whole, 0.1), 99.9):.1f} %"
 
 
 def dtypes_of(ops) -> str:
-    """The names of the dtypes that these operators compute in."""
+    """The names of the dtypes that these operators run in."""
     return names_of(op.dtype for op in ops if op.dtype is not None)
 
 
-def markdown_table(head: list, rows: list[list], text=(0,)) -> str:
-    """Rows as Markdown; columns are aligned as numbers but for those in `text`."""
-    marks = [":--" if i in text else "--:" for i in range(len(head))]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in [head, marks, *rows])
-
-
 # ------------------------------------------------------------------------------------------------------
-# Statements. Each function gives the sentences that the record supports; there may be none.
+# Statements. Each function yields sentences about the record; if there is nothing to say, none.
 
 
 def _autocast(record):
@@ -234,7 +229,7 @@ PARTS = (
 
 
 def statements(record: Record) -> list[str]:
-    """What the record says, as sentences."""
+    """What the record shows, as sentences."""
     return [sentence for part in PARTS for sentence in part(record)]
 
 
@@ -245,36 +240,36 @@ def statements(record: Record) -> list[str]:
 def rows(record: Record, phase: str) -> list[list]:
     """[operation, module, inputs, output, calls, FLOPs], one row for each kind of call in a phase, in the
     order of first calls. Layers share rows. Views are left out: they compute nothing."""
-    table = {}
+    found = {}
     for op in record.ops:
         if op.phase == phase and not op.is_view:
             dtypes = (", ".join(dict.fromkeys(map(name_of, d))) for d in (op.inputs, op.outputs))
-            row = table.setdefault((op.name, without_layer(op.module), *dtypes), [0, 0])
+            row = found.setdefault((op.name, without_layer(op.module), *dtypes), [0, 0])
             row[0] += 1
             row[1] += op.flops
-    return [[*key, *row] for key, row in table.items()]
+    return [[*key, *row] for key, row in found.items()]
 
 
-def table(record: Record, phase: str) -> str:
-    found = rows(record, phase)
+def phase_table(record: Record, phase: str) -> str:
+    """`rows` as Markdown; FLOPs are shares of the phase's."""
+    found, shown = rows(record, phase), [["operation", "module", "inputs", "output", "calls", "FLOPs"]]
     total = sum(flops for *_, flops in found)
-    shown = [
-        [f"`{name}`", f"`{module}`" if module else "", *rest, percent(flops, total) if flops else ""]
-        for name, module, *rest, flops in found
-    ]
-    return markdown_table(["operation", "module", "inputs", "output", "calls", "FLOPs"], shown, (0, 1, 2, 3))
+    for name, module, *dtypes, calls, flops in found:
+        share = percent(flops, total) if flops else ""
+        shown.append([f"`{name}`", f"`{module}`" if module else "", *dtypes, str(calls), share])
+    return table(shown, left=4)
 
 
 def summary(record: Record) -> str:
-    """One row a phase: calls that compute, casts among them, FLOPs, and the dtypes of these."""
-    found = []
+    """A Markdown row a phase: calls that compute, casts among them, FLOPs, and the dtypes of these."""
+    found = [["phase", "calls", "of these casts", "GFLOPs", "FLOPs run in"]]
     for phase in PHASES:
         ops = [op for op in record.ops if op.phase == phase and not op.is_view]
         if ops:
             flops, casts = sum(op.flops for op in ops), sum(op.cast is not None for op in ops)
             dtypes = dtypes_of(op for op in ops if op.flops) or "-"
-            found.append([phase, len(ops), casts, f"{flops / 1e9:.3g}", dtypes])
-    return markdown_table(["phase", "calls", "of these casts", "GFLOPs", "FLOPs run in"], found, (0, 4))
+            found.append([phase, f"{len(ops)}", f"{casts}", f"{flops / 1e9:.3g}", dtypes])
+    return table(found)
 
 
 HOW_TO_READ = """\
@@ -284,8 +279,8 @@ HOW_TO_READ = """\
   end. A cast is an operator of its own, `_to_copy`.
 - **FLOPs** is its share of the phase's FLOPs. Matrix products and attention are counted (attention in full,
   not half for causality); everything else has very few.
-- **Module**: of a gradient it is the module of the forward operator whose gradient is computed. It is
-  empty for code of the model outside of its submodules, and for code outside of the model.
+- **Module**: for a gradient it is the module of the forward operator. It is empty for code of the model
+  outside of its submodules, and for code outside of the model.
 - **Phases**: *loss* is what follows the head's product, and it is part of the forward pass: softcap and
   cross-entropy, and the gradients of the head's product, which loss.py makes while the logits are at hand. It
   does so for one chunk of tokens after another. *Clip* includes the division by GradScaler's scale.
@@ -299,7 +294,7 @@ HOW_TO_READ = """\
 
 
 def page(record: Record, title: str, facts: list[str]) -> str:
-    """The whole report as Markdown. `facts` are lines about the machine and the settings."""
+    """The whole report as Markdown. facts: lines about the machine and the settings."""
     used = {op.name for op in record.ops}
     parts = [f"# {title}", "\n".join(f"- {fact}" for fact in facts), "## What ran in which precision"]
     parts += ["\n".join(f"- {sentence}" for sentence in statements(record)), summary(record)]
@@ -308,5 +303,5 @@ def page(record: Record, title: str, facts: list[str]) -> str:
     parts += ["Names:", "\n".join(words)] if words else []
     for phase in PHASES:
         if any(op.phase == phase for op in record.ops):
-            parts += [f"## {phase.capitalize()}", table(record, phase)]
+            parts += [f"## {phase.capitalize()}", phase_table(record, phase)]
     return "\n\n".join(parts) + "\n"

@@ -1,9 +1,8 @@
 """A record of every operator that PyTorch executes in a training step, with its dtypes and FLOPs.
 
-`Recorder` works at the level where PyTorch hands an operator to its kernel. That is below autograd and
-autocast, so it sees the casts that autocast inserts and the operators of the backward pass too. It does not
-see what happens inside a kernel (the softmax of fused attention, the sums of a matrix product), nor inside
-compiled code. docs/precision.md explains such a record.
+`Recorder` is a TorchDispatchMode, so it works below autograd and autocast: it sees the casts that autocast
+inserts and the operators of the backward pass. It does not see inside a kernel (the softmax of fused
+attention, the sums of a matrix product) or inside compiled code. docs/precision.md explains such a record.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ from nanochat.diagnostics import training_step
 from nanochat.engine import cast_weights, generate
 
 PHASES = ("forward", "loss", "backward", "clip", "optimizer", "generation", "chat")
-CASTS = {"_to_copy": 0, "copy_": 1}  # operators that may be casts: which of their inputs is the source
+CASTS = {"_to_copy": 0, "copy_": 1}  # operators that may be casts: the index of their source
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Op:
 def _flops(func, args, kwargs, out) -> int:
     """FLOPs by PyTorch's own formulas. Causal attention counts in full, not by half."""
     packet = func._overloadpacket
-    if packet.__name__ == "linear":  # on MPS, where this and the next are not made of other operators
+    if packet.__name__ == "linear":  # on MPS this and linear_backward are operators of their own
         return 2 * args[0].numel() * args[1].shape[0]
     if packet.__name__ == "linear_backward":  # gradients of the input, the weight, or both
         return 2 * args[0].numel() * args[1].shape[-1] * sum(args[3][:2])
@@ -74,9 +73,9 @@ def _flops(func, args, kwargs, out) -> int:
 class Recorder(TorchDispatchMode):
     """Inside `with recorder.recording():` it adds every operator to `ops`. `at()` names the phase.
 
-    It finds the forward operator of a backward operator by autograd's sequence numbers: each node of the
-    graph gets the next number when its forward operator runs. No number comes twice, so one recorder can
-    see several steps.
+    Autograd's sequence numbers connect a backward operator with its forward operator: each node of the graph
+    gets the next number when its forward operator runs. Numbers are unique, so one recorder can see several
+    steps.
     """
 
     def __init__(self, model: torch.nn.Module):
@@ -98,7 +97,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def recording(self):
-        # The key is the place in memory: several parameters may share one storage
+        # By address in memory and size: several parameters may share one storage
         self._parameters = {(p.data_ptr(), p.numel()): name for name, p in self.model.named_parameters()}
         self._first_number, self._stack, hooks = torch.autograd._get_sequence_nr(), [], []
         for name, module in self.model.named_modules():
@@ -120,13 +119,13 @@ class Recorder(TorchDispatchMode):
         self.module = self._stack.pop()
 
     def note_autocast(self, *_):
-        """Remember whether autocast is on now, in this phase. It can be a hook for a tensor's gradient."""
+        """Remember whether autocast is on in this phase. It can serve as a hook of a gradient."""
         on = torch.is_autocast_enabled(self._device_type)
         self.autocast[self.phase].add(torch.get_autocast_dtype(self._device_type) if on else None)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        # Inference mode does not split operators that are made of others, so split them here
+        # Inference mode does not decompose composite operators, so do it here
         if not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), self._device_type.upper()):
             with self:
                 out = func.decompose(*args, **kwargs)
@@ -164,15 +163,13 @@ class Recorder(TorchDispatchMode):
     def _differentiated(self, flops) -> int | None:
         """Index of the forward operator whose gradient is computed now; None outside of a backward pass.
 
-        Several operators may have one number: the one that made the node, and those after it that made none.
+        Several operators may have the same number: the one that made the node, and later ones that made none.
         The gradient of a matrix product belongs to the matrix product among them.
         """
         if self.gradients_of is not None:
             return self.gradients_of if flops else None
         node = torch._C._current_autograd_node()
-        if (
-            node is None or torch.is_grad_enabled()
-        ):  # gradients are on when checkpointing repeats a forward pass
+        if node is None or torch.is_grad_enabled():  # enabled: checkpointing repeats a forward pass
             return None
         found = self._by_number.get(node._sequence_nr(), [])
         return next((i for i in found if self.ops[i].flops and flops), found[0] if found else None)
@@ -194,8 +191,8 @@ class Record:
 
 @contextlib.contextmanager
 def _loss_apart(recorder):
-    """While this is active, what follows the head's product in a chunk is in the phase "loss": the loss, and
-    the gradients of that product, which loss.py makes at once."""
+    """Put what follows the head's product in a chunk into the phase "loss": the loss, and the gradients of
+    that product, which loss.py computes at once."""
     loss = nanochat.ops.loss
     whole, losses, gradients = loss.softcapped_cross_entropy, loss.chunk_losses, loss.head_gradients
 
@@ -227,11 +224,11 @@ def _loss_apart(recorder):
 
 
 def record_step(model, optimizer, scaler, dtype, inputs, targets, prompt=(), max_tokens=2, grad_clip=1.0):
-    """One training step as base_train.py makes it, then `max_tokens` tokens after `prompt` -> Record.
+    """The Record of one training step of base_train.py, and of the generation of `max_tokens` tokens.
 
-    inputs, targets (B, T) int64; prompt is a list of ids, and nothing is generated if it is empty. The step
-    changes the model. Tokens are generated twice: under autocast, as base_train.py makes its samples, and
-    with a copy whose weights are cast once, as chat.py does it.
+    inputs, targets (B, T) int64. prompt: ids before the generated ones; if it is empty, nothing is generated.
+    The step changes the model. Tokens are generated twice: under autocast, like base_train.py's samples, and
+    by a copy whose weights are cast once, as in chat.py.
     """
     recorder, generated = Recorder(model), 0
     scale = scaler.get_scale() if scaler.is_enabled() else None

@@ -1,4 +1,4 @@
-"""Bits per byte: the loss in a unit that does not depend on the tokenizer. And the loss by position."""
+"""Bits per byte, the loss in a unit that does not depend on the tokenizer, and the loss by position."""
 
 import functools
 import itertools
@@ -12,16 +12,16 @@ from nanochat.machine.precision import autocast
 
 # Tokens of context: 1-16, 17-64, 65-256 and so on, up to the longest row that max_seq_len allows, 2^20 tokens
 EDGES = [0, *(4**k for k in range(2, 11))]
-BUCKETS = [(a, b) for a, b in itertools.pairwise(EDGES)]
+BUCKETS = list(itertools.pairwise(EDGES))
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model reaches on a text."""
+    """The result of an evaluation on a text."""
 
     bpb: float  # bits per byte; nan if no token was scored
-    # {"1-16": nats per token, ...}: the mean loss of the tokens that are predicted from so many others, the
-    # <|bos|> of their row included. It falls from bucket to bucket if the model uses its context.
+    # {"1-16": nats per token, ...}: the mean loss of tokens by the length of their context, <|bos|> included.
+    # It falls from bucket to bucket if the model uses its context.
     loss_by_position: dict[str, float]
 
 
@@ -31,13 +31,15 @@ def bits_per_byte(
 ) -> Evaluation:
     """Mean -log2 p of the text's bytes under the model, over all processes, and the loss by position.
 
-    `batches` yields (inputs, targets) of (B, T) int64; B and T may change, and a target of -1 is not scored.
-    token_bytes (V,) int64, on the model's device, is the length of each token in bytes. Bits per byte is the
-    sum of nats / ln 2, divided by the bytes of all scored tokens. Longer tokens have a higher loss each, but
-    the same bits per byte. `compiled`: the training is compiled; then this is compiled too where it pays.
+    batches: (inputs, targets), both (B, T) int64; B and T may change, and a target of -1 is not scored.
+    token_bytes (V,) int64, on the model's device: the length of each token in bytes. compiled: training is
+    compiled; then this is compiled too, where it pays. Raises UserError if a loss is not a number.
+
+    Bits per byte = sum of nats / ln 2 / bytes of the scored tokens. A longer token has a higher loss and
+    more bytes.
     """
     losses = _compiled_losses() if pays_to_compile(compiled, token_bytes.device) else token_losses
-    nats, counts = [], []  # of each batch; they stay on the device until the end, so no batch is waited for
+    nats, counts = [], []  # of each batch; on the device until the end, so that nothing waits for it
     with autocast(token_bytes.device, dtype):
         for inputs, targets in batches:
             nats.append(_by_position(losses(model, inputs, targets).view_as(targets)))
@@ -63,17 +65,14 @@ def token_losses(model, inputs, targets):
 
 
 def pays_to_compile(compiled: bool, device: torch.device) -> bool:
-    """Whether to compile the evaluation of a run whose training is compiled or not.
-
-    On a CPU it takes 20 s and gains nothing: without gradients loss.py is as fast as compiled code there
-    (docs/benchmarks.md).
-    """
+    """Whether to compile the evaluation if training is `compiled`. On a CPU compiling takes 20 s and gains
+    nothing: without gradients, loss.py is as fast there as compiled code (docs/benchmarks.md)."""
     return compiled and device.type != "cpu"
 
 
 @functools.cache
 def _compiled_losses():
-    """One graph for all shapes: batches have many, and each would have to be compiled."""
+    """One graph for all shapes: a graph for each of the batches' many shapes would take long to compile."""
     return torch.compile(token_losses, dynamic=True)
 
 

@@ -13,7 +13,7 @@ The examples of the three task types have these fields:
     schema               context_options, continuation, gold: several contexts, one continuation
     language_modeling    context, continuation: the model has to write exactly this continuation
 
-All that is read is checked before it is used: the bundle may be somebody's own, or a stranger's.
+Everything is checked before it is used: a bundle may be a person's own, or a stranger's.
 """
 
 import contextlib
@@ -40,8 +40,8 @@ TASK_TYPES = {  # fields of an example: str, a list of str, or an index into tha
     "schema": ("continuation", "context_options", "gold"),
     "language_modeling": ("context", "continuation"),
 }
-SHUFFLE_SEED = 1337  # karpathy/nanochat's: of the order in which the first max_per_task examples are taken
-# What zipfile raises for a damaged file
+SHUFFLE_SEED = 1337  # karpathy/nanochat's: gives the order in which max_per_task takes examples
+# The errors of zipfile for a damaged file
 UNREADABLE = (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError, ValueError)
 
 
@@ -52,9 +52,14 @@ class Task:
     label: str
     task_type: str  # a key of TASK_TYPES
     num_fewshot: int  # worked examples before each question
-    delimiter: str  # stands between a context and its continuation
+    delimiter: str  # between a context and its continuation
     baseline: float  # percent right by guessing, 0 <= baseline < 100
     examples: list[dict]  # with the fields of TASK_TYPES
+
+    def centred(self, accuracy: float) -> float:
+        """An accuracy on a scale where guessing is 0 and no mistake is 1."""
+        guessing = self.baseline / 100
+        return (accuracy - guessing) / (1 - guessing)
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class Bundle:
 
     path: Path
     tasks: list[Task]
-    fingerprint: str  # of all that was read, hexadecimal: equal ones give equal scores
+    fingerprint: str  # SHA-256 of all files that were read, hexadecimal
 
 
 def open_bundle(
@@ -72,8 +77,8 @@ def open_bundle(
     """(the bundle at a folder or zip file, ""), or (None, the reason in one line) if none is there.
 
     path: None is `<base_path>/eval_bundle`, which may be missing. max_per_task: examples to read of each task
-    (-1 = all), in an order that is shuffled, always in the same way. Raises UserError if `path`
-    does not exist or the bundle is damaged, with the file and the line.
+    (-1 = all), in a shuffled order that is always the same. Raises UserError if `path` does not exist or the
+    bundle is damaged, with the file and the line.
     """
     found = Path(base_path) / NAME if path is None else user_path("bundle", path)
     if path is None and not found.exists():
@@ -97,18 +102,18 @@ def _damaged(place: object, reason: object) -> UserError:
 
 @contextlib.contextmanager
 def _root(path: Path) -> Iterator[Path | zipfile.Path]:
-    """The folder of a bundle; that of a zip file is one within it."""
+    """The folder that holds core.yaml, which may be inside of a zip file."""
     if path.is_dir():
         yield path
         return
-    advice = f"name its folder or zip file, or get the public one with {GET}"
     try:
         archive = zipfile.ZipFile(path)
-    except OSError as error:
-        reason = f"no evaluation bundle can be read at {path} ({error.strerror})"
-        raise UserError(f"{reason}; {advice}") from error
-    except UNREADABLE as error:
-        raise UserError(f"{path} is not a zip file of an evaluation bundle; {advice}") from error
+    except (OSError, *UNREADABLE) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise UserError(
+            f"no evaluation bundle can be read at {path} ({reason}); name its folder or zip file, or get the "
+            f"public one with {GET}"
+        ) from error
     with archive:
         yield zipfile.Path(archive, root_of(archive.namelist()))
 
@@ -120,7 +125,7 @@ def root_of(names: list[str]) -> str:
 
 @dataclass
 class _Source:
-    """Reads the files of a bundle, and keeps a hash of them."""
+    """Reads the files of a bundle and hashes them."""
 
     root: Path | zipfile.Path
     digest: "hashlib._Hash"
@@ -150,11 +155,12 @@ def _entries(source: _Source) -> list[dict]:
     place, text = source.root / "core.yaml", source.read("core.yaml")
     try:
         content = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise _damaged(f"{place}, line {line}", f"it is not YAML ({error.problem})") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise _damaged(place, f"it is not YAML ({type(error).__name__})") from error
+        mark = getattr(error, "problem_mark", None)
+        where = f"{place}, line {mark.line + 1}" if mark else place
+        raise _damaged(
+            where, f"it is not YAML ({getattr(error, 'problem', type(error).__name__)})"
+        ) from error
     entries = content.get("icl_tasks") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries or not all(isinstance(e, dict) for e in entries):
         raise _damaged(place, "it has no list icl_tasks of tasks")
@@ -179,7 +185,7 @@ def _baselines(source: _Source) -> dict[str, float]:
 
 
 def _read_task(source: _Source, place: str, entry: dict, baselines: dict, max_per_task: int) -> Task:
-    """The task of an entry of core.yaml, which stands at `place`."""
+    """The task of an entry of core.yaml. place: of the entry, for messages."""
     label, uri = entry.get("label"), entry.get("dataset_uri")
     task_type, delimiter = entry.get("icl_task_type"), entry.get("continuation_delimiter", " ")
     shots = entry.get("num_fewshot")
@@ -235,7 +241,7 @@ def _example(content: object, fields: tuple[str, ...]) -> dict:
 
 
 def _text(field: str, value: object) -> str:
-    """A text; a number is written out, as other readers of this format do."""
+    """A text; a number becomes its text, as in other readers of this format."""
     if isinstance(value, str):
         return value
     if type(value) in (int, float) and math.isfinite(value):

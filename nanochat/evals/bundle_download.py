@@ -1,7 +1,6 @@
 """Downloads the public evaluation bundle of CORE and unpacks it into <base_dir>/eval_bundle.
 
-Only a bundle's own files are taken out of the zip file, into a temporary folder. The folder gets its name
-when all of it is there and can be opened.
+It is unpacked into a temporary folder, which gets its name when it is complete and can be opened.
 """
 
 import contextlib
@@ -11,9 +10,8 @@ import zipfile
 from pathlib import Path
 
 from nanochat import UserError
-from nanochat.data.parquet import first_line
 from nanochat.evals.bundle import GET, NAME, UNREADABLE, open_bundle, root_of
-from nanochat.terminal import bar, gib
+from nanochat.terminal import bar, first_line, gib
 
 HOST = "https://karpathy-public.s3.us-west-2.amazonaws.com"  # where karpathy/nanochat has it
 FILE = f"{NAME}.zip"
@@ -24,8 +22,8 @@ LARGEST_BUNDLE = 1 << 31  # bytes of all its files, unpacked
 def download_bundle(base_path: Path, host: str = HOST) -> None:
     """Get the public bundle unless a good one is there.
 
-    Raises UserError if the server does not send it whole or it is no bundle, OSError if `base_path` cannot be
-    written. Then the bundle that was there stays.
+    Raises UserError if the download fails or is no bundle, OSError if `base_path` cannot be written. In both
+    cases a bundle that was there stays.
     """
     folder = base_path / NAME
     with contextlib.suppress(UserError):
@@ -41,7 +39,7 @@ def download_bundle(base_path: Path, host: str = HOST) -> None:
 
 
 def _get(url: str, path: Path) -> None:
-    """Write what a URL gives into a file. A busy server is asked again."""
+    """Download a URL into a file. If the server is busy, try again."""
     import requests
     from urllib3.util import Retry
 
@@ -64,32 +62,25 @@ def _get(url: str, path: Path) -> None:
 
 
 def install(archive_path: Path, folder: Path) -> int:
-    """Unpack the zip file of a bundle as `folder`, in the place of what is there; the number of its tasks.
+    """Replace `folder` by the content of a bundle's zip file; returns the number of its tasks.
 
-    Raises UserError if it is damaged or no bundle; then `folder` stays as it was.
+    Only a bundle's own files are unpacked. zipfile compares checksums, writes nothing outside of the folder
+    and makes no links. Raises UserError if the file is damaged or no bundle; then `folder` stays as it was.
     """
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{NAME}.") as temporary:
+        unpacked = Path(temporary) / "unpacked"
         try:
-            unpacked = unpack(archive_path, Path(temporary) / "unpacked")
+            with zipfile.ZipFile(archive_path) as archive:
+                root = root_of(archive.namelist())
+                parts = (f"{root}core.yaml", f"{root}eval_meta_data.csv", f"{root}eval_data/")
+                members = [member for member in archive.infolist() if member.filename.startswith(parts)]
+                if (size := sum(member.file_size for member in members)) > LARGEST_BUNDLE:
+                    raise UserError(f"{archive_path} would take {gib(size)}, which is no evaluation bundle")
+                archive.extractall(unpacked, members)
         except (FileExistsError, NotADirectoryError, IsADirectoryError, *UNREADABLE) as error:
             raise UserError(f"{archive_path} is damaged ({first_line(error)}); run {GET} again") from error
-        bundle, _ = open_bundle(unpacked, folder.parent)
+        bundle, _ = open_bundle(unpacked / root, folder.parent)
         if folder.is_symlink() or folder.exists():
             os.replace(folder, Path(temporary) / "before")
-        os.replace(unpacked, folder)
+        os.replace(unpacked / root, folder)
     return len(bundle.tasks)
-
-
-def unpack(archive_path: Path, folder: Path) -> Path:
-    """Write what belongs to a bundle into a new folder; returns the folder of its core.yaml.
-
-    zipfile compares the checksums, writes nothing outside of the folder, and makes no links.
-    """
-    with zipfile.ZipFile(archive_path) as archive:
-        root = root_of(archive.namelist())
-        parts = (f"{root}core.yaml", f"{root}eval_meta_data.csv", f"{root}eval_data/")
-        members = [member for member in archive.infolist() if member.filename.startswith(parts)]
-        if (size := sum(member.file_size for member in members)) > LARGEST_BUNDLE:
-            raise UserError(f"{archive_path} would take {gib(size)}, which is no evaluation bundle")
-        archive.extractall(folder, members)
-    return folder / root

@@ -1,10 +1,10 @@
 """Cloze questions about a text, made from the text itself: what comes next here?
 
-A question is a passage (the query), what the text has after it (the answer), and two or three wrong choices.
-Questions come in groups of as many as they have choices. All questions of a group offer the same choices,
-and each choice is right once: the wrong choices of one question are the answers of the others. So a rule that
-looks at the choices alone (the shortest, the most frequent, the first) is right exactly as often as chance.
-What a model scores above chance it has read in the query.
+A question is a passage (the query), what follows it in the text (the answer), and two or three wrong choices.
+A group has as many questions as choices. All its questions offer the same choices, and each choice is right
+once: the wrong choices of one question are the answers of the others. So a rule that looks at the choices
+alone (the shortest, the most frequent, the first) scores exactly chance, and a model that scores more has
+read the query.
 """
 
 import ast
@@ -27,20 +27,20 @@ FEWEST_QUESTIONS = 12  # a task with fewer is left out: its score would be noise
 TEXT_CHARS = 500_000  # of the documents that questions are made from
 OPEN_GROUPS = 64  # groups that wait for members; they are searched for each question
 
-KEYWORDS = {"def", "return", "else", "import", "in", "is", "as", "and"}  # each has places of its own
+KEYWORDS = {"def", "return", "else", "import", "in", "is", "as", "and"}  # no two fit in the same place
 OPENING = {")": "(", "]": "[", "}": "{"}
 LEVELS = (4, 8, 12, 16)  # columns at which a line begins
 NOT_PYTHON = (SyntaxError, ValueError, MemoryError, RecursionError, tokenize.TokenError)
 
 Span = tuple[int, int]  # where an answer begins and ends in its document
-Question = tuple[str, str]  # query, answer
+Cloze = tuple[str, str]  # query, answer
 
 
 # -- places in any text
 
 
 def word_runs(text: str) -> Iterator[Span]:
-    """Some words in a row. Scripts without blanks between words begin and end anywhere."""
+    """A few words in a row. In scripts without blanks between words they begin and end anywhere."""
     wide = "[\u2e80-\U0010ffff]"
     begin, end = rf"(?<=\S)(?:\s(?=\S)|(?={wide}))", rf"\S{{1,40}}?(?=\s|{wide})"
     for match in re.finditer(rf"(?s){begin}.{{{CONTINUATION_CHARS}}}{end}", text):
@@ -49,7 +49,7 @@ def word_runs(text: str) -> Iterator[Span]:
 
 
 def repeated_words(text: str) -> Iterator[Span]:
-    """A word of four letters or more, with the blank before it, that stands in the passage too."""
+    """A word of four letters or more, with the blank before it, that occurs in the passage too."""
     latest = {}
     for match in re.finditer(r"(?<=\S) ([^\W\d_]{4,})\b", text):
         if latest.get(match[1], -1) >= query_start(text, match.start()):
@@ -70,7 +70,7 @@ class Token(NamedTuple):
     column: int  # of its start, in its line
 
 
-class Source:
+class PythonText:
     """A document that is Python: its syntax tree and its tokens. Raises one of NOT_PYTHON if it is not."""
 
     def __init__(self, text: str):
@@ -87,49 +87,49 @@ class Source:
             self.tokens.append(Token(token.type, token.string, start, end, token.start[1]))
 
 
-def keywords(source: Source) -> Iterator[Span]:
+def keywords(python: PythonText) -> Iterator[Span]:
     """A keyword."""
-    for token in source.tokens:
+    for token in python.tokens:
         if token.kind == tokenize.NAME and token.string in KEYWORDS:
             yield token.start, token.end
 
 
-def brackets(source: Source) -> Iterator[Span]:
-    """A closing bracket before a blank or the end of its line. Its opening one stands in the passage."""
+def brackets(python: PythonText) -> Iterator[Span]:
+    """A closing bracket before a blank or the end of its line, whose opening bracket is in the passage."""
     opened = []
-    for kind, string, start, end, _ in source.tokens:
+    for kind, string, start, end, _ in python.tokens:
         if kind == tokenize.OP and string in OPENING.values():
             opened.append(start)
         elif kind == tokenize.OP and string in OPENING and opened:
-            inside = query_start(source.text, start) <= opened.pop() < start - 3
-            if inside and source.text[end : end + 1].isspace():
+            inside = query_start(python.text, start) <= opened.pop() < start - 3
+            if inside and python.text[end : end + 1].isspace():
                 yield start, end
 
 
-def indentations(source: Source) -> Iterator[Span]:
-    """The blanks before a statement but for the last one: a tokenizer joins that to the word after it."""
+def indentations(python: PythonText) -> Iterator[Span]:
+    """The blanks before a statement without the last one, which a tokenizer joins to the word after it."""
     ends = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.NL, tokenize.COMMENT)
     before = tokenize.NEWLINE
-    for token in source.tokens:
+    for token in python.tokens:
         if token.kind == tokenize.NAME and before in ends and token.column in LEVELS:
             yield token.start - token.column, token.start - 1
         before = token.kind
 
 
-def arguments(source: Source) -> Iterator[Span]:
-    """The name of an argument of three letters or more, used in its function."""
-    starts = [token.start for token in source.tokens]
-    for node in ast.walk(source.tree):
+def arguments(python: PythonText) -> Iterator[Span]:
+    """A use of an argument, whose name has three letters or more, in its function."""
+    starts = [token.start for token in python.tokens]
+    for node in ast.walk(python.tree):
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
         taken = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
         names = {argument.arg for argument in taken} - {"self", "cls"}
         rows = node.lineno, node.body[0].lineno, node.end_lineno + 1  # counted from 1
-        head, body, end = (source.lines[row - 1] for row in rows)
+        head, body, end = (python.lines[row - 1] for row in rows)
         for i in range(bisect_left(starts, body), bisect_left(starts, end)):
-            _, string, start, stop, _ = source.tokens[i]
-            other = source.tokens[i - 1].string == "." or source.text[stop : stop + 1] == "="
-            if string in names and len(string) > 2 and not other and query_start(source.text, start) <= head:
+            _, string, start, stop, _ = python.tokens[i]
+            other = python.tokens[i - 1].string == "." or python.text[stop : stop + 1] == "="
+            if string in names and len(string) > 2 and not other and query_start(python.text, start) <= head:
                 yield start, stop
 
 
@@ -142,11 +142,11 @@ class Kind(NamedTuple):
     label: str
     task_type: str  # CORE's: multiple_choice, schema (which passage stood before?) or language_modeling
     choices: int  # 1: the model has to write the answer
-    few_answers: bool  # the same few answers everywhere; else no answer comes twice
-    find: Callable  # the places, in a text or, for Python, in a Source
+    few_answers: bool  # the same few answers everywhere; else each answer is used once
+    find: Callable  # the places, in a text or, for Python, in a PythonText
     python: bool = False
 
-    def examples(self, group: list[Question]) -> list[dict]:
+    def examples(self, group: list[Cloze]) -> list[dict]:
         """The questions of a group with the fields of bundle.TASK_TYPES."""
         queries, answers = map(list, zip(*group, strict=True))
         if self.task_type == "language_modeling":
@@ -174,14 +174,14 @@ def make_tasks(documents: Iterable[str]) -> list[Task]:
 
     The same documents give the same tasks. Only the first TEXT_CHARS characters are read.
     """
-    questions: dict[Kind, list[Question]] = {kind: [] for kind in KINDS}
+    questions: dict[Kind, list[Cloze]] = {kind: [] for kind in KINDS}
     for text in _first(documents):
         try:
-            source = Source(text)
+            python = PythonText(text)
         except NOT_PYTHON:
-            source = None
+            python = None
         for kind in KINDS:
-            where = source if kind.python else text
+            where = python if kind.python else text
             for start, end in kind.find(where) if where else ():
                 questions[kind].append((text[query_start(text, start) : start], text[start:end]))
     tasks = []
@@ -204,7 +204,7 @@ def _first(documents: Iterable[str]) -> Iterator[str]:
 
 
 def query_start(text: str, at: int) -> int:
-    """Where the passage before a place begins: at the first line in reach, else at the first word."""
+    """Where the passage before a place begins: at the first line within QUERY_CHARS, else the first word."""
     first, last = at - QUERY_CHARS, at - QUERY_CHARS // 3
     if first <= 0:
         return 0
@@ -215,21 +215,21 @@ def query_start(text: str, at: int) -> int:
     return blank + 1 if blank >= 0 else first
 
 
-def _groups(kind: Kind, questions: list[Question]) -> list[list[Question]]:
-    """Groups of questions that can share their choices, QUESTIONS questions in all if there are so many.
+def _groups(kind: Kind, questions: list[Cloze]) -> list[list[Cloze]]:
+    """Groups of questions that can share their choices: QUESTIONS questions, or as many as there are.
 
-    The order of the hashes draws the questions: it is random, and the same for the same text.
+    Questions are taken in the order of their hashes: it is random, and the same for the same text.
     """
 
-    def place(question: Question) -> bytes:
+    def place(question: Cloze) -> bytes:
         return hashlib.sha256("\0".join((kind.label, *question)).encode(errors="replace")).digest()
 
     waiting, complete, used = [], [], set()
     for query, answer in sorted(set(questions), key=place):
         if len(query) < QUERY_CHARS // 4 or (answer in used and not kind.few_answers):
             continue
-        fitting = (group for group in waiting if all(_apart(kind, (query, answer), other) for other in group))
-        group = next(fitting, None)
+        possible = (group for group in waiting if all(_apart(kind, (query, answer), one) for one in group))
+        group = next(possible, None)
         if group is None:
             if len(waiting) == OPEN_GROUPS:
                 continue
@@ -244,7 +244,7 @@ def _groups(kind: Kind, questions: list[Question]) -> list[list[Question]]:
     return complete
 
 
-def _apart(kind: Kind, one: Question, other: Question) -> bool:
+def _apart(kind: Kind, one: Cloze, other: Cloze) -> bool:
     """Whether the answer of each question is wrong for the other one."""
     if one[1] == other[1]:
         return False

@@ -1,15 +1,15 @@
 """CORE: what a model can do, as one number from many tasks (DCLM, arXiv 2406.11794).
 
-Every task is a list of questions with known answers. A question becomes one text for each possible answer,
-after a few worked examples ("few-shot"). The model never writes: it is asked how likely each text is.
+A task is a list of questions with known answers. A question becomes one text for each possible answer, after
+a few worked examples ("few-shot"). The model writes nothing: we compute how likely each text is.
 
     multiple_choice      one context, several continuations: right if the true one has the lowest mean loss
-    schema               several contexts, one continuation: right if the true context gives it the lowest one
+    schema               several contexts, one continuation: right if its mean loss is lowest in the true one
     language_modeling    right if every token of the continuation is the model's most probable one
 
-A task's accuracy is centred, so that guessing gives 0 and no mistake gives 1. CORE is the mean over its 22
-tasks. Prompts, seeds and decisions are those of karpathy/nanochat, which publishes a bundle of these tasks
-(bundle.py reads it): the same model gets the same answers right.
+A task's accuracy is centred: 0 is guessing, 1 is no mistake. CORE is the mean over its 22 tasks. Prompts,
+seeds and decisions are those of karpathy/nanochat, which publishes a bundle of these tasks (bundle.py reads
+it): the same model gets the same answers right.
 """
 
 import functools
@@ -29,7 +29,7 @@ from nanochat.ops.attention import previous_token, shift_keys
 FEWSHOT_SEED = 1234  # plus the index of the question: which worked examples it gets
 GROUP = 64  # questions that one process takes at a time
 TOKENS_PER_BATCH = {"cuda": 131072, "cpu": 16384}  # of all rows of a forward pass, with padding and prefixes
-MOST_PADDING = 1.25  # a batch is complete before it computes so many times the tokens that it needs
+MOST_PADDING = 1.25  # tokens of a batch, with padding, over the tokens that it needs
 SHORTEST_PREFIX = 16  # tokens; a shorter common beginning is not worth a forward pass of its own
 
 
@@ -38,13 +38,13 @@ class Accuracy:
     """The result of a task."""
 
     accuracy: float  # share of right answers
-    centred: float  # the same, moved and stretched so that guessing gives 0 and no mistake gives 1
+    centred: float  # see Task.centred
     n: int  # questions
 
 
 @dataclass
-class Question:
-    """A question as token rows: a different text each, and from where in each the tokens are scored."""
+class TokenizedQuestion:
+    """A question as rows of tokens, one for each different text, and where their scored tokens begin."""
 
     task: int  # index of its task
     gold: int  # index of the right choice (language_modeling: 0)
@@ -58,7 +58,8 @@ class Question:
 
     @functools.cached_property
     def prefix(self) -> int:
-        """Tokens at the beginning that all rows share, without any whose logits are scored; 0 for one row."""
+        """How many tokens all rows have in common at their beginning, up to the first one whose logits are
+        scored; 0 for one row."""
         return min(common_prefix(self.rows), min(self.starts) - 1) if len(self.rows) > 1 else 0
 
 
@@ -74,15 +75,15 @@ def evaluate(
 ) -> dict[str, Accuracy]:
     """The accuracy of a GPT in each task, by label.
 
-    The questions are dealt to the processes; every process gets all results, which do not depend on the
-    number of processes. model: a gpt.GPT, not compiled, because nearly every batch has another shape.
-    progress(n) is called after every n questions of this process. Raises UserError if a loss is not a number.
+    The processes share the questions; each gets all results, which do not depend on the number of processes.
+    model: a gpt.GPT, not compiled, because nearly every batch has another shape. progress(n) is called after
+    every n questions of this process. Raises UserError if a loss is not a number.
     """
     tokens_per_batch = tokens_per_batch or TOKENS_PER_BATCH.get(machine.device.type, 8192)
     right, broken, launched = [0] * len(tasks), 0, None
     for group in [*deal(tasks)[machine.rank :: machine.world_size], None]:
         before, launched = launched, None
-        if group:  # a GPU works on this group while the one before is counted and the next one tokenized
+        if group:  # a GPU works on this group while we count the one before and tokenize the next one
             questions = [tokenize(tasks[t], t, i, tokenizer, model.config.max_seq_len) for t, i in group]
             launched = questions, launch(model, questions, tokenizer.bos_id, dtype, tokens_per_batch)
         if before:
@@ -98,12 +99,16 @@ def evaluate(
             "the loss on the tasks is not a number, so the model is broken; go on from an earlier checkpoint "
             "with --resume=STEP and lower rates, or use --dtype=float32"
         )
-    return {task.label: _accuracy(task, count) for task, count in zip(tasks, right, strict=True)}
+    results = {}
+    for task, count in zip(tasks, right, strict=True):
+        accuracy = count / len(task.examples)
+        results[task.label] = Accuracy(accuracy, task.centred(accuracy), len(task.examples))
+    return results
 
 
-def decide(task: Task, question: Question, losses: np.ndarray, exact: np.ndarray) -> bool:
-    """Whether a question is answered right, by the mean loss (choices,) and the exactness (choices,) of its
-    choices. The first of equally likely choices counts."""
+def decide(task: Task, question: TokenizedQuestion, losses: np.ndarray, exact: np.ndarray) -> bool:
+    """Whether a question is answered right. losses, exact (choices,): the mean loss of each choice, and
+    whether all its tokens are the most probable ones. Of equally likely choices the first one counts."""
     if task.task_type == "language_modeling":
         return bool(exact[0])
     return int(losses.argmin()) == question.gold
@@ -112,11 +117,6 @@ def decide(task: Task, question: Question, losses: np.ndarray, exact: np.ndarray
 def score(results: dict[str, Accuracy]) -> float:
     """The mean of the centred accuracies: over the public bundle's tasks, this is CORE."""
     return sum(result.centred for result in results.values()) / len(results)
-
-
-def _accuracy(task: Task, right: float) -> Accuracy:
-    accuracy, guessing = right / len(task.examples), task.baseline / 100
-    return Accuracy(accuracy, (accuracy - guessing) / (1 - guessing), len(task.examples))
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -166,11 +166,11 @@ def common_prefix(rows: list[np.ndarray]) -> int:
     return shortest if equal.all() else int(equal.argmin())
 
 
-def tokenize(task: Task, number: int, index: int, tokenizer, max_seq_len: int) -> Question:
+def tokenize(task: Task, number: int, index: int, tokenizer, max_seq_len: int) -> TokenizedQuestion:
     """A question of task `number` as rows of at most `max_seq_len` tokens; a longer text keeps its end.
 
-    Scored are the tokens after the common prefix (schema: the common suffix; language_modeling: what follows
-    the text without the answer), but always one token at least.
+    The tokens after the common prefix are scored (schema: the common suffix; language_modeling: the answer),
+    and one token at least.
     """
     bos = np.array([tokenizer.bos_id], dtype=np.uint32)
     rows = [np.concatenate([bos, tokenizer.encode(text)]) for text in prompts(task, index)]
@@ -181,7 +181,7 @@ def tokenize(task: Task, number: int, index: int, tokenizer, max_seq_len: int) -
         starts = [common_prefix(rows)] * len(rows)
     if task.task_type == "language_modeling":
         rows, starts = rows[1:], starts[1:]
-    question, row_of_text = Question(number, task.examples[index].get("gold", 0)), {}
+    question, row_of_text = TokenizedQuestion(number, task.examples[index].get("gold", 0)), {}
     for row, start in zip(rows, starts, strict=True):
         key = row.tobytes()
         if key not in row_of_text:
@@ -196,13 +196,13 @@ def tokenize(task: Task, number: int, index: int, tokenizer, max_seq_len: int) -
 def deal(tasks: list[Task]) -> list[list[tuple[int, int]]]:
     """All questions as (index of the task, index of the example), in groups of similar length, longest first.
 
-    The groups, and with them the batches, do not depend on the number of processes. So a close decision
-    cannot turn with it, and each process tokenizes only its own questions.
+    Groups, and so batches, do not depend on the number of processes: it cannot change a close decision. Each
+    process tokenizes only its own questions.
     """
     questions = []
     for number, task in enumerate(tasks):
         sizes = [sum(map(_characters, example.values())) for example in task.examples]
-        mean = sum(sizes) / max(1, len(sizes))  # the worked examples of each question are others
+        mean = sum(sizes) / max(1, len(sizes))  # of a worked example: each question has others
         questions += [(size + task.num_fewshot * mean, number, i) for i, size in enumerate(sizes)]
     order = [(number, i) for _, number, i in sorted(questions, reverse=True)]
     return [order[i : i + GROUP] for i in range(0, len(order), GROUP)]
@@ -217,10 +217,10 @@ def _characters(value: str | list[str] | int) -> int:
 
 
 class SharedPrefix:
-    """Keys, values and stream of prefixes, each computed once for all rows that begin with it.
+    """Keys, values and last stream of prefixes, each computed once for all rows that begin with it.
 
-    It stands in for a decode.KVCache: the first forward pass fills it, the second one has a row for each
-    number in `owner` (rows,), the index of the prefix that this row continues.
+    It takes the place of a decode.KVCache: the first forward pass fills it, the second one continues it. Row
+    i of the second one continues prefix owner[i]; owner is (rows,) int64.
     """
 
     def __init__(self, depth: int):
@@ -241,7 +241,7 @@ class _Layer:
             return previous_token(x)
         return torch.cat((self.x[self.prefix.owner, None], x[:, :-1]), 1)
 
-    def append(self, k, v):  # (B, H, T, D); the third value of what it returns: nothing is masked
+    def append(self, k, v):  # (B, H, T, D) both; returns (keys, values, no mask)
         if self.keys is None:
             self.keys, self.values = k, v
             return shift_keys(k), v, None
@@ -249,12 +249,11 @@ class _Layer:
         return shift_keys(k), v, None
 
 
-def launch(model, questions: list[Question], bos_id: int, dtype: torch.dtype, tokens_per_batch: int):
-    """Start the forward passes for all rows of these questions.
+def launch(model, questions: list[TokenizedQuestion], bos_id: int, dtype: torch.dtype, tokens_per_batch: int):
+    """Start the forward passes for all rows of these questions, without waiting for the device.
 
     Returns (row of each scored token, its loss in nats, whether it is the most probable one): a list, and
-    tensors (scored tokens,) float32 and bool on the model's device. Rows count through all questions.
-    Nothing here waits for the device.
+    tensors (scored tokens,) float32 and bool on the model's device. Rows are numbered through all questions.
     """
     first_row = np.cumsum([0, *(len(question.rows) for question in questions)])
     row_of, losses, exact = [], [], []
@@ -270,11 +269,11 @@ def launch(model, questions: list[Question], bos_id: int, dtype: torch.dtype, to
     return row_of, torch.cat(losses), torch.cat(exact)
 
 
-def forward(model, questions: list[Question], bos_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(model, questions: list[TokenizedQuestion], bos_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(logits (N, V) float32, the true tokens (N,) int64) of all scored tokens of a batch of questions.
 
-    The rows of a question begin alike, often with many worked examples. As many tokens as all questions of
-    the batch have in such a prefix are computed once for each question, the rest for each row.
+    The rows of a question have a common prefix, often with many worked examples. Its tokens, up to the length
+    of the batch's shortest prefix, are computed once for each question; the other tokens for each row.
     """
     device = model.head.weight.device
     cached, cache = min(question.prefix for question in questions), None
@@ -300,9 +299,9 @@ def forward(model, questions: list[Question], bos_id: int) -> tuple[torch.Tensor
     return model(idx, cache=cache, positions=before), targets
 
 
-def finish(row_of: list[int], losses: torch.Tensor, exact: torch.Tensor, questions: list[Question]):
-    """(mean loss (choices,) float64, whether all its scored tokens are the most probable ones (choices,)) of
-    each question; waits for the device."""
+def finish(row_of: list[int], losses: torch.Tensor, exact: torch.Tensor, questions: list[TokenizedQuestion]):
+    """Wait for the device, and yield (losses (choices,) float64, exact (choices,) bool) of each question; see
+    `decide`."""
     count = np.bincount(row_of)  # scored tokens of each row
     mean = np.bincount(row_of, losses.cpu().double().numpy()) / count
     all_exact = np.bincount(row_of, exact.cpu().double().numpy()) == count
@@ -313,10 +312,10 @@ def finish(row_of: list[int], losses: torch.Tensor, exact: torch.Tensor, questio
         first += len(question.rows)
 
 
-def batches(questions: list[Question], tokens_per_batch: int, max_seq_len: int) -> list[list[int]]:
+def batches(questions: list[TokenizedQuestion], tokens_per_batch: int, max_seq_len: int) -> list[list[int]]:
     """The indices of the questions in batches of similar prefixes and lengths.
 
-    The padded rows of a batch have at most `tokens_per_batch` tokens, or belong to one question.
+    The padded rows of a batch have at most `tokens_per_batch` tokens, unless it is a single question.
     """
     order = sorted(range(len(questions)), key=lambda i: (questions[i].prefix, questions[i].longest))
     made, needed = [], 0

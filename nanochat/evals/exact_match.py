@@ -1,4 +1,4 @@
-"""How many held-out questions a model answers word for word, and how many need no model.
+"""How many validation questions a model answers word for word, and how many need no model.
 
 questions = exact_match_questions(data, 300)              # [((messages), answer), ...]
 exact_match(model, tokenizer, questions, dtype, machine)  # the share that the model answers
@@ -31,7 +31,7 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 def exact_match_questions(data: ConversationData, n: int) -> list[Question]:
     """The first questions of at most n validation conversations, with their answers.
 
-    The order is drawn once for all, so a smaller n gives the first ones of a larger n.
+    Their order is shuffled, always in the same way, so a smaller n gives the first ones of a larger n.
     """
     firsts = [[role for role, _ in messages].index("assistant") for messages in data.val.messages]
     questions = [(m[:i], m[i][1]) for m, i in zip(data.val.messages, firsts, strict=True)]
@@ -40,8 +40,8 @@ def exact_match_questions(data: ConversationData, n: int) -> list[Question]:
 
 
 def answer(model, tokenizer, conversations, dtype: torch.dtype) -> list[str]:
-    """The likeliest answer to each conversation, whose last message is a question. An answer ends at
-    <|assistant_end|>, after MOST_ANSWER_TOKENS tokens, or where the model's positions end."""
+    """The likeliest answer to each conversation, whose last message is a question. An answer ends with
+    <|assistant_end|>, after MOST_ANSWER_TOKENS tokens, or at the model's max_seq_len."""
     stop_ids = {tokenizer.special_tokens["<|assistant_end|>"], tokenizer.bos_id}
     prompts = [prompt_ids(tokenizer, messages) for messages in conversations]
     answers = [""] * len(prompts)
@@ -66,7 +66,7 @@ def exact_match(model, tokenizer, questions: list[Question], dtype: torch.dtype,
 
 
 def _right(questions: list[Question], answers: list[str]) -> int:
-    """How many answers equal the expected ones, but for blanks at the ends."""
+    """How many answers are the expected ones, without blanks at both ends."""
     return sum(a.strip() == wanted.strip() for a, (_, wanted) in zip(answers, questions, strict=True))
 
 
@@ -83,8 +83,8 @@ def nearest_answer_share(data: ConversationData, questions: list[Question]) -> f
 def nearest_answers(train: Conversations, questions: list[Question]) -> list[str]:
     """For each question the answer of the nearest training question.
 
-    Near means a large cosine between the counts of words, pairs of words and letter triples, each weighted
-    by how rare it is in the training questions (tf-idf). Of questions equally near the first one counts.
+    Nearest by the cosine of tf-idf vectors over words, pairs of words and letter triples. Of equally near
+    questions the first one counts.
     """
     asked = list(_asked(train))
     counts = [_features(question) for question, _ in asked]

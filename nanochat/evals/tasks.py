@@ -1,4 +1,4 @@
-"""The tasks that a run answers: cloze questions made from its own validation text, and CORE's.
+"""The tasks that a run evaluates: cloze questions made from its own validation text, and CORE's.
 
     own, public = open_tasks(dataset, dataset.tokenizer_folder(base_dir), None, base_dir, 500)
     fields = score_tasks(model, tokenizer, own, public, dtype, machine)     # what metrics.jsonl has for tasks
@@ -15,21 +15,21 @@ from pathlib import Path
 import torch
 
 from nanochat.data.dataset import Dataset
-from nanochat.data.parquet import iterate_documents
+from nanochat.data.parquet import Documents
 from nanochat.evals import core
 from nanochat.evals.bundle import Task, open_bundle
 from nanochat.evals.cloze_questions import make_tasks
 from nanochat.files import replacing
 from nanochat.gpt import GPT
 
-FILE = "own_tasks-2.json"  # with a higher number, for other questions, every file is made again
+FILE = "own_tasks-2.json"  # a change of the questions needs a higher number, which makes the file again
 
 
 def open_tasks(
     dataset: Dataset, folder: Path, bundle: str | None, base_path: Path, most_per_task: int, say=print
 ) -> tuple[list[Task], list[Task]]:
-    """(the tasks made from the data set's validation text, CORE's). A list is empty if it cannot be had, and
-    `say` gets the reason. folder: Dataset.tokenizer_folder. bundle: see open_bundle."""
+    """(the tasks made from the data set's validation text, CORE's). A missing list is empty; `say` gets the
+    reason for CORE. folder: Dataset.tokenizer_folder. bundle: see open_bundle."""
     opened, reason = open_bundle(bundle, base_path, most_per_task)
     if reason:
         say(reason)
@@ -39,15 +39,14 @@ def open_tasks(
 def cloze_tasks(dataset: Dataset, folder: Path) -> list[Task]:
     """The tasks made from the validation text of a data set; [] if the text has too few questions.
 
-    They are read from a file in `folder`. It is made if it is missing or damaged; if it cannot be written,
-    the next start makes the questions again.
+    A file in `folder` keeps them, if it can be written. A damaged file is made again.
     """
     path = Path(folder) / FILE
     with contextlib.suppress(OSError, ValueError, TypeError):
         digest, content = path.read_bytes().split(b"\n", 1)
         if hashlib.sha256(content).hexdigest().encode() == digest:
             return [Task(**task) for task in json.loads(content)]
-    tasks = make_tasks(iterate_documents(dataset.val_shards))
+    tasks = make_tasks(Documents(dataset.val_shards))
     content = json.dumps([dataclasses.asdict(task) for task in tasks]).encode()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,18 +56,18 @@ def cloze_tasks(dataset: Dataset, folder: Path) -> list[Task]:
 
 
 def score_tasks(
-    model, tokenizer, own: list[Task], public: list[Task], dtype: torch.dtype, machine, bar=None
+    model, tokenizer, own: list[Task], public: list[Task], dtype: torch.dtype, machine, bar
 ) -> dict:
     """The fields that metrics.jsonl has for tasks, from an evaluation on all processes.
 
     own_tasks: {label: accuracy}, own_score: the mean of the centred accuracies; core_tasks: {label: centred
-    accuracy}, core: their mean. Fields of an empty list of tasks are absent. bar(total, text, unit) opens a
-    progress bar, as Console.bar does. model: see core.evaluate. Raises UserError if the model's loss is not a
-    number. A model of another class than GPT has no scores, since it need not have GPT's KV cache.
+    accuracy}, core: their mean. An empty list of tasks has no fields, and neither has a model that is no GPT:
+    it may lack GPT's KV cache. bar(total, text, unit) opens a progress bar, as Console.bar does. Raises
+    UserError if the model's loss is not a number.
     """
-    fields = {}
     if not isinstance(model, GPT):
-        return fields
+        return {}
+    fields = {}
     if own:
         results = _evaluate(model, tokenizer, own, dtype, machine, bar, "tasks")
         accuracies = {label: result.accuracy for label, result in results.items()}
@@ -81,8 +80,6 @@ def score_tasks(
 
 
 def _evaluate(model, tokenizer, tasks, dtype, machine, bar, text):
-    if bar is None:
-        return core.evaluate(model, tokenizer, tasks, dtype, machine)
     questions = -(-sum(len(task.examples) for task in tasks) // machine.world_size)
     with bar(questions, text, " questions") as shown:
         return core.evaluate(model, tokenizer, tasks, dtype, machine, progress=shown.update)

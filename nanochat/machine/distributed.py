@@ -107,7 +107,7 @@ def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
         what = "give another MASTER_PORT if this one is in use" if serves else "process 0 has to run there"
         raise UserError(
             f"cannot join the other processes at {host}:{port} within {timeout_s:.0f} s "
-            f"({first_line(error)}); {what}"
+            f"({first_line(error)}); {what}"  # further lines are C++ frames
         ) from error
     ending.store, ending.serves = store, serves
     if missing:

@@ -1,10 +1,10 @@
 """How much of a run is done: its progress, from 0 to 1, which the schedules follow.
 
 With a number of steps, progress is step / num_iterations. With minutes, it is the share of the training time
-that has passed: steps made x the time of a step, divided by the same plus the time that is left. So a pause,
-the compiler or a machine that becomes slower shortens the rest of the run, and it still ends in time, with
-its learning rate at the end of the schedule. The minutes are those of the person who waits: from the command
-to its end. Such a run cannot be repeated bit for bit; one with as many steps by --num_iterations can.
+that has passed: done / (done + left), where done is the number of steps x the time of a step. So if there is
+a pause or the machine becomes slower, the run makes fewer steps, but ends in time and with the schedule
+complete. The minutes count from the command to its end. Such a run cannot be repeated bit for bit; a run
+with the same number of steps by --num_iterations can.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ import time
 from collections import deque
 from pathlib import Path
 
-RECENT = 16  # steps whose median is the time of a step: one that compiles or is held up does not count
+RECENT = 16  # steps; the time of a step is their median, which a step that compiles does not change
 WARM_UP = 3  # steps before progress is more than 0
-SAVE_BYTES_S = 200e6  # bytes a second of the last save, which the run waits for
-QUESTION_TOKENS = 400  # about so many are read for a question of a task, over all its continuations
-END_S = 1.5  # seconds of the last report, and of the end of all processes
+SAVE_BYTES_S = 200e6  # bytes a second: the speed of the last save, which the run waits for
+QUESTION_TOKENS = 400  # about the tokens of a question of a task, over all its continuations
+END_S = 1.5  # seconds for the last report and the end of all processes
 
 _imported = time.monotonic()
 
@@ -28,21 +28,22 @@ _imported = time.monotonic()
 class Clock:
     """The progress of a run, the same on all its processes.
 
-    plan: a planning.Plan. loop: the metrics.LoopState, which keeps what a resumed run goes on with. With
-    minutes the first process has the time, and the others hear of it with the numbers of each step, so no
-    step waits for it.
+    plan: a planning.Plan. loop: the metrics.LoopState, which keeps the progress for a resumed run. With
+    minutes the first process measures the time. The others get its progress together with the numbers of each
+    step, so no step waits for it.
     """
 
     def __init__(self, plan, loop, machine, step: int):
         self.minutes, self.num_iterations = plan.horizon.minutes, plan.num_iterations
         self._plan, self._loop, self._machine = plan, loop, machine
         self._recent = deque(maxlen=RECENT)  # seconds of the latest steps
-        self._evaluation_s, self._evaluation_tokens = 0.0, 0  # of the longest one so far; that the last reads
-        self.ends_soon = False  # another evaluation would not be over before the last one has to begin
+        self._evaluation_s = 0.0  # seconds of the longest evaluation so far
+        self._evaluation_tokens = 0  # that the last evaluation reads
+        self.ends_soon = False  # there is no time for another evaluation before the last one
         if not self.minutes:
             loop.minutes = 0.0
             return
-        # Other minutes than before change the share that is done. Without minutes before, it is that of steps
+        # If the minutes were others before, progress changes; if there were none, it is that of the steps
         share = loop.progress * loop.minutes / self.minutes if loop.minutes else step / self.num_iterations
         loop.progress, loop.minutes = min(1.0, share), self.minutes
         loop.elapsed_s = loop.elapsed_s or 60 * self.minutes * loop.progress
@@ -54,13 +55,13 @@ class Clock:
         return math.inf if self.minutes else self.num_iterations
 
     def expect_evaluation(self, val_tokens: int, *tasks):
-        """What the last evaluation reads: tokens of the validation text, and lists of core.Task. Its time is
-        guessed from them until one has been timed."""
+        """Say what the last evaluation will read: so many validation tokens, and lists of bundle.Task. Until
+        an evaluation has been timed, its time is estimated from these."""
         questions = sum(len(task.examples) for kind in tasks for task in kind)
         self._evaluation_tokens = val_tokens + QUESTION_TOKENS * questions
 
     def progress(self, step: int) -> float:
-        """The share of the run that is done after `step` steps. It never falls."""
+        """The share of the run that is done after `step` steps. It never decreases."""
         return self._loop.progress if self.minutes else step / self.num_iterations
 
     def expected_steps(self, step: int) -> float:
@@ -69,8 +70,7 @@ class Clock:
         return step / progress if progress > 0 else self.num_iterations
 
     def now(self, steps: int) -> tuple[float, bool]:
-        """What the first process tells all with the numbers of a step: its progress after `steps` steps, and
-        whether the run ends soon."""
+        """(progress after `steps` steps, whether the run ends soon), which the first process tells all."""
         if not self.minutes or not self._machine.is_main:
             return 0.0, False
         step_s = statistics.median(self._recent) if self._recent else 0.0
@@ -81,7 +81,7 @@ class Clock:
         return made / (made + left), left < self._evaluation_s
 
     def add_step(self, seconds: float, progress: float, ends_soon: float):
-        """Count a step that took so long, with what all heard from the first process's `now`."""
+        """Count a step of so many seconds; progress and ends_soon are from the first process's `now`."""
         self._recent.append(seconds)
         if self.minutes:
             self._loop.progress = max(self._loop.progress, progress)
@@ -89,7 +89,7 @@ class Clock:
             self.ends_soon = ends_soon > 0
 
     def add_evaluation(self, seconds: float):
-        """Note how long an evaluation took; the last one may take as long."""
+        """Remember how long an evaluation took: the last one may take as long."""
         self._evaluation_s = max(self._evaluation_s, seconds)
 
     def seconds_left(self) -> float:
@@ -97,10 +97,10 @@ class Clock:
         return self._end - time.monotonic()
 
     def _last_work_s(self, step_s: float) -> float:
-        """What comes after the last step: an evaluation, a save and the end."""
+        """Seconds for what comes after the last step: an evaluation, a save and the end."""
         needed = self._plan.expected_memory
         save_s = (needed["weights"] + needed["optimizer state"]) / SAVE_BYTES_S
-        # To score a token takes a third of the time to train on one
+        # Scoring a token takes a third of the time of training on it
         guess = step_s * self._evaluation_tokens / (3 * self._plan.total_batch_size)
         return END_S + save_s + (self._evaluation_s or guess)
 

@@ -7,33 +7,33 @@ import time
 
 from nanochat.run.clock import Clock
 from nanochat.run.metrics import LoopState
-from nanochat.terminal import bar, duration, give_up, is_terminal, printable
+from nanochat.terminal import bar, duration, is_terminal, print_line, printable
 
-FULL_STEPS = 12  # the first ones of a process have a line each: on a CPU the eleventh compiles
+FULL_STEPS = 12  # first steps of a process that have a line each: on a CPU the eleventh compiles
 LOG_S = 5.0  # seconds between two later lines of a log file
 REDRAW_S = 0.1  # seconds between two updates on a terminal
 
 
 class Console:
-    """Prints lines about the training steps, each about the steps since the one before, and other lines
-    and bars between them.
+    """Prints lines about training steps, each with means since the line before, and other lines and bars
+    between them.
 
-    In a log file the first FULL_STEPS steps have a line each; the last one, and one whose loss is not finite,
-    have one on a terminal too. `loop` knows the bits per byte of the last validation, and how many steps were
-    skipped; `clock` when the run ends.
+    In a log file the first FULL_STEPS steps have a line each. The last step, and a step whose loss is not
+    finite, have one on a terminal too. From `loop` come the last validation's bits per byte and the number of
+    skipped steps, from `clock` the progress.
     """
 
     def __init__(self, first_step: int, enabled: bool, loop: LoopState, clock: Clock):
         self.enabled, self.first_step, self.clock = enabled, first_step, clock
         self.loop, self.time_left, self.interval = loop, TimeLeft(), Interval()
         self.terminal = enabled and is_terminal(sys.stdout) and is_terminal(sys.stderr)
-        self.live = None  # the line that is redrawn, while it is there
-        self.shown_at = -math.inf  # on the clock: when a step was last printed or drawn
+        self.live = None  # the line that is redrawn, if there is one
+        self.shown_at = -math.inf  # on time.monotonic(): when a step was last printed or drawn
         self.record: dict = {}  # of the last step
-        self.drawn = ""  # what the live line says and no printed line does
+        self.drawn = ""  # the text of the live line; "" if it was printed as a line too
 
     def step(self, record: dict):
-        """Tell of a training step; `record` is what metrics.jsonl gets."""
+        """Show a training step, or count it for the next line. record: what metrics.jsonl gets."""
         if not self.enabled:
             return
         now, self.record = time.monotonic(), record
@@ -51,21 +51,11 @@ class Console:
         """Lines above the live line."""
         if not self.enabled or not lines:
             return
-        text = printable("\n".join(map(str, lines)))
-        try:
-            if self.terminal:
-                from tqdm import tqdm  # takes the live line or bar away while it writes
-
-                tqdm.write(text, file=sys.stdout)
-            else:
-                print(text)
-            sys.stdout.flush()
-        except OSError:
-            give_up(sys.stdout)
+        print_line(printable("\n".join(map(str, lines))), sys.stdout, above=self.terminal)
 
     def bar(self, total: int | None, text: str, unit: str = " batches"):
-        """A bar in place of the live line, over `total` pieces of work: `with console.bar(9, "evaluating")
-        as bar: bar.update()`."""
+        """A bar over `total` pieces of work, in place of the live line: `with console.bar(9, "evaluating") as
+        bar: bar.update()`."""
         self._hide()
         return bar(text, unit, total, hidden=not self.enabled, terminal=self.terminal, leave=False)
 
@@ -77,7 +67,7 @@ class Console:
                 shown.update()
 
     def close(self):
-        """Print what no line has told yet."""
+        """Print the steps since the last line."""
         if self.interval.steps:
             self._show(whole_line=True)
         elif self.drawn:
@@ -102,7 +92,7 @@ class Console:
             self.live = None
 
     def _pieces(self) -> list[str]:
-        """The parts of a line. The most important come first: a narrow terminal shows as many as fit."""
+        """The parts of a line, the most important first: a narrow terminal shows only the first ones."""
         record, loop, clock, mean = self.record, self.loop, self.clock, self.interval
         done = record["step"] + 1
         loss = record["smoothed_loss"] if math.isfinite(record["loss"]) else record["loss"]
@@ -123,11 +113,11 @@ class Console:
 
 
 def fitting(pieces: list[str], columns: int) -> str:
-    """As many of the pieces as fit into a line, at least the first, cut to its width."""
-    count = len(pieces)
-    while count > 1 and len(" | ".join(pieces[:count])) > columns:
-        count -= 1
-    return " | ".join(pieces[:count])[:columns]
+    """As many of the pieces as a line has columns for; at least the first one, cut to the line's width."""
+    pieces = list(pieces)
+    while len(pieces) > 1 and len(" | ".join(pieces)) > columns:
+        pieces.pop()
+    return " | ".join(pieces)[:columns]
 
 
 class Interval:
@@ -145,19 +135,19 @@ class Interval:
 
 
 class TimeLeft:
-    """How long the steps to come will take, with the evaluations, samples and saves between them.
+    """Estimates the time of the steps to come, with the evaluations, samples and saves between them.
 
-    A step costs the mean of the last hundred or so. What comes between two steps counts as a pause if it is
-    longer than the step; pauses go on at the rate measured up to the last one. The first step is not counted,
-    nor what follows it: it compiles, and then memory is set aside for saving.
+    A step takes the mean of about the last hundred. Time between two steps is a pause if it is longer than
+    the step after it; the coming pauses take as much time a step as those so far. The first step, which
+    compiles, and the time after it, which makes the buffers for saving, are not counted.
     """
 
     def __init__(self):
-        self.last = None  # on the clock: the end of the last step
+        self.last = None  # on time.monotonic(): the end of the last step
         self.steps, self.seconds_per_step, self.paused, self.pause_per_step = 0, 0.0, 0.0, 0.0
 
     def add(self, seconds: float, now: float):
-        """A step of that length has just ended, at `now` on the clock."""
+        """Count a step of so many seconds that ended at `now` on time.monotonic()."""
         if self.last is not None:
             self.steps += 1
             pause = now - self.last - seconds if self.steps > 1 else 0.0
@@ -170,5 +160,5 @@ class TimeLeft:
         self.last = now
 
     def after(self, steps: int) -> float | None:
-        """Seconds that so many steps will take; None if none has been measured yet."""
+        """Seconds that so many steps will take; None before a step has been measured."""
         return steps * (self.seconds_per_step + self.pause_per_step) if self.steps else None

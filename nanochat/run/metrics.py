@@ -1,4 +1,4 @@
-"""The records of a run: metrics.jsonl, which a resumed run cuts back, and what the loop remembers."""
+"""The records of a run in metrics.jsonl, and the state of the training loop."""
 
 import json
 import math
@@ -11,40 +11,40 @@ from pathlib import Path
 
 from nanochat import UserError
 from nanochat.checkpoint import Checkpoint
-from nanochat.files import open_plain
+from nanochat.files import open_plain, replacing
 from nanochat.run.wandb_log import start_wandb
 
 RECENT_STEPS = 64  # losses that a spike is measured against
 SMOOTHING = 0.9  # share of the old mean in the smoothed loss
 _NUMBER = (int, float, type(None))
-# What a record tells, with its types. Only training records have a loss; an evaluation has at least one other
-# of these. Training record k is update k, counted from 0; an evaluation at k was made after k updates
-KINDS = {"loss": _NUMBER, "val_bpb": _NUMBER, "own_score": _NUMBER, "core": _NUMBER, "samples": list}
-EVALUATIONS = tuple(KINDS)[1:]
+# The fields that make a record, with their types: only training records have a loss, and an evaluation has at
+# least one of the others. Training record k is update k, from 0; evaluation record k was made after k updates
+FIELDS = {"loss": _NUMBER, "val_bpb": _NUMBER, "own_score": _NUMBER, "core": _NUMBER, "samples": list}
 
 
 @dataclass
 class LoopState:
-    """What the training loop remembers. It is saved in every checkpoint; a resumed loop goes on with it."""
+    """What the training loop remembers. Every checkpoint saves it, and a resumed run continues with it."""
 
     tokens: int = 0  # trained on so far
     train_seconds: float = 0.0
     skipped: int = 0  # steps whose gradient was not finite
-    bad_steps: int = 0  # the latest steps in a row that were not finite, without float16's overflows
+    bad_steps: int = 0  # the last steps in a row that were not finite, without overflows of float16
     recent: list[float] = field(default_factory=list)  # losses of the latest good steps
     wandb_id: str | None = None
     val_bpb: float | None = None  # bits per byte of the last validation
-    smooth_sum: float = 0.0  # the running mean of the losses before its correction, see smoothed_loss
-    smooth_steps: int = 0  # losses in it
-    progress: float = 0.0  # of a run in minutes: the share that is done, see clock.py
-    minutes: float = 0.0  # that it refers to
+    smooth_sum: float = 0.0  # the running mean of the losses, before the correction in smoothed_loss
+    smooth_steps: int = 0  # losses in smooth_sum
+    progress: float = 0.0  # of a run with --target_minutes: the share that is done, see clock.py
+    minutes: float = 0.0  # the --target_minutes of that progress
     elapsed_s: float = 0.0  # seconds of these minutes that have passed
 
-    _ended = -math.inf  # on the clock: the end of the last step; no field, so it is not saved
+    _ended = -math.inf  # on time.perf_counter(): the end of the last step; no field, so it is not saved
 
     @classmethod
     def of(cls, checkpoint: Checkpoint | None) -> "LoopState":
-        """That of a checkpoint; of a new run without one. UserError if a checkpoint's has other fields."""
+        """The state in a checkpoint, or that of a new run. Raises UserError if a checkpoint's has other
+        fields."""
         try:
             return cls(**(checkpoint.state["loop"] if checkpoint else {}))
         except TypeError as error:
@@ -56,8 +56,8 @@ class LoopState:
     def step_seconds(self, started: float) -> float:
         """Seconds of the step that Python began at `started` on time.perf_counter() and that has ended now.
 
-        A GPU begins a step when it has ended the one before it, however early Python asks for it. So the
-        times of all steps add up to the time in steps.
+        A GPU begins a step when the step before has ended, even if Python has asked for it earlier. So the
+        times of all steps add up.
         """
         now = time.perf_counter()
         seconds, self._ended = now - max(started, self._ended), now
@@ -85,9 +85,8 @@ class LoopState:
 
     @property
     def smoothed_loss(self) -> float:
-        """The running mean of the losses: one batch's loss is noisy. NaN before the first loss.
-
-        The sum starts at 0, so it is too low at first; the division corrects that.
+        """The exponential moving average of the losses, since one batch's loss is noisy. NaN before the first
+        loss. It starts at 0 and is too low at first; the division corrects that, as in Adam.
         """
         return self.smooth_sum / (1 - SMOOTHING**self.smooth_steps) if self.smooth_steps else math.nan
 
@@ -95,9 +94,9 @@ class LoopState:
 class Metrics:
     """Writes records to `<out_dir>/metrics.jsonl` and, where a run has one, to wandb.
 
-    A record is one JSON object on one line, written with one system call: whatever kills the process, the
-    file holds whole records, and at most the beginning of one more, which is not read. NaN and infinity are
-    written as null, since JSON has neither.
+    A record is a line of JSON, written with one system call: if the process is killed, the file has whole
+    records and perhaps the beginning of another, which is not read. NaN and infinity are written as null:
+    JSON has neither.
     """
 
     def __init__(self, out_dir, wandb_log=None, enabled: bool = True):
@@ -118,7 +117,7 @@ class Metrics:
         record = _without_nan(record)
         line = (json.dumps(record) + "\n").encode()
         try:
-            if os.fstat(self.file).st_nlink == 0:  # what is written now would go nowhere
+            if os.fstat(self.file).st_nlink == 0:  # the file was deleted
                 self._begin_again()
             written = os.write(self.file, line)
         except OSError as error:
@@ -131,19 +130,19 @@ class Metrics:
             self.wandb_log.write(record)
 
     def _begin_again(self):
-        """Go on in a new file, and a new folder if that is gone too."""
+        """Go on in a new file, and in a new folder if that was deleted too."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         os.close(self.file)
         self.file = self._open()
         print(
-            f"warning: {self.path} was deleted while the run goes on; it begins again, without the steps "
+            f"warning: {self.path} was deleted while the run goes on; a new file begins, without the steps "
             "before. Start no other run in this folder",
             file=sys.stderr,
             flush=True,
         )
 
     def start_wandb(self, run: str, config: dict, loop: LoopState, say):
-        """Log to a wandb run of that name too, or go on in the one that `loop` remembers."""
+        """Log to a wandb run of that name too; a resumed run continues the one that `loop` remembers."""
         if self.enabled:
             self.wandb_log = start_wandb(run, config, self.path.parent, loop.wandb_id, say)
             loop.wandb_id = self.wandb_log.id if self.wandb_log else None
@@ -161,7 +160,7 @@ class Metrics:
 
 
 def _without_nan(value):
-    """The value with None for every number in it that JSON does not have."""
+    """The value with None in place of NaN and infinity."""
     if isinstance(value, dict):
         return {name: _without_nan(part) for name, part in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -184,18 +183,18 @@ def diverged(step: int, micro_losses: list[float], first_row: int, checkpoints: 
 
 
 def read_metrics(path, say=lambda warning: None) -> list[dict]:
-    """The whole records of a metrics.jsonl, in order; [] if there is no such file. `say` hears of bad
-    lines."""
-    if not Path(path).is_file():  # reading a pipe would wait
+    """The whole records of a metrics.jsonl, in order; [] if there is no such file. `say` gets a warning for
+    each bad line."""
+    if not Path(path).is_file():  # a pipe would block
         return []
-    lines = Path(path).read_bytes().split(b"\n")[:-1]  # after the last newline: not a whole record
+    lines = Path(path).read_bytes().split(b"\n")[:-1]  # what follows the last newline is no whole record
     records = []
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-            kinds = record.keys() & KINDS.keys()
-            fits = kinds and all(isinstance(record[kind], KINDS[kind]) for kind in kinds)
-            if type(record["step"]) is not int or not fits:
+            names = record.keys() & FIELDS.keys()
+            valid = names and all(isinstance(record[name], FIELDS[name]) for name in names)
+            if type(record["step"]) is not int or not valid:
                 raise ValueError("neither a step nor an evaluation")
             records.append(record)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -204,23 +203,16 @@ def read_metrics(path, say=lambda warning: None) -> list[dict]:
 
 
 def last_evaluation(path, step: int) -> int:
-    """The step of the last evaluation in a metrics.jsonl, after at most `step` updates; -1 if there is
-    none."""
+    """The step of the last evaluation up to `step` in a metrics.jsonl; -1 if there is none."""
     steps = (r["step"] for r in read_metrics(path) if "loss" not in r and r["step"] <= step)
     return max(steps, default=-1)
 
 
 def rewind_metrics(path, step: int, say=print):
-    """Drop the records made after `step` updates: training records from `step` on, and what is later than it
-    of evaluations, task scores and samples. The file changes at once or not at all."""
-    path = Path(path)
-    if not path.is_file():
+    """Drop the records made after `step` updates: training records from `step` on, and later evaluations. The
+    file changes at once or not at all."""
+    if not Path(path).is_file():
         return
     kept = [r for r in read_metrics(path, say) if r["step"] < step or ("loss" not in r and r["step"] == step)]
-    temporary = path.with_suffix(".tmp")
-    temporary.unlink(missing_ok=True)  # a link would lead the next line elsewhere
-    with os.fdopen(open_plain(temporary, os.O_WRONLY | os.O_CREAT), "w") as f:
-        f.writelines(json.dumps(r) + "\n" for r in kept)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
+    with replacing(path, sync=True) as file:
+        file.writelines(json.dumps(record).encode() + b"\n" for record in kept)

@@ -24,8 +24,8 @@ def begin(resumed, identity: dict, plan: Plan, machine, accept: str):
     """Where a run begins: (step, step of its last evaluation, what changed, loop state, clock). All processes
     call it; a run that is finished already says so and ends here.
 
-    resumed: of checkpoint.enter. identity: what makes the run this run; a difference that `accept` does not
-    name is refused. Raises UserError if the processes differ.
+    resumed: of checkpoint.enter. identity: what must stay the same when a run is resumed; a difference that
+    `accept` does not name is refused. Raises UserError if the processes differ.
     """
     machine.check_same(
         identity | {"compute dtype": str(plan.hardware.dtype), "num_iterations": plan.num_iterations}
@@ -46,8 +46,8 @@ def begin(resumed, identity: dict, plan: Plan, machine, accept: str):
 
 
 def restore(resumed, model: torch.nn.Module, optimizer, scaler, machine):
-    """Put everything that a checkpoint holds where it was: weights, the optimizer's state, the scale of
-    float16 and the random numbers."""
+    """Load a checkpoint's weights, the optimizer's state, the loss scale of float16 and the state of the
+    random number generators."""
     checkpoint.load_weights(resumed, model)
     optim.load_state(optimizer, model, resumed)
     if resumed.state["scaler"]:  # empty unless the run was in float16
@@ -67,11 +67,11 @@ def scores_in_words(record: dict) -> list[str]:
 
 
 class RunOutput:
-    """Opens a run's outputs, once every process knows where the run begins.
+    """The outputs of a run. All processes make one, once they know where the run begins.
 
-    The first process writes `log` (metrics.jsonl, wandb), the `console`, config.json and the report; of a
-    checkpoint each process writes its share. What the folder holds from after the checkpoint `resumed` is set
-    aside first. settings, sections (of the plan) and identity: for config.json.
+    The first process writes `log` (metrics.jsonl, wandb), the `console`, config.json and the report; each
+    process writes its share of a checkpoint. Newer checkpoints than `resumed` are set aside first. settings,
+    sections (of the plan) and identity: for config.json.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class RunOutput:
         self.log.start_wandb(wandb_run, facts, loop, machine.print)
         self.console = Console(step, machine.is_main, loop, clock)
         self._saver = checkpoint.AsyncSaver(path, machine.rank, machine.world_size, run_id)
-        distributed.before_end(self._saver.finish)  # if any process fails, a save under way is finished first
+        distributed.before_end(self._saver.finish)  # if a process fails, a save under way is finished first
         self._prune = functools.partial(
             checkpoint.prune, path, keep_checkpoints, permanent_every, self.console.print
         )
@@ -118,9 +118,9 @@ class RunOutput:
     def log_step(self, record: dict, started: float, loss_scale: float, clock_reading, micro_losses):
         """Complete and write the record of a step that has just ended.
 
-        record: its step, loss, grad_norm, and what else the script gives. started: when Python began the
-        step. micro_losses: of this process, to say where a loss became infinite. Raises UserError after
-        MOST_BAD_STEPS in a row.
+        record: step, loss, grad_norm, and what else the script gives. started: when Python began the step, on
+        time.perf_counter(). micro_losses: this process's, to name a loss that is not finite. Raises UserError
+        after MOST_BAD_STEPS bad steps in a row.
         """
         plan, loop = self._plan, self._loop
         tokens, seconds = plan.total_batch_size, loop.step_seconds(started)
@@ -145,10 +145,10 @@ class RunOutput:
             raise metrics.diverged(record["step"], micro_losses.tolist(), first_row, newest)
 
     def log_evaluation(self, record: dict, began: float, said: str = "", final: bool = False):
-        """Print and write the record of an evaluation, and the report of all that the run has done.
+        """Print and write the record of an evaluation, and write the report.
 
-        record: its step and scores. began: when it began, on time.monotonic(). said: more words about its
-        bits per byte. final: the run goes no further now.
+        record: its step and scores. began: when it began, on time.monotonic(). said: words to print after the
+        bits per byte. final: this process makes no more steps.
         """
         loop, step = self._loop, record["step"]
         if "val_bpb" in record:
@@ -163,15 +163,14 @@ class RunOutput:
         self._clock.add_evaluation(time.monotonic() - began)
 
     def prepare_to_save(self, model: torch.nn.Module, optimizer):
-        """Make the buffers of a save, once the optimizer has its state (after its first step)."""
+        """Make the buffers for saving. Call it after the optimizer's first step, which makes its state."""
         self._saver.reserve(model.state_dict(), optim.named_state(optimizer, model, self._machine.rank))
 
     def save(self, step: int, model: torch.nn.Module, optimizer, state: dict):
         """Start to write a checkpoint after `step` updates. Every process calls it at the same step.
 
         state: what else the run needs to continue, ready for JSON; the same on all processes. Raises
-        UserError if the model's weights are not finite. If the save before this one failed, the console says
-        so.
+        UserError if the model's weights are not finite. Prints a warning if the save before failed.
         """
         random_state = runtime.random_state(self._machine.device) if self._machine.is_main else {}
         try:
@@ -189,13 +188,13 @@ class RunOutput:
         self._saved_at = time.monotonic()
 
     def save_is_overdue(self, minutes: float) -> bool:
-        """Whether the last save began more than `minutes` ago and is done (minutes <= 0: never). False on all
-        processes but the first, whose clock decides."""
+        """Whether the last save began more than `minutes` ago and is done (minutes <= 0: never). The clock of
+        the first process decides: on others it is False."""
         since = time.monotonic() - self._saved_at
         return self._machine.is_main and self._saver.done() and 0 < 60 * minutes < since
 
     def report(self, final: bool):
-        """Write the report of what the run has done so far. final: it goes no further now."""
+        """Write the report. final: this process makes no more steps."""
         if self._machine.is_main:
             write_report(self._path, final, self.console.print)
 

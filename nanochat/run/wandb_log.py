@@ -1,14 +1,16 @@
-"""Weights & Biases: what metrics.jsonl gets goes there too, where the package is installed."""
+"""Weights & Biases: gets the records of metrics.jsonl too, if the package is installed."""
 
 import os
 import sys
 from pathlib import Path
 
+from nanochat.terminal import first_line
+
 REPORT_FILES = ("report.html", "report.md", "loss.png")  # of a run's folder, uploaded at its end
 
 
 class WandbLog:
-    """A wandb run. If wandb fails, training goes on without it."""
+    """A wandb run. If wandb fails, training continues without it."""
 
     def __init__(self, wandb_run, folder):
         self.run, self.folder, self.id = wandb_run, Path(folder), wandb_run.id
@@ -40,7 +42,7 @@ class WandbLog:
             getattr(self.run, method)(*values, **options)
         except Exception as error:  # its service can fail in many ways
             self.run = None
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            reason = f"{type(error).__name__}: {first_line(error)}"
             print(f"warning: wandb has failed ({reason}); the run goes on without it", file=sys.stderr)
 
 
@@ -60,7 +62,7 @@ def start_wandb(run: str, config: dict, folder, run_id: str | None, say=print):
         say("wandb: off (--run=NAME logs the run there too, under that name)")
         return None
     try:
-        import wandb  # only where it is used: a machine may not have it
+        import wandb  # here, because a machine may not have it
     except ImportError:
         say("wandb is not installed, so nothing is logged there: pip install wandb, or leave --run out")
         return None

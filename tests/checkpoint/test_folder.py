@@ -112,17 +112,6 @@ def test_a_run_keeps_others_out_until_it_is_killed(tmp_path):
         holder.stdout.close()
 
 
-def test_a_lock_is_released_by_close_and_not_when_its_object_is_gone(tmp_path):
-    lock = lock_folder(tmp_path)
-    lock.close()
-    lock.close()
-    fd = lock_folder(tmp_path).fd
-    with pytest.raises(UserError, match=f"process {os.getpid()}"):
-        lock_folder(tmp_path)
-    os.close(fd)
-    folder._held.discard(fd)
-
-
 def test_a_file_system_without_locks_is_named_once_and_used(tmp_path, monkeypatch):
     import fcntl
 

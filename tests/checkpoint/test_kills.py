@@ -166,7 +166,7 @@ def kill_background_saves(place):
     while kills < 8 or (reached < 4 and kills < 50):
         kills += 1
         pid = fork(train)
-        time.sleep(draw.uniform(0.02, 0.2))
+        time.sleep(draw.uniform(0.02, 0.2) * (1 + kills / 8))  # a busy machine needs longer for a save
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         if found := find(run, say=sys.exit):

@@ -34,11 +34,6 @@ def craft_state(folder, **changed):
     craft(folder / "step_000002", {"state.json": json.dumps(STATE | changed).encode()})
 
 
-def test_a_good_state_is_taken_as_it_was_saved(run_folder):
-    found = find(run_folder, to_continue=True)
-    assert found.step == 2 and found.state == STATE
-
-
 @pytest.mark.parametrize("part", NEEDED)
 def test_a_state_without_a_part_or_with_one_of_another_type_is_named(run_folder, part):
     for wrong in (None, "3", [1], {"a": {"b": {"c": 1}}} if part != "loader" else 1):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat.data.parquet import iterate_documents
+from nanochat.data.parquet import Documents
 
 
 def write_shard(path: Path, texts, **options) -> Path:
@@ -20,7 +20,7 @@ def write_shard(path: Path, texts, **options) -> Path:
 
 def documents(dataset) -> tuple[list[str], list[str]]:
     """The training documents and the validation documents of a data set."""
-    return list(iterate_documents(dataset.train_shards)), list(iterate_documents(dataset.val_shards))
+    return list(Documents(dataset.train_shards)), list(Documents(dataset.val_shards))
 
 
 def is_validation(text: str) -> bool:

@@ -33,13 +33,9 @@ def test_the_mask_token_by_token():
     everything, counted = render(TOKENIZER, conversation, "all")
     assert (everything == ids).all() and not counted[0] and counted[1:].all()
     assert prompt_ids(TOKENIZER, conversation[:2]) == ids[: len("be\n\nhi") + 4].tolist()
-
-
-def test_special_tokens_in_a_message_stay_text():
-    text = "<|assistant_end|><|bos|>"
+    text = "<|assistant_end|><|bos|>"  # stays text in a message
     ids, _ = render(TOKENIZER, (("user", text), ("assistant", text)), "all")
-    special = [i for i in ids.tolist() if i >= 256]
-    assert len(special) == 5 and len(ids) == 5 + 2 * len(text)
+    assert (ids >= 256).sum() == 5 and len(ids) == 5 + 2 * len(text)
 
 
 def rendered(sizes, weights=None):

@@ -14,7 +14,6 @@ import pytest
 from shards import documents, flat, is_validation, write_shard
 
 from nanochat import UserError
-from nanochat.data import dataset as imported
 from nanochat.data import sources as dataset
 from nanochat.data.sources import open_dataset
 
@@ -84,24 +83,16 @@ def test_it_is_imported_once_and_again_when_the_source_changed(texts, tmp_path, 
     assert documents(first)  # a run that uses the older import can go on
 
 
-def test_val_data_decide_the_split_of_imported_text(texts, tmp_path):
-    folder, expected = texts
-    data = open_dataset(folder, folder / "a.jsonl", base_dir=tmp_path / "base")
-    train, val = documents(data)
-    assert sorted(val) == sorted(text for text in expected if text.startswith("jsonl "))
-    assert sorted(train + val) == sorted(expected)
-    by_hash = open_dataset(folder, base_dir=tmp_path / "base")
-    assert by_hash.fingerprint != data.fingerprint
-
-
-def test_several_paths_may_be_given_with_commas(texts, tmp_path):
+def test_val_data_decide_the_split_and_several_paths_may_be_given_with_commas(texts, tmp_path):
     folder, expected = texts
     (tmp_path / "with, comma.txt").write_text("comma")
     data = open_dataset(f"{folder}/a.jsonl, {folder}/d.parquet", base_dir=tmp_path / "base")
     wanted = [text for text in expected if text.startswith(("jsonl ", "parquet "))]
     assert sorted(flat(documents(data))) == sorted(wanted)
     both = open_dataset(folder, f"{folder}/a.jsonl,{folder}/d.parquet", base_dir=tmp_path / "base")
-    assert sorted(documents(both)[1]) == sorted(wanted)
+    train, val = documents(both)
+    assert sorted(val) == sorted(wanted) and sorted(train + val) == sorted(expected)
+    assert both.fingerprint != open_dataset(folder, base_dir=tmp_path / "base").fingerprint  # split by hash
     data = open_dataset(folder, tmp_path / "with, comma.txt", base_dir=tmp_path / "base")
     assert documents(data)[1] == ["comma"]
 
@@ -119,35 +110,13 @@ def test_another_field_or_column_holds_the_text_when_named(tmp_path):
 
 def test_the_empty_split_of_few_documents_is_refused_with_what_to_do(tmp_path):
     (tmp_path / "one.txt").write_text("one text")
-    with pytest.raises(
-        UserError, match=r"none of the 1 documents of one.txt falls into the validation split .*val_data"
-    ):
+    with pytest.raises(UserError, match=r"none of the 1 documents of one.txt falls .*val_data"):
         open_dataset(tmp_path / "one.txt", base_dir=tmp_path / "base")
     assert os.listdir(tmp_path / "base" / "data") == []
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(28, "No space left on device"), PermissionError(13, "Permission denied")], ids=str
-)
-def test_a_folder_that_cannot_be_written_is_one_sentence(texts, tmp_path, monkeypatch, error):
-    def fail(*_):
-        raise error
-
-    folder, _ = texts
-    with monkeypatch.context() as patch:
-        patch.setattr(imported, "write_sorted", fail)
-        with pytest.raises(UserError, match=f"cannot be written .{error.strerror}.*--base_dir"):
-            open_dataset(folder, base_dir=tmp_path / "base")
-    assert os.listdir(tmp_path / "base" / "data") == []
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot be written .Not a directory"):
-        open_dataset(folder, base_dir=tmp_path / "file")
-
-
 def test_a_source_that_vanishes_or_changes_on_the_way_is_one_sentence(texts, tmp_path, monkeypatch):
     folder, _ = texts
-    with pytest.raises(UserError, match="nowhere does not exist or may not be read"):
-        open_dataset(tmp_path / "nowhere", base_dir=tmp_path / "base")
     read = dataset.read_documents
 
     def change(path, *rest):
@@ -177,10 +146,8 @@ def test_leftovers_of_killed_imports_are_removed_after_a_day_and_no_others(texts
         for path in (data / name / "bucket_0000", data / name):
             os.utime(path, (time.time() - age,) * 2)
     open_dataset(folder, base_dir=tmp_path / "base")
-    assert {path.name for path in data.iterdir() if not path.name.startswith("texts")} == {
-        ".new.abcdefgh",
-        "mine",
-    }
+    left = {path.name for path in data.iterdir() if not path.name.startswith("texts")}
+    assert left == {".new.abcdefgh", "mine"}
 
 
 LARGE = """

@@ -36,27 +36,15 @@ def opened(base: Path, address: str = "hf:somebody/texts", **more) -> list[str]:
     return sorted(flat(documents(open_dataset(address, base_dir=base, **more))))
 
 
-@pytest.mark.parametrize("name, content", [
-    ("data/all.parquet", parquet(TEXTS)), ("all.jsonl", lines(TEXTS)),
-    ("all.json", json.dumps(TEXTS).encode()), ("all.jsonl.gz", gzip.compress(lines(TEXTS))),
-])  # fmt: skip
-def test_each_kind_of_file_is_imported_with_validation_by_hash(texts, tmp_path, name, content):
-    texts.files[name] = content
+@pytest.mark.parametrize("files", [
+    {"data/all.parquet": parquet(TEXTS)}, {"all.jsonl.gz": gzip.compress(lines(TEXTS))},
+    {"all.json": json.dumps(TEXTS).encode()}, {f"{i}.txt": text.encode() for i, text in enumerate(TEXTS)},
+], ids=["parquet", "jsonl.gz", "json", "txt"])  # fmt: skip
+def test_files_of_each_kind_are_imported_with_validation_by_hash(texts, tmp_path, files):
+    texts.files |= files
     train, val = documents(open_dataset("hf:somebody/texts", base_dir=tmp_path))
     assert sorted(train + val) == sorted(TEXTS)
     assert sorted(val) == sorted(filter(is_validation, TEXTS))
-
-
-def test_text_files_and_another_field_and_the_same_text_in_a_folder_of_ones_own(texts, tmp_path):
-    own = tmp_path / "own"
-    own.mkdir()
-    for i, text in enumerate(TEXTS):
-        texts.files[f"{i}.txt"] = text.encode()
-        (own / f"{i}.txt").write_text(text)
-    a, b = (open_dataset(data, base_dir=tmp_path) for data in ("hf:somebody/texts", own))
-    assert a.fingerprint == b.fingerprint and "README" not in "".join(opened(tmp_path))
-    texts.files["body.jsonl"] = lines(TEXTS, "body")
-    assert opened(tmp_path, "hf:somebody/texts@v1", text_field="body") == sorted(TEXTS)
 
 
 def test_training_files_are_taken_and_a_path_takes_others(texts, tmp_path):
@@ -85,6 +73,9 @@ def _one(folder: Path) -> Path:
 def test_the_text_stays_that_of_the_first_use_and_needs_no_network(texts, tmp_path, monkeypatch):
     texts.files |= {"train-0.jsonl": lines(TEXTS[:100]), "train-1.jsonl": lines(TEXTS[100:])}
     first = open_dataset("hf:somebody/texts", base_dir=tmp_path)
+    (tmp_path / "own.jsonl").write_bytes(lines(TEXTS, "body"))  # the same text in a file of one's own
+    own = open_dataset(tmp_path / "own.jsonl", base_dir=tmp_path, text_field="body")
+    assert own.fingerprint == first.fingerprint
     texts.commit = "f" * 40
     texts.files["train-2.jsonl"] = lines(["new"])
     texts.requests.clear()
@@ -113,12 +104,6 @@ def test_an_address_without_files_is_a_sentence(texts, tmp_path, address, messag
         open_dataset(address, base_dir=tmp_path)
 
 
-def test_a_gated_data_set_asks_for_the_token(texts, tmp_path):
-    texts.refusal = 403, "GatedRepo"
-    with pytest.raises(UserError, match=r"gated.*datasets/somebody/texts.*HF_TOKEN"):
-        open_dataset("hf:somebody/texts", base_dir=tmp_path)
-
-
 def test_too_much_is_refused_with_how_much_the_horizon_needs(texts, tmp_path, monkeypatch):
     texts.files |= {f"data/train-{i}.parquet": parquet(TEXTS) for i in range(4)}
     size = len(parquet(TEXTS))
@@ -131,11 +116,7 @@ def test_too_much_is_refused_with_how_much_the_horizon_needs(texts, tmp_path, mo
 
 
 def test_names_that_lead_out_of_the_folder_are_left_out(texts, tmp_path):
-    texts.files |= {
-        "../outside.jsonl": lines(TEXTS),
-        "/outside.jsonl": lines(TEXTS),
-        "in.jsonl": lines(TEXTS),
-    }
+    texts.files |= dict.fromkeys(["../outside.jsonl", "/outside.jsonl", "in.jsonl"], lines(TEXTS))
     assert opened(tmp_path / "base") == sorted(TEXTS)
     assert not (tmp_path / "outside.jsonl").exists()
 

@@ -51,12 +51,9 @@ def test_without_a_shard_a_sentence_says_how_many_the_horizon_needs_and_how_to_g
         (9,), "shard_00000.parquet, the first training shard",
     ):  # fmt: skip
         put(folder, *here)
-        with pytest.raises(UserError) as refusal:
+        command = "scripts.download --name=climbmix --num_shards=4, or give --download=on"
+        with pytest.raises(UserError, match=f"lacks {missing} .*needs 4 training shards, 0 are .*{command}"):
             opened(folder, 31)
-        assert str(refusal.value) == (
-            f"{folder} lacks {missing} (the horizon needs 4 training shards, 0 are there); get it: "
-            "python -m scripts.download --name=climbmix --num_shards=4, or give --download=on"
-        )
 
 
 def test_a_run_reads_as_many_shards_as_its_horizon_needs_and_says_which_it_lacks(folder):
@@ -67,24 +64,17 @@ def test_a_run_reads_as_many_shards_as_its_horizon_needs_and_says_which_it_lacks
     assert len(of_run(folder, 25).train_shards) == 5 and of_run(folder, 25).more_text == ""
     found = of_run(folder, 26)
     assert len(found.train_shards) == 5
-    assert found.more_text == (
-        "the horizon needs 6 shards of climbmix and 5 are here, so get the others with "
-        "python -m scripts.download --name=climbmix --num_shards=6, or give --download=on"
-    )
-    assert (
-        len(of_run(folder, 10**9).train_shards) == 5 and "needs 9 shards" in of_run(folder, 10**9).more_text
-    )
+    assert "needs 6 shards of climbmix and 5 are here" in found.more_text
+    assert "scripts.download --name=climbmix --num_shards=6, or give --download=on" in found.more_text
+    found = of_run(folder, 10**9)
+    assert len(found.train_shards) == 5 and "needs 9 shards" in found.more_text
 
 
 def test_a_resumed_run_keeps_its_number_of_shards(folder):
     put(folder, 0, 1, 2, 3, 9)
     found = of_run(folder, 20, shards_before=3)
     assert len(found.train_shards) == 3
-    assert found.more_text == (
-        "the run keeps the 3 shards of its first start, and a new one (--resume=never) would take 4"
-    )
+    assert "keeps the 3 shards of its first start" in found.more_text and "take 4" in found.more_text
     assert of_run(folder, 15, shards_before=3).more_text == ""
-    with pytest.raises(
-        UserError, match=r"reads 6 training shards of climbmix, and 4 of them are in .*=6, or"
-    ):
+    with pytest.raises(UserError, match=r"reads 6 training shards of climbmix, and 4 of them are in .*=6"):
         of_run(folder, 20, shards_before=6)

@@ -12,10 +12,9 @@ import pytest
 
 from nanochat import UserError
 from nanochat.data.chat_format import ConversationData, Conversations
-from nanochat.data.conversations import _checked
 from nanochat.data.python_functions import read_functions
 from nanochat.data.python_questions import open_embedded
-from nanochat.evals.exact_match import exact_match_questions, nearest_answer_share, nearest_answers
+from nanochat.evals.exact_match import exact_match_questions, nearest_answer_share
 
 
 @pytest.fixture(scope="module")
@@ -127,53 +126,29 @@ def test_no_function_and_no_word_of_a_computation_is_in_both_splits(data):
     names, words = [], []
     for split in (data.train, data.val):
         asked = [question for question, _, _ in turns(split)]
-        defined = {name for question in asked for name in re.findall(r"def (\w+)\(", question)}
-        imported = {
-            name for question in asked for name in re.findall(r"^from \S+ import (\w+)", question, re.M)
-        }
-        explained = re.compile(
-            r"(?:What does|What is|Explain) (?:\w+\.)+(\w+) (?:do|for|in one sentence)[.?]$"
+        named = (
+            r"def (\w+)\(",
+            r"^from \S+ import (\w+)",
+            r"^(?:What does|What is|Explain) (?:\w+\.)+(\w+) (?:do|for|in one sentence)[.?]$",
         )
-        names.append(defined | imported | {m[1] for question in asked if (m := explained.match(question))})
-        computed = [
-            question for question, answer, _ in turns(split) if answer.startswith(("It pr", "The val"))
-        ]
+        text = "\n".join(asked)
+        names.append({name for pattern in named for name in re.findall(pattern, text, re.M)})
+        computed = [q for q, answer, _ in turns(split) if answer.startswith(("It prints ", "The value "))]
         words.append({word for question in computed for word in re.findall(r"'(\w{2,})'", question)})
     assert min(map(len, names)) > 100 and min(map(len, words)) > 50
     assert not names[0] & names[1]
     assert not words[0] & words[1]
 
 
-def test_every_conversation_would_be_accepted_from_a_file(data):
-    for split in (data.train, data.val):
-        for messages in split.messages:
-            value = {"messages": [{"role": role, "content": content} for role, content in messages]}
-            assert _checked(value) == (messages, "")
-    assert len(data.train.messages) > 5000
-    lengths = {len([m for m in messages if m[0] == "user"]) for messages in data.train.messages}
-    assert max(lengths) == 3
-    assert any(messages[0][0] == "system" for messages in data.train.messages)
-
-
 def test_a_question_is_the_same_in_another_process_with_other_hashes(tmp_path):
-    (tmp_path / "shop.py").write_text(
-        "def pay(price, currency='EUR'):\n    'Pay it.'\ndef send(*, to): pass\n"
-    )
-    code = (
-        "import pathlib, sys; from nanochat.data.python_questions import open_embedded; "
-        "print(open_embedded(pathlib.Path(sys.argv[1])).fingerprint)"
-    )
-    seen = [
-        subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path)],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]
-    assert seen[0] == seen[1] == f"{open_embedded(tmp_path).fingerprint}\n"
+    source = "def pay(price, currency='EUR'):\n    'Pay it.'\ndef send(*, to): pass\n"
+    (tmp_path / "shop.py").write_text(source)
+    code = "import pathlib, sys; from nanochat.data.python_questions import open_embedded; "
+    code += "print(open_embedded(pathlib.Path(sys.argv[1])).fingerprint)"
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        said = subprocess.check_output([sys.executable, "-c", code, tmp_path], env=environment, text=True)
+        assert said == f"{open_embedded(tmp_path).fingerprint}\n"
 
 
 def test_sources_are_read_and_never_run(tmp_path):
@@ -184,6 +159,9 @@ def test_sources_are_read_and_never_run(tmp_path):
     (tmp_path / "_private.py").write_text("def j(a): pass\n")
     (tmp_path / "empty.py").mkdir()
     assert [function.qualified_name for function in read_functions(tmp_path)] == ["loud.f"]
+    (tmp_path / "loud.py").unlink()
+    with pytest.raises(UserError, match=r"no source files .* --data=PATH"):
+        open_embedded(tmp_path / "empty.py")
 
 
 def test_a_function_whose_parameters_the_text_does_not_tell_is_left_out(tmp_path):
@@ -208,11 +186,6 @@ def test_a_function_whose_parameters_the_text_does_not_tell_is_left_out(tmp_path
     assert str(found["g"].signature()) == "(x, /, *y, z='q', **w)"
 
 
-def test_a_python_without_sources_is_told_what_to_do(tmp_path):
-    with pytest.raises(UserError, match=r"no source files .* --data=PATH"):
-        open_embedded(tmp_path)
-
-
 def test_the_nearest_training_answer_is_seldom_right(data):
     questions = exact_match_questions(data, 200)
     assert len(questions) == 200
@@ -222,17 +195,6 @@ def test_the_nearest_training_answer_is_seldom_right(data):
 
 def one(question, answer, *before):
     return (*before, ("user", question), ("assistant", answer))
-
-
-def test_the_nearest_question_answers_itself_and_its_like():
-    train = Conversations(
-        [one("What is a cat?", "An animal."), one("What is a car?", "A machine."), one("Hi", "Hello")],
-        [1.0] * 3,
-    )
-    asked = ["What is a car?", "Please: what is a cat?", "hi", "quite other words"]
-    questions = [((("user", question),), "") for question in asked]
-    assert nearest_answers(train, questions)[:2] == ["A machine.", "An animal."]
-    assert len(nearest_answers(train, questions)) == 4
 
 
 def test_questions_of_any_conversations_can_be_measured():

@@ -13,16 +13,12 @@ from nanochat.data.dataset import beginning, build, sample_prompts
         ("The cat sat on the mat today.\nAnd then", "The cat sat on"),
         ("\ufeff\n\n  # A   title \n\nThe text", "# A title"),  # spaces as in running text
         ("---\n* * *\nOnce", "Once"),
-        ("one", "one"),
         ("Internationalisation considered harmful by many", "Internationalisation"),
         ("東京は日本の首都であり、世界でも最大級の都市の一つである。", "東京は日本の首都"),
-        ("これは ペンです", "これは ペンです"),
         ("नमस्ते दुनिया यह एक परीक्षण", "नमस्ते दुनिया यह एक"),
         ("สวัสดีชาวโลกทุกคนที่อยู่ที่นี่วันนี้", "สวัสดีชาวโ"[:8]),
         ("x" * 7 + "e\u0301\u0323" + "x" * 50, "x" * 7 + "e\u0301\u0323"),  # accents stay with their letter
         ("a\x00b\x1b[31mc", "ab[31mc"),
-        ("", ""),
-        (" \n\t\n", ""),
         ("🙂 ... !!!", ""),
     ],
 )
@@ -36,15 +32,7 @@ def dataset_of(folder, *val_texts):
 
 
 def test_prompts_of_ones_own_text_begin_like_validation_documents(tmp_path):
-    texts = [
-        "",
-        "The red fox ran away",
-        "\n\n",
-        "The red fox ran home",
-        "A cow ate grass",
-        "東京",
-        "No",
-    ]
+    texts = ["", "The red fox ran away", "\n\n", "The red fox ran home", "A cow ate grass", "東京", "No"]
     found = sample_prompts("auto", dataset_of(tmp_path, *texts))
     expected = {"The red fox ran", "A cow ate grass", "東京", "No"}
     assert len(found) == len(set(found)) == 3 and set(found) <= expected

@@ -97,13 +97,6 @@ def test_the_rows_are_the_same_when_the_shards_come_late(corpus, short):
     assert (np.stack(rows) == expected).all()
 
 
-def test_training_begins_with_the_first_shard_alone(corpus, short):
-    expected, _ = run(shards_of(corpus), 3, n_lanes=4, T=12)
-    hide(corpus, range(1, 6))
-    rows, _ = run(shards_of(corpus), 3, n_lanes=4, T=12)
-    assert (rows == expected).all()
-
-
 @pytest.mark.parametrize("before, after", [(1, 1), (1, 2), (4, 1)])
 def test_a_restart_anywhere_with_any_number_of_processes_changes_no_row(corpus, before, after):
     expected, _ = run(shards_of(corpus), 100, n_lanes=4, T=12)

@@ -65,20 +65,13 @@ def test_bytes_that_are_not_utf8_are_told_with_their_line(tmp_path, lines):
         assert "\n" not in str(error.value)
 
 
-def test_a_json_file_may_be_one_object_or_one_text(tmp_path):
-    assert read(file(tmp_path, "a.json", ' {"text": "one", "n": [1, {"b": 2}]}\n')) == ["one"]
-    assert read(file(tmp_path, "a.json", '"one"')) == ["one"]
-    assert read(file(tmp_path, "a.json", "[]")) == []
+def test_json_files_and_lines_are_objects_or_texts_and_empty_lines_are_passed_over(tmp_path):
+    for content, texts in (' {"text": "one", "n": [1, {"b": 2}]}\n', ["one"]), ('"one"', ["one"]), ("[]", []):
+        assert read(file(tmp_path, "a.json", content)) == texts
     assert read(file(tmp_path, "a.json", '[{"body": "b", "text": 3}]'), "body") == ["b"]
-
-
-def test_json_lines_are_objects_or_texts_and_empty_lines_are_passed_over(tmp_path):
     lines = '\ufeff{"text": "one"}\r\n\n  "two"  \n{"text": null}\n{"text": "\\ud83d\\ude00"}'
-    for path in (
-        file(tmp_path, "a.jsonl", lines),
-        file(tmp_path, "A.JSONL.GZ", gzip.compress(lines.encode())),
-    ):
-        assert read(path) == ["one", "two", "", "😀"]
+    for name, content in ("a.jsonl", lines), ("A.JSONL.GZ", gzip.compress(lines.encode())):
+        assert read(file(tmp_path, name, content)) == ["one", "two", "", "😀"]
 
 
 LINE = '{"text": "fine"}\n'
@@ -90,14 +83,11 @@ LINE = '{"text": "fine"}\n'
         ("a.jsonl", LINE * 2 + '{"text": "broken', r"a\.jsonl:3 is not JSON \(Unterminated string"),
         ("a.jsonl", LINE + '{"body": 1, "id": 2}\n', r"a\.jsonl:2 has no field `text` .it has body, id.;"),
         ("a.jsonl", LINE + '{"text": 3}\n', r"a\.jsonl:2 has int, not text, in the field `text`"),
-        ("a.jsonl", LINE + "[1]\n", r"a\.jsonl:2 holds list"),
         ("a.jsonl", LINE.encode() + b'"\xe9"\n', r"a\.jsonl:2 is not UTF-8"),
         ("a.jsonl", "[" * 100_000, r"a\.jsonl:1 is not JSON"),
         ("a.jsonl.gz", gzip.compress(LINE.encode() * 9999)[:-9], r"a\.jsonl\.gz cannot be read"),
-        ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz cannot be read"),
         ("a.json", '["one",\n\n "two" "three"]', r"a\.json is not JSON \(.*line 3"),
         ("a.json", '["one",\n3]', r"a\.json, item 2 holds int"),
-        ("a.json", "", r"a\.json is not JSON"),
         ("a.json", b'["one",\n"\xe9"]', r"a\.json is not UTF-8 in line 2"),
         ("a.parquet", "no parquet", r"a\.parquet cannot be read as a parquet file"),
     ],
@@ -109,21 +99,6 @@ def test_an_error_is_one_sentence_with_file_and_place(tmp_path, name, content, m
     assert "\n" not in str(error.value) and ";" in str(error.value)
 
 
-def test_progress_adds_up_to_the_size_of_the_file(tmp_path):
-    contents = {
-        "a.txt": "x" * 3_000_000,
-        "a.jsonl": LINE * 1000,
-        "a.json": json.dumps(["x"] * 1000),
-        "e.md": "",
-    }
-    contents["a.jsonl.gz"] = gzip.compress(b"".join(b'"%d"\n' % i for i in range(99_999)))
-    for name, content in contents.items():
-        path = file(tmp_path, name, content)
-        steps = []
-        list(read_documents(path, "text", steps.append))
-        assert sum(steps) == path.stat().st_size and min(steps) >= 0
-
-
 def test_files_are_found_in_nested_folders_without_hidden_ones(tmp_path):
     for name in ("b/c.txt", "b/.git/d.txt", "a.MD", ".x.txt", "picture.png", "e.tar.gz", "b/f.jsonl.gz"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -133,13 +108,8 @@ def test_files_are_found_in_nested_folders_without_hidden_ones(tmp_path):
     assert others == 2
     twice = find_files("data", f"{tmp_path / 'b'},{tmp_path / 'b/c.txt'}")[0]
     assert [path.name for path in twice] == ["c.txt", "f.jsonl.gz"]
-    for bad, message in (
-        (tmp_path / "picture.png", "has no file that can be read"),
-        (tmp_path / "nowhere", "does not exist"),
-        (f"{tmp_path},{tmp_path / 'nowhere'}", "nowhere does not exist"),
-    ):
-        with pytest.raises(UserError, match=message):
-            find_files("data", bad)
+    with pytest.raises(UserError, match="nowhere does not exist"):
+        find_files("data", f"{tmp_path},{tmp_path / 'nowhere'}")
 
 
 def test_a_compressed_stream_is_never_unpacked_as_a_whole(tmp_path):

@@ -81,10 +81,20 @@ def test_text_that_looks_like_a_special_token_is_never_encoded_as_one(tokenizer)
     assert tokenizer.decode([tokenizer.bos_id, *tokenizer.encode("hi")]) == "<|bos|>hi"
 
 
-@pytest.mark.parametrize("blank", [" ", "\t", "\n", " \n"])
+@pytest.mark.parametrize("blank", [" ", " \n"])
 def test_a_million_blanks_in_a_row_are_encoded(tokenizer, blank):
     text = "x" + blank * 1_000_000 + "y"
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_every_byte_and_special_token_has_its_place_and_bytes_add_up_to_the_size_of_the_text(tokenizer):
+    assert {bytes([b]) for b in range(256)} <= set(tokenizer.tokens)
+    last = range(512 - len(SPECIAL_TOKENS), 512)
+    assert tokenizer.special_tokens == dict(zip(SPECIAL_TOKENS, last, strict=True))
+    sizes = tokenizer.token_bytes()
+    assert sizes.dtype == np.int64 and sizes.shape == (tokenizer.vocab_size,) == (512,)
+    assert sizes[tokenizer.encode(TEXTS[2])].sum() == len(TEXTS[2].encode())
+    assert sizes[list(tokenizer.special_tokens.values())].sum() == 0
 
 
 def test_a_batch_equals_single_texts_on_any_number_of_threads(tokenizer):
@@ -92,21 +102,6 @@ def test_a_batch_equals_single_texts_on_any_number_of_threads(tokenizer):
     alone = [tokenizer.encode(text).tolist() for text in texts]
     for threads in (1, 3):
         assert [ids.tolist() for ids in tokenizer.encode_batch(texts, threads)] == alone
-
-
-def test_every_byte_and_every_special_token_is_reserved_and_the_size_counts_them(tokenizer):
-    assert tokenizer.vocab_size == 512
-    assert {bytes([b]) for b in range(256)} <= set(tokenizer.tokens)
-    assert list(tokenizer.special_tokens) == list(SPECIAL_TOKENS)
-    assert list(tokenizer.special_tokens.values()) == list(range(512 - len(SPECIAL_TOKENS), 512))
-
-
-def test_token_bytes_add_up_to_the_size_of_the_text(tokenizer):
-    text = TEXTS[2]
-    sizes = tokenizer.token_bytes()
-    assert sizes.dtype == np.int64 and sizes.shape == (512,)
-    assert sizes[tokenizer.encode(text)].sum() == len(text.encode())
-    assert sizes[list(tokenizer.special_tokens.values())].sum() == 0
 
 
 def test_numbers_are_cut_into_at_most_two_digits():
@@ -125,11 +120,7 @@ def test_training_is_the_same_whatever_the_threads(tokenizer, tmp_path):
         assert result.stdout.strip() == tokenizer.fingerprint, result.stderr
 
 
-def test_training_reads_no_more_characters_than_asked_and_survives_surrogates():
-    assert (
-        train(["abcabc" * 9, "defdef" * 99], 267, max_chars=54).tokens[256:]
-        == train(["abcabc" * 9], 267).tokens[256:]
-    )
+def test_training_survives_surrogates():
     assert b"abc" in train(["abc\ud800" * 9], 270).tokens
 
 
@@ -149,18 +140,10 @@ def test_the_file_round_trips_and_leaves_nothing_beside_it(tokenizer, tmp_path):
         assert again.fingerprint == tokenizer.fingerprint
         assert (again.name, again.special_tokens) == (tokenizer.name, tokenizer.special_tokens)
         assert again.encode(TEXTS[0]).tolist() == tokenizer.encode(TEXTS[0]).tolist()
-
-
-def test_the_fingerprint_depends_on_every_part_but_the_name(tokenizer):
-    same = Tokenizer("other", tokenizer.tokens)
-    assert same.fingerprint == tokenizer.fingerprint
     swapped = [*tokenizer.tokens[:-2], tokenizer.tokens[-1], tokenizer.tokens[-2]]
-    others = [
-        Tokenizer("x", swapped),
-        Tokenizer("x", tokenizer.tokens, PATTERN + "|x"),
-        Tokenizer("x", tokenizer.tokens, PATTERN, SPECIAL_TOKENS[:-1]),
-    ]
-    assert len({tokenizer.fingerprint, *(other.fingerprint for other in others)}) == 4
+    parts = [(swapped,), (tokenizer.tokens, PATTERN + "|x"), (tokenizer.tokens, PATTERN, SPECIAL_TOKENS[:-1])]
+    others = {Tokenizer("x", *each).fingerprint for each in parts}
+    assert len(others) == 3 and tokenizer.fingerprint not in others
 
 
 @given(data=st.data())
@@ -197,14 +180,6 @@ def test_content_that_is_json_but_no_tokenizer_is_refused(tokenizer, tmp_path):
             Tokenizer.load(path)
 
 
-def test_a_data_set_gets_its_tokenizer_trained_once(tmp_path):
-    first = open_tokenizer("auto", 300, tmp_path / "of data", lambda: TEXTS)
-    again = open_tokenizer("auto", 300, tmp_path / "of data", lambda: pytest.fail("trained twice"))
-    assert first.fingerprint == again.fingerprint and first.vocab_size == 300
-    path = next((tmp_path / "of data").iterdir())
-    assert open_tokenizer(str(path), 999, tmp_path, lambda: []).fingerprint == first.fingerprint
-
-
 def test_where_the_size_is_not_asked_for_the_text_decides(tmp_path):
     texts = ["abc abd"]
     small = train(texts, 1000, exact=False)
@@ -216,6 +191,8 @@ def test_where_the_size_is_not_asked_for_the_text_decides(tmp_path):
     assert again.fingerprint == small.fingerprint
     with pytest.raises(UserError, match=f"use at most {small.vocab_size}"):
         open_tokenizer("auto", 1000, tmp_path, lambda: texts)
+    (path,) = tmp_path.iterdir()
+    assert open_tokenizer(str(path), 999, tmp_path, lambda: []).fingerprint == small.fingerprint
 
 
 @pytest.fixture

@@ -40,8 +40,7 @@ def test_the_statements_about_our_model_in_each_precision(dtype):
     assert not any("16" in sentence for sentence in said) or dtype != F32
 
 
-# ------------------------------------------------------------------------------------------------------
-# Every sentence comes from the record
+# -- Every sentence comes from the record
 
 
 def swapped(dtype):
@@ -73,10 +72,8 @@ def test_with_all_dtypes_swapped_every_sentence_says_the_other_dtype(record):
 
 FLIPS = [  # phase, the operators whose dtype is flipped, and what a sentence then says
     ("loss", lambda op: op.name == "softmax", "Cross-entropy ran in bfloat16 and float32."),
-    ("forward", lambda op: (op.name, op.module) == ("rsqrt", "blocks.1"), "ran in float32 and bfloat16."),
     ("forward", lambda op: op.module == "head" and op.flops, "of forward FLOPs ran in"),
     ("forward", lambda op: "attention" in op.name, "q, k and v in float32"),
-    ("forward", lambda op: (op.name, op.module) == ("add", "blocks.1"), "ran in bfloat16 and float32."),
     ("loss", lambda op: op.module == "head" and op.flops, "`head`: bfloat16 forward, float32 backward."),
     ("optimizer", lambda op: "adamw" in op.name, "(`_fused_adamw_`) ran in bfloat16."),
 ]
@@ -123,8 +120,7 @@ def test_only_all_and_none_are_said_to_be_all_and_none():
     ]  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------------
-# The page and its script
+# -- The page and its script
 
 
 def test_tables_hold_every_call_that_computes_once(record):
@@ -132,7 +128,7 @@ def test_tables_hold_every_call_that_computes_once(record):
         ops = [op for op in record.ops if op.phase == phase and not op.is_view]
         calls, flops = ([row[i] for row in rows(record, phase)] for i in (-2, -1))
         assert sum(calls) == len(ops) > 0 and sum(flops) == sum(op.flops for op in ops)
-        assert re.search(rf"^\| {phase} \| {len(ops)} \|", summary(record), re.MULTILINE)
+        assert re.search(rf"^\| {phase} +\| +{len(ops)} \|", summary(record), re.MULTILINE)
     up = [row[:5] for row in rows(record, "forward") if row[1] == "blocks.*.mlp.up" and row[-1]]
     assert up == [["mm", "blocks.*.mlp.up", "bfloat16", "bfloat16", 2]]
     text = page(record, "Title", ["a fact"])

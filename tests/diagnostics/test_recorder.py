@@ -7,12 +7,10 @@ from small_model import BF16, CPU, F16, F32, gpt, optimizer_of, record_gpt
 
 import nanochat.gpt
 import nanochat.ops.loss
-from nanochat.diagnostics import recorder as recorder_module
 from nanochat.diagnostics import training_step
 from nanochat.diagnostics.precision_page import statements
 from nanochat.diagnostics.recorder import PHASES, Record, Recorder, record_step
 from nanochat.machine import precision
-from nanochat.machine.precision import name_of
 
 
 def recorded(model, x, dtype=F32, call=None) -> Record:
@@ -30,8 +28,7 @@ def products(record: Record, phase=None) -> list:
     return [op for op in record.ops if op.flops and phase in (None, op.phase)]
 
 
-# ------------------------------------------------------------------------------------------------------
-# Models with a dtype placed by hand in each layer
+# -- Models with a dtype placed by hand in each layer
 
 
 class ThreeDtypes(nn.Module):
@@ -81,97 +78,7 @@ def test_casts_of_weights_are_named_and_only_those_of_another_dtype_happen():
     }
 
 
-def test_a_cast_by_copying_into_memory_is_one_of_its_source():
-    model = nn.Linear(8, 8, bias=False)
-    recorder = Recorder(model)
-    with recorder.recording(), torch.no_grad():
-        torch.empty(8, 8, dtype=BF16).copy_(model.weight)
-        model.weight.copy_(torch.ones(8, 8, dtype=BF16))
-    assert [(op.cast, op.parameter) for op in recorder.ops if op.cast] == [
-        ((F32, BF16), "weight"),
-        ((BF16, F32), ""),
-    ]
-
-
-class BackwardInFloat32(torch.autograd.Function):
-    """x @ w.T in x's dtype, whose backward pass computes in float32 all the same."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w.t()
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        return (grad.float() @ w.float()).to(x.dtype), (grad.float().t() @ x.float()).to(w.dtype)
-
-
-def test_a_backward_product_in_another_dtype_than_its_forward_product_is_told():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.odd, self.plain = (nn.Linear(8, 8, bias=False, dtype=BF16) for _ in range(2))
-
-        def forward(self, x):
-            return self.plain(BackwardInFloat32.apply(x, self.odd.weight))
-
-    record = recorded(Model(), torch.randn(4, 8, dtype=BF16, requires_grad=True))
-    assert [s for s in statements(record) if "backward matmul" in s] == [
-        "2 of 4 backward matmuls ran in another dtype than their forward matmul, such as `mm`: bfloat16 "
-        "forward, float32 backward."
-    ]
-
-
-@pytest.mark.parametrize("dtype", [BF16, F32])
-def test_attention_that_is_not_fused_is_told_with_the_dtype_of_its_softmax(dtype):
-    class ByHand(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.query = nn.Linear(8, 8)
-
-        def forward(self, x):
-            q = self.query(x)
-            return (q @ q.mT).softmax(-1) @ q
-
-    said = statements(recorded(ByHand(), torch.randn(2, 4, 8), dtype))
-    # That is so on a CPU; on CUDA it is always float32
-    assert f"Softmax outside of fused operators took and gave {name_of(dtype)}." in said
-    assert not any("fused operator," in s for s in said)
-
-
-def test_checkpointed_products_are_not_taken_for_gradients():
-    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU(), nn.Linear(8, 8, bias=False))
-
-    def checkpointed(x):
-        return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
-
-    record = recorded(model, torch.randn(4, 8, requires_grad=True), call=checkpointed)
-    assert [(op.phase, op.differentiates is not None) for op in products(record)] == [
-        ("forward", False),
-        ("forward", False),
-        ("backward", False),  # the first layer's product, repeated
-        *[("backward", True)] * 4,
-    ]
-
-
-def test_a_second_step_is_matched_with_its_own_forward_pass():
-    model = nn.Linear(8, 8, bias=False)
-    recorder = Recorder(model)
-    torch.ones(3, requires_grad=True).exp()  # this node is older than the record
-    with recorder.recording():
-        for dtype in (BF16, F32):
-            with recorder.at("forward"), precision.autocast(CPU, dtype):
-                y = model(torch.randn(4, 8))
-            with recorder.at("backward"):
-                y.sum().backward()
-    ops = products(Record(recorder.ops))
-    assert [op.dtype for op in ops] == [BF16, BF16, F32, F32]
-    assert [recorder.ops.index(ops[i]) for i in (0, 2)] == [ops[i].differentiates for i in (1, 3)]
-
-
-# ------------------------------------------------------------------------------------------------------
-# The project's model
+# -- The project's model
 
 
 def test_the_record_agrees_with_what_hooks_see_and_with_the_formula_for_flops():
@@ -226,24 +133,3 @@ def test_recording_does_not_change_what_is_computed():
     record_step(watched, optimizer_of(watched, BF16), scaler, BF16, idx, idx, [1, 2, 3])
     pairs = zip(plain.parameters(), watched.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-
-
-def test_a_backward_pass_inside_of_autocast_is_told():
-    model = gpt()
-    recorder, idx = Recorder(model), torch.randint(64, (2, 16))
-    with recorder.recording(), precision.autocast(CPU, BF16):
-        loss = model(idx, idx)
-        loss.register_hook(recorder.note_autocast)
-        with recorder.at("backward"):
-            loss.backward()
-    said = statements(Record(recorder.ops, autocast=dict(recorder.autocast)))
-    assert "Autocast was on in forward (bfloat16), on in backward (bfloat16)." in said
-
-
-def test_the_linear_operators_of_mps_are_counted_like_the_products_they_stand_for():
-    x, weight, grad = torch.ones(2, 3, 8), torch.ones(5, 8), torch.ones(2, 3, 5)
-    one = 2 * 6 * 8 * 5
-    linear, backward = torch.ops.aten.linear.default, torch.ops.aten.linear_backward.default
-    assert recorder_module._flops(linear, (x, weight), {}, grad) == one
-    for wanted, products in (([True, True, False], 2), ([False, True, False], 1)):
-        assert recorder_module._flops(backward, (x, grad, weight, wanted), {}, ()) == products * one

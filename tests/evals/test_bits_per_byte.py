@@ -67,18 +67,6 @@ def test_it_is_the_count_by_hand_for_any_batch_size_and_number_of_processes(prob
         assert list(evaluation.loss_by_position) == list(by_position)
 
 
-def test_a_uniform_model_spends_the_logarithm_of_the_vocabulary_on_each_token(problem):
-    _, documents, tokens, token_bytes = problem
-    fresh = GPT(GPTConfig(1, 32, 2, V, T))
-    fresh.init_weights()
-    fresh.head.weight.data.zero_()
-    scored = [token for document in documents for token in document]
-    found = bits_per_byte(fresh, ValidationBatches(tokens, T, 4), token_bytes, torch.float32, ALONE)
-    expected = math.log2(V) * len(scored) / token_bytes[scored].sum().item()
-    assert found.bpb == pytest.approx(expected, rel=1e-6)
-    assert list(found.loss_by_position.values()) == pytest.approx([math.log(V)] * 3, rel=1e-6)
-
-
 def test_bfloat16_is_evaluated_under_autocast_and_comes_close(problem):
     model, _, tokens, token_bytes = problem
     batches = ValidationBatches(tokens, T, 4)
@@ -95,21 +83,13 @@ def test_where_nothing_is_scored_there_is_no_number(problem):
         assert math.isnan(found.bpb) and found.loss_by_position == {}
 
 
-@pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_a_model_that_is_broken_is_refused(problem, broken):
+def test_a_model_that_is_broken_is_refused(problem):
     _, _, tokens, token_bytes = problem
     model = GPT(GPTConfig(1, 32, 2, V, T))
     model.init_weights()
-    model.head.weight.data[3] = broken
+    model.head.weight.data[3] = math.inf
     with pytest.raises(UserError, match="not a number"):
         bits_per_byte(model, ValidationBatches(tokens, T, 4), token_bytes, torch.float32, ALONE)
-
-
-def test_evaluation_leaves_no_gradient_behind(problem):
-    model, _, tokens, token_bytes = problem
-    model.zero_grad()
-    bits_per_byte(model, ValidationBatches(tokens, T, 4), token_bytes, torch.float32, ALONE)
-    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from data.hub_server import hub  # noqa: F401
 
 from nanochat import UserError
 from nanochat.evals import bundle_download
-from nanochat.evals.bundle import TASK_TYPES, open_bundle
+from nanochat.evals.bundle import open_bundle
 from nanochat.evals.bundle_download import download_bundle, install
 
 EXAMPLES = [{"query": f"question {i}", "choices": ["a", "b"], "gold": i % 2} for i in range(30)]
@@ -47,20 +47,12 @@ def test_tasks_are_read_as_they_were_written(folder):
     assert sorted(example["query"] for example in one.examples) == sorted(e["query"] for e in EXAMPLES)
 
 
-@pytest.mark.parametrize("max_per_task", [-1, 1, 7, 30, 1000])
+@pytest.mark.parametrize("max_per_task", [-1, 7, 1000])
 def test_the_first_examples_are_those_of_the_published_shuffle(folder, max_per_task):
     expected = list(EXAMPLES)
     random.Random(1337).shuffle(expected)
     tasks = open_bundle(folder, folder, max_per_task)[0].tasks
     assert tasks[0].examples == (expected if max_per_task == -1 else expected[:max_per_task])
-
-
-def test_fields_beyond_those_of_the_type_are_left_out_and_numbers_are_written_out(tmp_path):
-    found, _ = open_bundle(write_bundle(tmp_path / "bundle"), tmp_path)
-    for task in found.tasks:
-        assert all(set(example) == set(TASK_TYPES[task.task_type]) for example in task.examples)
-    choices = [example.get("choices") for task in found.tasks for example in task.examples]
-    assert ["1", "2.5", "x"] in choices
 
 
 @pytest.mark.parametrize("root", ["", "eval_bundle/"])
@@ -90,27 +82,20 @@ def test_without_a_bundle_the_reason_is_one_line_with_the_command(tmp_path):
     [
         ("core.yaml", "", None, "core.yaml: the file is missing"),
         ("core.yaml", "icl_tasks:", "tasks:", "core.yaml: it has no list icl_tasks"),
-        ("core.yaml", "icl_tasks:", "icl_tasks: [", "core.yaml, line 2: it is not YAML"),
         ("core.yaml", "icl_tasks:", "x: !!python/name:os.system a\nicl_tasks:", "line 1: it is not YAML"),
         ("core.yaml", "label: two", "label: one", "core.yaml: the label one stands twice"),
-        ("core.yaml", "label: two", "label: 2.0", "core.yaml, task 2 (2.0): its label"),
         ("core.yaml", "label: two", "label: three", "(three): eval_meta_data.csv has no random"),
         ("core.yaml", "[0]", "[many]", "task 2 (two): its num_fewshot"),
-        ("core.yaml", "[0]", "[-1]", "task 2 (two): its num_fewshot"),
         ("core.yaml", "language_modeling", "chat", "task 2 (two): its icl_task_type is none of"),
-        ("core.yaml", '"\\n"', "7", "task 2 (two): its continuation_delimiter"),
         ("core.yaml", "some/two.jsonl", "../../x.jsonl", "the path leads out of"),
         ("core.yaml", "some/two.jsonl", "some/three.jsonl", "some/three.jsonl: the file is missing"),
         ("eval_meta_data.csv", "33.3", "much", "eval_meta_data.csv, line 4: could not convert"),
         ("eval_meta_data.csv", "33.3", "100", "eval_meta_data.csv, line 4: the random baseline is 100.0"),
-        ("eval_meta_data.csv", "Random baseline", "Baseline", "line 3: a row lacks the column"),
         ("eval_data/some/two.jsonl", '"d"}', "", "two.jsonl, line 2: it is not JSON ("),
         ("eval_data/some/two.jsonl", '"d"', "null", "two.jsonl, line 2: continuation is missing"),
-        ("eval_data/some/two.jsonl", '"d"', "NaN", "two.jsonl, line 2: continuation is not text"),
         ("eval_data/some/two.jsonl", '{"context": "c", "continuation": "d"}', "1", "it is not a JSON object"),
         ("eval_data/some/two.jsonl", '"d"', '"\udcff"', "two.jsonl, line 2: it is not UTF-8"),
         ("eval_data/some/one.jsonl", '"gold": 1', '"gold": 2', "line 2: gold is not an index from 0 to 1"),
-        ("eval_data/some/one.jsonl", '["a", "b"]', "[]", "one.jsonl, line 1: choices is not a list of texts"),
     ],
 )  # fmt: skip
 def test_damage_is_named_with_file_and_line(folder, tmp_path, file, old, new, message):
@@ -150,8 +135,7 @@ def test_a_damaged_zip_file_is_a_sentence_wherever_it_is_damaged(folder, tmp_pat
             assert "damaged.zip" in str(error) or "eval_bundle" in str(error)
 
 
-# ------------------------------------------------------------------------------------------------------
-# Download
+# -- Download
 
 
 @pytest.fixture
@@ -212,8 +196,10 @@ def test_nothing_is_written_outside_of_the_bundle(folder, tmp_path, name):
     base.mkdir()
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr(name, b"0")
+        archive.writestr("eval_bundle/setup.py", b"0")  # not needed
     before = names_in(tmp_path)
-    install(path, base / "eval_bundle")
+    assert install(path, base / "eval_bundle") == 2
+    assert names_in(base / "eval_bundle") == ["core.yaml", "eval_data", "eval_meta_data.csv"]
     assert names_in(base) == ["eval_bundle"] and names_in(tmp_path) == before
     assert not Path("/outside").exists()
 
@@ -230,15 +216,6 @@ def test_a_zip_file_that_cannot_be_a_bundle_is_refused_and_leaves_nothing(
     with pytest.raises(UserError, match=why):
         install(path, base / "eval_bundle")
     assert names_in(base) == []
-
-
-def test_what_a_bundle_does_not_need_is_not_unpacked(folder, tmp_path):
-    path = zipped(folder, tmp_path / "it.zip")
-    with zipfile.ZipFile(path, "a") as archive:
-        archive.writestr("__MACOSX/._core.yaml", b"0")
-        archive.writestr("eval_bundle/setup.py", b"0")
-    assert install(path, tmp_path / "eval_bundle") == 2
-    assert names_in(tmp_path / "eval_bundle") == ["core.yaml", "eval_data", "eval_meta_data.csv"]
 
 
 @pytest.mark.parametrize("faults", [[], ["404"]], ids=str)

@@ -39,8 +39,7 @@ def choices(example: dict) -> list[str]:
     return example.get("choices") or example["context_options"]
 
 
-# ------------------------------------------------------------------------------------------------------
-# What is asked
+# -- What is asked
 
 
 def test_python_text_gets_every_task_with_a_few_hundred_questions_in_all(built):
@@ -83,25 +82,19 @@ def test_a_query_is_short_and_begins_with_a_line_if_one_is_in_reach(built):
     assert cloze_questions.query_start("x" * 1000, 700) == 460
 
 
-def test_a_repeated_word_or_an_argument_stands_in_its_own_query_and_in_no_other_of_the_group(built):
+def test_the_query_tells_the_answer_and_none_of_the_others(built):
     for label in ("repeated_word", "argument"):
         for example in built[label].examples:
-            words = [choice.strip() for choice in example["choices"]]
-            assert [word in example["query"] for word in words] == [
-                i == example["gold"] for i in range(len(words))
-            ]
+            in_query = [choice.strip() in example["query"] for choice in example["choices"]]
+            assert in_query == [i == example["gold"] for i in range(len(in_query))]
+    for example in built["bracket"].examples:
+        assert sorted(example["choices"]) == [")", "]", "}"]
+        assert cloze_questions.OPENING[example["choices"][example["gold"]]] in example["query"]
     for example in built["next_word"].examples:
         assert re.search(rf"\b{example['continuation'].strip()}\b", example["context"])
 
 
-def test_brackets_of_a_question_have_the_opening_one_in_the_query(built):
-    for example in built["bracket"].examples:
-        assert sorted(example["choices"]) == [")", "]", "}"]
-        assert cloze_questions.OPENING[example["choices"][example["gold"]]] in example["query"]
-
-
-# ------------------------------------------------------------------------------------------------------
-# Fair: the choices alone say nothing
+# -- Fair: the choices alone say nothing
 
 
 def rules(text: str):
@@ -123,22 +116,17 @@ def test_rules_that_do_not_read_the_query_are_right_exactly_as_often_as_chance(b
             assert sum(right) * len(choices(task.examples[0])) == len(right), (name, label)
 
 
-def test_every_place_of_the_right_choice_is_equally_frequent(built):
+def test_every_place_of_the_right_choice_is_equally_frequent_and_no_open_answer_comes_twice(built):
     for task in built.values():
+        if task.label not in ("keyword", "bracket", "indentation"):
+            answers = [e.get("continuation") or e["choices"][e["gold"]] for e in task.examples]
+            assert len(set(answers)) == len(answers)
         if task.task_type != "language_modeling":
             counts = Counter(example["gold"] for example in task.examples)
             assert len(set(counts.values())) == 1 and len(counts) == len(choices(task.examples[0]))
 
 
-def test_open_answers_come_once_so_one_word_written_everywhere_is_right_once_at_most(built):
-    for label in ("continuation", "beginning", "repeated_word", "next_word", "argument"):
-        examples = built[label].examples
-        answers = [e["continuation"] if "continuation" in e else e["choices"][e["gold"]] for e in examples]
-        assert len(set(answers)) == len(answers)
-
-
-# ------------------------------------------------------------------------------------------------------
-# Other texts
+# -- Other texts
 
 
 def sentences(draw: random.Random, n: int, blank: str = " ") -> str:
@@ -165,15 +153,12 @@ def test_documents_that_no_parser_takes_are_text_like_any_other(recwarn):
     assert "continuation" in {task.label for task in made} and not recwarn.list
 
 
-# ------------------------------------------------------------------------------------------------------
-# The file that keeps them
+# -- The file that keeps them
 
 
 def test_they_are_made_once_also_where_there_are_none(built, tmp_path, monkeypatch):
-    many, none = (
-        dataset(tmp_path / "many", SOURCES),
-        dataset(tmp_path / "none", ["too short", "to ask about"]),
-    )
+    texts = {"many": SOURCES, "none": ["too short", "to ask about"]}
+    many, none = (dataset(tmp_path / name, texts[name]) for name in texts)
     assert cloze_tasks(many, tmp_path / "many") == list(built.values())
     assert cloze_tasks(none, tmp_path / "none") == []
     monkeypatch.setattr(tasks, "make_tasks", lambda documents: pytest.fail("made again"))

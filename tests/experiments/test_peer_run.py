@@ -14,7 +14,7 @@ from helpers import ROOT, python_m
 
 from experiments import peer_run, sides
 from nanochat import UserError
-from nanochat.data.parquet import iterate_documents
+from nanochat.data.parquet import Documents
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import train
 
@@ -60,15 +60,15 @@ def test_both_read_the_same_documents_of_the_same_splits(prepared, tmp_path):
     *train_shards, val_shard = sorted(folder.iterdir())  # as the peer takes them
     assert val_shard.name == peer_run.VALIDATION and len(train_shards) == 1
     for shards, originals in ((train_shards, dataset.train_shards), ([val_shard], dataset.val_shards)):
-        documents = list(iterate_documents(shards))
-        whole = list(iterate_documents(originals))
+        documents = list(Documents(shards))
+        whole = list(Documents(originals))
         expected = sorted(piece for text in whole for piece in peer_run.pieces(text))
         assert sorted(documents) == expected and len(expected) > len(whole)
         for document in documents:
             ast.parse(document)
     ours = peer_run.our_settings(text)  # our own script reads the same files
     opened = open_dataset(ours["data"], ours["val_data"], base_dir=tmp_path)
-    assert sorted(opened.train_texts()) == sorted(iterate_documents(train_shards))
+    assert sorted(opened.train_texts()) == sorted(Documents(train_shards))
     assert ours["vocab_size"] == tokenizer.vocab_size and ours["tokenizer"].exists()
 
 
@@ -77,7 +77,7 @@ def test_the_peers_tokenizer_gives_our_tokens_and_our_bytes(prepared):
     # The peer reads a pickle, so one is written for it; nothing of ours reads it but this test
     encoding = pickle.loads((text / "tokenizer" / "tokenizer.pkl").read_bytes())
     sample = functions(5) + "äöü 12345\n"
-    assert encoding.encode_ordinary(sample) == tokenizer.encode_ordinary(sample)
+    assert encoding.encode_ordinary(sample) == tokenizer._encoding.encode_ordinary(sample)
     assert encoding.n_vocab == tokenizer.vocab_size
     assert encoding.encode_single_token("<|bos|>") == tokenizer.bos_id
     lengths = torch.load(text / "tokenizer" / "token_bytes.pt")

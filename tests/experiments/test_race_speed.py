@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from experiments import peer_run, race_score, race_speed
-from nanochat.data.parquet import iterate_documents
+from nanochat.data.parquet import Documents
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import Tokenizer
 
@@ -115,8 +115,8 @@ def test_a_race_with_a_tiny_peer(tmp_path, monkeypatch):
     dataset = open_dataset(tmp_path / "texts", base_dir=tmp_path / "base")
     (text,) = (tmp_path / "base" / "tokenizers").glob("*/peer-*")
     tokenizer = Tokenizer.load(text / "tokenizer" / "tokenizer.json")
-    val = "".join(iterate_documents(dataset.val_shards))
-    documents = list(iterate_documents([text / "base_data_climbmix" / peer_run.VALIDATION]))
+    val = "".join(Documents(dataset.val_shards))
+    documents = list(Documents([text / "base_data_climbmix" / peer_run.VALIDATION]))
     assert sum(map(len, documents)) == len(val)
     uniform = sum(map(len, tokenizer.encode_batch(documents))) * math.log2(300) / len(val.encode())
     assert found["peer"]["bpb"] == pytest.approx(uniform, rel=1e-6)

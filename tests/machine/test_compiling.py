@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 from helpers import make_plan
 
@@ -30,16 +29,6 @@ def test_the_setting_decides_about_compiling_then_the_tools_then_the_time_it_sav
         False,
         "Triton needs CUDA compute capability 7.0",
     )
-
-
-@pytest.mark.parametrize("calls", [None, 0, 1, 3])
-def test_the_first_calls_run_eager_and_all_later_ones_compiled(monkeypatch, calls):
-    said = []
-    monkeypatch.setattr(torch, "compile", lambda f, dynamic: lambda x: said.append("compiled") or f(x))
-    step = compiling.compile_after(lambda x: said.append("called") or 2 * x, calls)
-    assert [step(n) for n in range(5)] == [0, 2, 4, 6, 8]
-    eager = 5 if calls is None else calls
-    assert said == ["called"] * eager + ["compiled", "called"] * (5 - eager)
 
 
 def test_a_compiled_run_begins_eager_where_it_can_wait_and_memory_suffices():

@@ -13,13 +13,7 @@ RATES = {"embedding_lr": 0.1, "unembedding_lr": 0.01, "matrix_lr": 0.02, "scalar
 
 
 @pytest.mark.parametrize(
-    "capability, expected",
-    [
-        ((6, 1), torch.float16),
-        ((7, 5), torch.float16),
-        ((8, 0), torch.bfloat16),
-        ((10, 0), torch.bfloat16),
-    ],
+    "capability, expected", [((7, 5), torch.float16), ((8, 0), torch.bfloat16), ((10, 0), torch.bfloat16)]
 )
 def test_auto_on_cuda_is_bfloat16_from_compute_capability_8_and_float16_before(
     capability, expected, monkeypatch
@@ -86,25 +80,17 @@ def test_float32_is_float32_and_where_torch_was_told_to_round_its_products_the_r
         torch.set_float32_matmul_precision("highest")
 
 
-def test_autocast_computes_in_the_dtype_and_float32_is_left_alone():
-    x = torch.randn(4, 4)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        with precision.autocast(CPU, dtype):
-            assert (x @ x).dtype == dtype
-            assert torch.is_autocast_enabled("cpu") == (dtype != torch.float32)
-
-
 def make_model():
     model = GPT(GPTConfig(depth=2, width=32, num_heads=2, vocab_size=61, max_seq_len=16))
     model.init_weights(torch.Generator().manual_seed(0))
     return model, MuonAdamW(parameter_groups(model, RATES, weight_decay=0.1), torch.bfloat16)
 
 
-def train_one_step(model, optimizer, scaler, dtype, factor=1.0):
+def train_one_step(model, optimizer, scaler, dtype):
     idx = torch.randint(61, (4, 16), generator=torch.Generator().manual_seed(0))
     with precision.autocast(CPU, dtype):
         logits, loss = model(idx), model(idx, idx.roll(-1, 1))
-    scaler.scale(loss * factor).backward()
+    scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
     gradients = {name: p.grad for name, p in model.named_parameters()}
     scaler.step(optimizer)
@@ -136,16 +122,3 @@ def test_the_scaler_works_in_float16_alone_and_passes_everything_through_otherwi
         for name, exact in gradients[torch.float32].items():
             if exact.ndim == 2:  # the scalars' are sums that nearly cancel
                 assert (gradients[dtype][name] - exact).norm() <= 0.05 * exact.norm(), name
-
-
-@pytest.mark.parametrize("factor", [1.0, torch.inf])
-def test_the_scaler_skips_a_step_that_overflowed_and_lowers_its_scale(factor):
-    model, optimizer = make_model()
-    scaler = precision.make_scaler(CPU, torch.float16)
-    before, scale = model.head.weight.detach().clone(), scaler.get_scale()
-    train_one_step(model, optimizer, scaler, torch.float16, factor)
-    overflowed = factor == torch.inf
-    assert torch.equal(model.head.weight, before) == overflowed
-    assert (scaler.get_scale() < scale) == overflowed
-    moved = any(tensor.any() for tensor in optimizer.named_state().values())
-    assert moved != overflowed, "a skipped step leaves no trace in the optimizer's state either"

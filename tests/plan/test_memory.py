@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from experiments import memory_count
 from nanochat.plan import scaling
-from nanochat.plan.memory import advice, in_words, training_bytes
+from nanochat.plan.memory import advice, training_bytes
 
 
 def config(depth, aspect_ratio=64, max_seq_len=512, vocab_size=4096):
@@ -24,12 +24,6 @@ def config(depth, aspect_ratio=64, max_seq_len=512, vocab_size=4096):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_estimate_for_eager_code_is_what_autograd_keeps(dtype):
     found = memory_count.compare(config(2), 2, dtype, is_compiled=False)
-    assert 0.95 < found["ratio"] < 1.1, found
-
-
-@pytest.mark.slow
-def test_the_estimate_for_compiled_code_is_what_the_partitioner_keeps():
-    found = memory_count.compare(config(2), 2, torch.bfloat16, is_compiled=True)
     assert 0.95 < found["ratio"] < 1.1, found
 
 
@@ -56,32 +50,11 @@ def test_lasting_memory_by_kind_is_counted_in_bytes_a_parameter():
     assert shared["gradient exchange"] > 0
 
 
-def test_sixteen_rows_of_d24_in_bfloat16_fit_an_h100_compiled_and_not_eager():
-    model = config(24, max_seq_len=2048, vocab_size=32768)
-    compiled, eager = (
-        sum(training_bytes(model, 16 * 2048, torch.bfloat16, compiled).values()) for compiled in (True, False)
-    )
-    free = 78 * 2**30  # of an H100's 80 GB
-    assert compiled < free < eager
-
-
-def test_more_tokens_depth_or_bits_need_more_memory():
-    def need(depth=4, tokens=4096, dtype=torch.bfloat16):
-        return sum(training_bytes(config(depth), tokens, dtype, compiled=True).values())
-
-    assert need() < need(tokens=8192) < need(tokens=8192, dtype=torch.float32)
-    assert need() < need(depth=5)
-    assert need(tokens=0) > 0
-
-
 def test_a_small_micro_batch_needs_the_memory_of_the_update_instead():
     needed = training_bytes(config(4), 1, torch.float32, compiled=True)
     late = needed["update"] + needed["activations"] + needed["logits"]
     assert late == 4 * scaling.on_meta(config(4)).parameter_counts()["total"]
     assert training_bytes(config(4), 2**16, torch.float32, compiled=True)["update"] == 0
-
-
-GIB = 2**30
 
 
 @settings(max_examples=40, deadline=None)
@@ -100,8 +73,7 @@ def test_the_automatic_device_batch_divides_the_rows_and_is_the_largest_that_fit
     assert fits(picked) or picked == 1
 
 
-# ------------------------------------------------------------------------------------------------------
-# What to lower when a run does not fit
+# -- What to lower when a run does not fit
 
 
 def plan_of(**changes):
@@ -128,7 +100,7 @@ def test_where_one_row_does_not_fit_shorter_rows_or_a_smaller_depth_are_named():
 
     assert needs(depth) <= memory < needs(depth + 1)
     deep = plan_of(depth=200, aspect_ratio=64, device_batch_size=1)
-    assert "--depth to" in advice(deep, 22 * GIB)
+    assert "--depth to" in advice(deep, 22 * 2**30)
     longer = plan_of(max_seq_len=4096, total_batch_size=24 * 4096, device_batch_size=12)
     memory = longer.with_rows(1).expected_bytes * 95 // 100
     assert re.fullmatch(
@@ -152,12 +124,7 @@ def test_a_model_whose_weights_do_not_fit_is_a_sentence_with_what_to_lower(corpu
     sizes = ["--depth=2", "--aspect_ratio=4096", "--head_dim=256", "--accept=memory"]  # matrices of a GiB
     done = python_m(["limited", *command(corpus, tmp_path / "out", *sizes)[1:]], folder=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert "error: out of memory with" in done.stderr and "--device_batch_size" in done.stderr
-
-
-def test_kinds_are_named_from_the_largest_on_and_small_ones_left_out():
-    gib = 2**30
-    assert in_words({"weights": gib, "logits": 3 * gib, "update": 1000}) == "logits 3.00, weights 1.00"
+    assert "error: out of memory with 2 rows" in done.stderr and "--device_batch_size=1" in done.stderr
 
 
 # Shapes that the constants for CPUs were not fitted to (docs/benchmarks.md names those)

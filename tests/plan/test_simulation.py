@@ -1,7 +1,6 @@
 """Runs on GPUs that are not here: counts against numbers worked out by hand, and what is refused."""
 
 import importlib
-import itertools
 import re
 from dataclasses import replace
 
@@ -11,7 +10,6 @@ from helpers import ROOT, run
 
 import configurator
 from nanochat import UserError
-from nanochat.machine.hardware import GPUS
 from nanochat.plan import planning, scaling, simulation
 from nanochat.plan.simulation import known_device, simulate
 
@@ -27,8 +25,7 @@ def settings(**changes):
     return DEFAULTS | {"plan": True, "depth": 12, "device": "H100", "world_size": 8} | changes
 
 
-# ------------------------------------------------------------------------------------------------------
-# Counts
+# -- Counts
 
 
 def test_a_process_sends_its_share_of_all_gradients_and_all_weights_as_much_as_plain_ddp():
@@ -38,38 +35,8 @@ def test_a_process_sends_its_share_of_all_gradients_and_all_weights_as_much_as_p
     assert sum(sent.values()) == 2 * 7 / 8 * 4 * D12  # a ring's all_reduce of the float32 gradients
     assert sum(simulation.exchanged_bytes(config, 8, gradient_bytes=2).values()) == 6 * D12 * 7 / 8
     assert sum(simulation.exchanged_bytes(config, 1).values()) == 0
-
-
-def rings(device, world_size):
-    """Seconds a byte of a reduce_scatter in rings, one for each adapter of a machine: the load of the fullest
-    link. Each ring carries its part of the data from each GPU to the next and leaves a machine by a different
-    GPU."""
-    load = {}
-    for ring in range(device.per_node):
-        order = []
-        for machine in range(0, world_size, device.per_node):
-            gpus = [*range(machine, min(machine + device.per_node, world_size))]
-            order += gpus[ring % len(gpus) :] + gpus[: ring % len(gpus)]
-        for a, b in itertools.pairwise([*order, order[0]]):
-            kind = "link" if a // device.per_node == b // device.per_node else "network"
-            load[kind, a] = load.get((kind, a), 0) + (world_size - 1) / world_size / device.per_node
-    rate = {"link": device.link * 1e9, "network": device.network * 1e9}
-    return max(part / rate[kind] for (kind, _), part in load.items())
-
-
-@pytest.mark.parametrize("name", ["H100", "A100", "B200", "L40S"])
-@pytest.mark.parametrize("world_size", [8, 16, 64])
-def test_the_rate_of_an_exchange_is_that_of_rings_over_all_adapters(name, world_size):
-    device = known_device(name)
-    seconds = (world_size - 1) / world_size / simulation.exchange_rate(device, world_size)
-    assert seconds == pytest.approx(rings(device, world_size))
-
-
-@pytest.mark.parametrize(("rows", "columns", "cubes"), [(64, 64, 30), (512, 128, 60), (128, 512, 60)])
-def test_the_flops_of_an_orthogonalization_are_those_of_its_products(rows, columns, cubes):
-    """In products of k x k matrices, 2 k^3 each: a square one has 3 in each of 5 steps. At 4 : 1, muon.py
-    works on the k x k matrix in two rounds; into it and out of it are 4 products each, 13 and 17 in all."""
-    assert simulation.polar_factor_flops(rows, columns) == cubes * min(rows, columns) ** 3
+    # Rings over all adapters: a machine's 8 GPUs send through 8 of them, to another machine
+    assert simulation.exchange_rate(H100, 8) == 450e9 and simulation.exchange_rate(H100, 64) == 8 * 50e9
 
 
 def test_the_optimizers_time_is_that_of_the_process_with_the_most_matrices():
@@ -83,21 +50,7 @@ def test_the_optimizers_time_is_that_of_the_process_with_the_most_matrices():
     assert simulation.optimizer_flops(tiny, 64) == 0
 
 
-def test_values_between_depths_are_interpolated_and_outside_constant():
-    points = {8: 0.4, 12: 0.6, 24: 0.0}
-    assert [simulation.at(points, depth) for depth in (1, 8, 12, 24, 99)] == [0.4, 0.4, 0.6, 0.0, 0.0]
-    assert simulation.at(points, 9) == pytest.approx(0.45)
-    assert simulation.at(points, 21) == pytest.approx(0.15)
-
-
-def test_every_gpu_has_its_peak_and_the_dtype_that_auto_chooses_there():
-    assert H100.peak_flops == 989e12 and known_device(" rtx 4090").name == "RTX 4090"
-    old = [device.name for device in GPUS if device.memory and device.dtype == torch.float16]
-    assert old == ["V100", "T4"]
-
-
-# ------------------------------------------------------------------------------------------------------
-# The run
+# -- The run
 
 
 def test_the_plan_is_the_one_that_planning_makes_for_that_hardware():
@@ -154,17 +107,14 @@ def test_fp8_is_faster_by_what_others_measured_and_counts_the_same_flops():
     assert simulate(settings(fp8=True)).seconds == simulate(settings()).seconds  # no gain at d12
 
 
-RUN_6 = settings(depth=24, fp8=True, target_param_data_ratio=8.0, window_pattern="SSSL")
-
-
 def test_a_known_run_is_predicted_within_a_tenth():
     """karpathy/nanochat, d24 with fp8 on 8 H100s: 99 minutes in steps (its dev/LEADERBOARD.md, run 6). Its
     model has windows of a quarter in three layers of four, 8 tokens a parameter and about our sizes."""
-    assert 60 * simulate(RUN_6).hours == pytest.approx(99, rel=0.1)
+    run_6 = settings(depth=24, fp8=True, target_param_data_ratio=8.0, window_pattern="SSSL")
+    assert 60 * simulate(run_6).hours == pytest.approx(99, rel=0.1)
 
 
-# ------------------------------------------------------------------------------------------------------
-# In words
+# -- In words
 
 
 def test_the_page_names_memory_by_kind_bytes_time_and_what_is_assumed():
@@ -187,9 +137,7 @@ def test_the_page_names_memory_by_kind_bytes_time_and_what_is_assumed():
         ({"device": None}, r"--world_size .* a cluster .* --device, such as H100"),
         ({"plan": False}, r"--device .* add --plan, or leave them out"),
         ({"world_size": 48}, r"total_batch_size 524288 is not a multiple .* use 491520 or 589824"),
-        ({"world_size": 10**6}, r"total_batch_size 524288 is not a multiple .* use 2048000000"),
         ({"dtype": "float32"}, r"the simulation of H100 computes in bfloat16; leave out --dtype"),
-        ({"device": "T4", "dtype": "bfloat16"}, r"the simulation of T4 computes in float16"),
         ({"device": "A100", "fp8": True}, r"A100 cannot multiply in fp8; .* one of B200, H200, H100, L40S"),
         ({"head_dim": 3}, r"give an even number"),
     ],
@@ -205,35 +153,18 @@ def test_a_run_that_does_not_fit_is_planned_with_a_warning():
 
 def test_base_train_imagines_without_data_tokenizer_or_folder(tmp_path):
     base = tmp_path / "base"
-    said = run(
-        [
-            "scripts.base_train",
-            "--plan",
-            "--world_size=64",
-            "--device=H100",
-            "--depth=12",
-            f"--base_dir={base}",
-        ]
-    )
+    cluster = ["--plan", "--world_size=64", "--device=H100", "--depth=12"]
+    said = run(["scripts.base_train", *cluster, f"--base_dir={base}"])
     assert "H100 x 64, imagined" in said and "memory of a process" in said and not base.exists()
 
 
-# ------------------------------------------------------------------------------------------------------
-# docs/scale.md
-
-
-@pytest.fixture
-def scale(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["scale"])
-    return importlib.import_module("experiments.scale")
+# -- docs/scale.md
 
 
 @pytest.mark.slow
-def test_the_command_of_the_page_on_scale_has_a_row_for_each_depth(scale):
+def test_the_command_of_the_page_on_scale_has_a_row_for_each_depth(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["scale"])
+    scale = importlib.import_module("experiments.scale")
     for table in (scale.speeds(), scale.limits()):
         assert all(f"\n| {depth} | " in table for depth in scale.DEPTHS)
     assert scale.deepest() > max(scale.DEPTHS)
-
-
-def test_the_prediction_of_a_known_run_is_near_its_99_minutes():
-    assert 60 * simulate(RUN_6).hours == pytest.approx(99, rel=0.1)

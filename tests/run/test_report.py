@@ -81,13 +81,14 @@ def test_the_report_holds_title_plan_results_scores_and_samples(tmp_path):
     )
     before = os.listdir(run)
     text = report_of(run)
+    unpadded = re.sub(" +", " ", text)
     assert text.startswith("# Run d4\n") and "- batch: 512 tokens\n- dtype: float32\n" in text
     for cells in (
         ("40", "20,480", "1.2346"), ("validation", "1.5000"), ("steps", "40"), ("training loss", "4.1000"),
         ("MFU", "25.0 %"), ("tokens per second", "5,120"), ("own tasks", "0.125"), ("CORE", "0.250"),
         ("1-16", "4.2500"), ("complete the \\| bracket", "75.0 %"), ("CORE: a", "-50.0 %"),
     ):  # fmt: skip
-        assert any(line.startswith(f"| {' | '.join(cells)}") for line in text.splitlines()), cells
+        assert any(line.startswith(f"| {' | '.join(cells)}") for line in unpadded.splitlines()), cells
     blocks = fenced_blocks(text)
     assert [b.replace(" ", "") for b in blocks] == [s.replace(" ", "") for s in SAMPLES]
     assert all(b == s for b, s in zip(blocks, SAMPLES, strict=True) if "````" not in s)
@@ -134,8 +135,7 @@ def test_the_report_is_imported_without_the_large_packages_that_it_may_not_need(
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
 
 
-# ------------------------------------------------------------------------------------------------------
-# Reading
+# -- Reading
 
 
 def test_damaged_lines_are_named_and_the_rest_is_read(tmp_path):
@@ -147,21 +147,13 @@ def test_damaged_lines_are_named_and_the_rest_is_read(tmp_path):
     said = []
     run = read_run(tmp_path, said.append)
     assert len(said) == 1 and "(6, 7, 8, 9)" in said[0]
-    assert run.steps["step"].tolist() == list(range(40)) and [r["step"] for r in run.evals] == [
-        0,
-        10,
-        20,
-        30,
-        40,
-    ]
+    assert run.steps["step"].tolist() == list(range(40))
+    assert [r["step"] for r in run.evals] == [0, 10, 20, 30, 40]
     assert run.steps["loss"].tolist() == [8.0 - step / 10 for step in range(40)]
     assert run.steps["mfu"].tolist() == [0.003] + 39 * [0.25]
 
 
-WRONG = [None, True, 1e400, "x", [], {}, [[1]], {"a": {"b": 1}}, 10**400]
-
-
-@pytest.mark.parametrize("wrong", WRONG, ids=range(len(WRONG)))
+@pytest.mark.parametrize("wrong", [None, True, "x", [[1]], {"a": {"b": 1}}, 10**400], ids=range(6))
 def test_values_of_a_wrong_type_count_as_missing(tmp_path, wrong):
     make_run(tmp_path)
     names = ["settings", "identity", "derived", "plan", "versions", "device", "git_commit", "world_size"]
@@ -177,7 +169,7 @@ def test_values_of_a_wrong_type_count_as_missing(tmp_path, wrong):
             (tmp_path / "config.json").write_text(config)
         run = read_run(tmp_path)
         text = summary.markdown(run, True)
-        assert "| validation | 1.2346" in text
+        assert re.search(r"\| validation +\| +1\.2346", text)
         assert not re.search(r"\bnan\b|\binf\b|None", text + run_page(run, True))
 
 
@@ -217,8 +209,7 @@ def test_what_is_left_comes_from_progress_in_a_run_of_minutes_and_from_steps_in_
         assert read_run(tmp_path).is_complete
 
 
-# ------------------------------------------------------------------------------------------------------
-# Curves
+# -- Curves
 
 values = st.lists(st.floats(-1e6, 1e6) | st.just(math.nan), min_size=1, max_size=60)
 

@@ -11,7 +11,6 @@ from test_report import SAMPLES, make_run, write_records
 
 import configurator
 from nanochat.run.report import comparison_page, read_run, run_page, summary
-from nanochat.run.report.pages import unique_names
 from nanochat.run.report.run_data import text
 
 NASTY = [
@@ -71,7 +70,9 @@ def configure(folder, **more):
 def test_the_page_shows_the_run_at_a_glance_its_samples_and_its_curves(tmp_path):
     make_run(tmp_path, samples=SAMPLES)
     configure(tmp_path)
-    page = page_of(tmp_path)
+    assert "cost" not in page_of(tmp_path).text
+    page = Page(run_page(read_run(tmp_path), True, price_per_hour=1000))
+    assert "3.58" in page.text  # 12.9 seconds in steps
     for words in ("1.2346", "depth 4, width 192", "0.5 epochs", "25.0 %", "5,120", "AMD EPYC", "finished"):
         assert words in page.text
     assert [pre for pre in page.parts["pre"] if "base_train" not in pre] == SAMPLES
@@ -127,15 +128,7 @@ def test_a_page_says_whether_the_run_goes_on_and_reloads_itself_only_then(tmp_pa
         assert state in page.text and ("40 of 400 steps" in page.text) == (state == "stopped")
 
 
-def test_a_price_per_hour_gives_the_cost(tmp_path):
-    make_run(tmp_path)
-    write_records(tmp_path, {"step": 40, "loss": 1.0, "train_time_s": 7200.0, "step_time_s": 1.0})
-    assert "cost" not in page_of(tmp_path).text
-    assert "5.00" in Page(run_page(read_run(tmp_path), True, price_per_hour=2.5)).text
-
-
-# ------------------------------------------------------------------------------------------------------
-# Settings, and several runs
+# -- Settings, and several runs
 
 
 def test_the_command_gives_back_every_setting_that_was_given(tmp_path):
@@ -167,8 +160,8 @@ def test_settings_are_shown_beside_the_defaults_of_the_script_that_made_the_run(
 
 def test_a_comparison_shows_each_run_what_differs_and_the_best_where_they_can_be_compared(tmp_path):
     runs = []
-    for name, depth in (("one", 4), ("two", 6), ("three", 6)):
-        (folder := tmp_path / name).mkdir()
+    for name, depth in (("a/one", 4), ("b/one", 6), ("c/two", 6)):
+        (folder := tmp_path / name).mkdir(parents=True)
         make_run(folder, samples=NASTY)
         configure(folder, settings=SETTINGS | {"depth": {"value": depth, "source": "command line"}})
         write_records(folder, {"step": 40, "val_bpb": depth - 3.5}, {"step": 40, "loss": math.nan})
@@ -176,7 +169,7 @@ def test_a_comparison_shows_each_run_what_differs_and_the_best_where_they_can_be
     page = Page(comparison_page(runs))
     data = json.loads(page.parts["script"][0])
     loss = next(chart for chart in data["charts"] if chart["id"] == "chart-loss")
-    assert [curve["name"] for curve in loss["curves"]] == ["one", "two", "three"]
+    assert [curve["name"] for curve in loss["curves"]] == ["a/one", "b/one", "c/two"]
     assert all(len(data["x"][c["group"]]["tokens"]) == len(c["y"]) == 41 for c in loss["curves"])
     differs = page.text.partition("What differs")[2]
     assert "depth" in differs and "grad_clip" not in differs
@@ -184,13 +177,3 @@ def test_a_comparison_shows_each_run_what_differs_and_the_best_where_they_can_be
     assert [b for b in page.parts["b"] if b] == ["0.5000", *["4.1000"] * 3]
     runs[0].config["identity"]["data"] = "another text"
     assert not any(Page(comparison_page(runs)).parts["b"])
-
-
-def test_runs_with_one_name_are_told_apart_by_their_folders(tmp_path):
-    runs = []
-    for name in ("a/d4", "b/d4"):
-        (tmp_path / name).mkdir(parents=True)
-        make_run(tmp_path / name)
-        runs.append(read_run(tmp_path / name))
-    assert unique_names(runs) == ["a/d4", "b/d4"]
-    assert len(set(unique_names([runs[0], runs[0]]))) == 2

@@ -34,6 +34,7 @@ log.write({"step": 3, "loss": 0.125})
 Path(folder, "report.html").write_text("<p>the report")
 log.close()
 """
+UNREACHABLE = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
 
 
 def run_wandb(folder, **variables):
@@ -42,14 +43,8 @@ def run_wandb(folder, **variables):
     home = folder / "home"
     home.mkdir()
     environment |= {"HOME": str(home), "PYTHONPATH": str(ROOT), "WANDB_ERROR_REPORTING": "false"} | variables
-    return subprocess.run(
-        [sys.executable, "-c", LOGGING, str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    ).stdout
+    command = [sys.executable, "-c", LOGGING, folder]
+    return subprocess.check_output(command, env=environment, text=True, timeout=120)
 
 
 def read_wandb(path):
@@ -98,10 +93,8 @@ def check_what_wandb_wrote(folder):
         3: {"step": 3, "loss": 0.125, "own_tasks/name": 0.5, "own_tasks/bracket": 0.25, "own_score": 0.125},
     }
     (table,) = folder.glob("wandb/offline-run-*/files/media/table/samples_*.json")
-    assert json.loads(table.read_text()) == {
-        "columns": ["step", "sample"],
-        "data": [[3, "def f(x?"], [3, "import \u6771"]],
-    }
+    samples = [[3, "def f(x?"], [3, "import \u6771"]]
+    assert json.loads(table.read_text()) == {"columns": ["step", "sample"], "data": samples}
     (report,) = folder.glob("wandb/offline-run-*/files/report.html")
     assert report.read_text() == "<p>the report"
     logged = read_metrics(folder / "metrics.jsonl")
@@ -110,14 +103,7 @@ def check_what_wandb_wrote(folder):
 
 @pytest.mark.parametrize(
     "variables, says",
-    [
-        ({}, "no API key"),
-        pytest.param(
-            {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"},
-            "cannot be reached",
-            marks=pytest.mark.slow,
-        ),
-    ],
+    [({}, "no API key"), pytest.param(UNREACHABLE, "cannot be reached", marks=pytest.mark.slow)],
 )
 def test_without_a_key_or_a_server_wandb_is_offline_says_so_and_holds_every_metric(tmp_path, variables, says):
     said = run_wandb(tmp_path, **variables).splitlines()
@@ -164,7 +150,6 @@ class FakeWandb:
 @pytest.mark.parametrize(
     "given, reachable, modes, says",
     [
-        ("a key", True, [None], ""),
         ("a key in netrc", True, [None], ""),
         ("a key", False, [None, "teardown", "offline"], "cannot be reached (ConnectionError)"),
         ("no key", True, ["offline"], "no API key"),

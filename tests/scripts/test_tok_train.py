@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.data.parquet import iterate_documents
+from nanochat.data.parquet import Documents
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import Tokenizer, open_tokenizer, train
 
@@ -42,7 +42,7 @@ def test_it_writes_the_tokenizer_that_base_train_then_finds(tmp_path):
     folder = tmp_path / "base" / "tokenizers" / f"{data.name}-{data.fingerprint[:12]}"
     found = open_tokenizer("auto", 400, folder, lambda: (_ for _ in ()).throw(AssertionError("trained")))
     assert found.fingerprint == record["fingerprint"] and found.vocab_size == 400
-    text = "".join(iterate_documents(data.val_shards))
+    text = "".join(Documents(data.val_shards))
     by_hand = len(text.encode()) / len(found.encode(text))
     assert abs(record["bytes_per_token"]["validation split"]["this one"] - by_hand) < 0.02 * by_hand
     assert "| digits (squares) " in done.stdout

@@ -1,5 +1,5 @@
-"""What a run's folder shows to people: report.html, report.md and loss.png, made from metrics.jsonl and
-config.json. `write_report` makes them during a run; scripts/report.py makes them again and compares runs."""
+"""The report of a run: report.html, report.md and loss.png, made from metrics.jsonl and config.json.
+`write_report` makes them during a run; scripts/report.py makes them again and compares runs."""
 
 from nanochat.files import replacing
 from nanochat.run.report.pages import MOST_RUNS, comparison_page, run_page
@@ -12,8 +12,8 @@ __all__ = ["MOST_RUNS", "comparison_page", "find_run", "read_run", "run_page", "
 def write_report(folder, final: bool, say=print):
     """Write report.html, report.md and loss.png into a run's folder; each file appears whole or not at all.
 
-    final: False says that the run goes on, and makes the page reload itself. An error, such as a full disk,
-    does not end training: it goes to `say`.
+    final: if False, the run goes on, and the page reloads itself. An error, such as a full disk, does not end
+    training: it goes to `say`.
     """
     try:
         write_files(read_run(folder), final)
@@ -23,9 +23,8 @@ def write_report(folder, final: bool, say=print):
 
 
 def write_files(run: Run, final: bool, price_per_hour: float | None = None):
-    """report.html, report.md and, once there is a step, loss.png of a run that was read from its folder.
-
-    A link in the place of such a file is replaced and not followed. Raises OSError.
+    """Write report.html, report.md and, after the first step, loss.png into the run's folder. A link in their
+    place is replaced and not followed. Raises OSError.
     """
     picture = loss_png(run)
     contents = {"loss.png": picture} if picture else {}

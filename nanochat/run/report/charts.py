@@ -9,7 +9,7 @@ import numpy as np
 from nanochat.run.report.run_data import Run, number
 
 BINS = 1000  # points of a curve at most; each stands for a bin of steps
-BINS_OF_SEVERAL = 400  # of each curve, where runs are compared
+BINS_OF_SEVERAL = 400  # the same where runs are compared, and for evaluations
 MAX_MARKS = 300
 AXES = {"step": "Steps", "tokens": "Tokens", "time": "Time"}  # what curves can be drawn against
 X_COLUMNS = {"step": "step", "tokens": "tokens", "time": "train_time_s"}
@@ -43,8 +43,8 @@ class Curve:
 
 @dataclass
 class Chart:
-    """What one figure shows. kind "axis": against what the page's switch says; "position": against tokens of
-    context, on a logarithmic scale. marks: (kind, index in the group of the first curve)."""
+    """The content of a figure. kind: its x values, "axis" (those that the page's switch selects) or
+    "position" (tokens of context, logarithmic). marks: (kind, index of an x value of the first curve)."""
 
     id: str
     title: str
@@ -56,9 +56,10 @@ class Chart:
 
 
 def charts_of(runs: list[Run], names: list[str]) -> tuple[list[Chart], dict]:
-    """(charts, {group: {axis: x values}}) of one run, or of several laid over each other.
+    """(charts, {group: {axis: x values}}) of one run, or of several runs in the same charts.
 
-    With several runs, `names` name the curves, which have no bands. A chart without values is left out.
+    names: of the runs, for the curves of several runs, which have no bands. A chart without values is left
+    out.
     """
     alone = len(runs) == 1
     ends = [bin_ends(len(run.steps["step"]), BINS if alone else BINS_OF_SEVERAL) for run in runs]
@@ -94,9 +95,8 @@ def _record_chart(runs, names, id, title, unit, group, key, color) -> Chart:
     chart = Chart(f"chart-{id}", title, unit, [])
     for i, run in enumerate(runs):
         y = [number(r.get(key)) for r in chosen_of(getattr(run, group), BINS_OF_SEVERAL)]
-        name, shade = (
-            (title if title.isupper() else title.lower(), color) if len(runs) == 1 else (names[i], i)
-        )
+        own_name = title if title.isupper() else title.lower()
+        name, shade = (own_name, color) if len(runs) == 1 else (names[i], i)
         chart.curves.append(Curve(name, f"{group}{i}", y, shade, dots=True))
     return chart
 
@@ -118,8 +118,8 @@ def step_curve(values, ends, name: str, group: str, color=0, smoothed=True, band
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """The mean of each value and its neighbours, a 30th of the curve but at most 101 values, or two bins of a
-    very long one; without NaN."""
+    """The moving mean, without NaN, over a 30th of the curve, but at most 101 values, or two bins of a very
+    long curve."""
     half = max(min(len(values) // 60, 50), len(values) // BINS)
     if not half:
         return values
@@ -137,7 +137,8 @@ def exact(values) -> list:
 
 
 def spans(chart: Chart) -> bool:
-    """Whether values cover so many sizes that only a logarithmic scale shows them."""
+    """Whether the values need a logarithmic scale: the largest is more than 50 times the smallest, without
+    the outer 0.5 %."""
     values = [v for c in chart.curves for v in (*c.y, *(c.low or ()), *(c.high or ())) if v is not None]
     if not values or min(values) <= 0:
         return False
@@ -146,14 +147,14 @@ def spans(chart: Chart) -> bool:
 
 
 def chosen_of(records: list, most: int) -> list:
-    """At most `most` of them, evenly spaced, the first and the last among them."""
+    """At most `most` records, evenly spaced, the first and the last included."""
     last = len(records) - 1
     chosen = sorted({round(i * last / max(most - 1, 1)) for i in range(most)}) if records else []
     return [records[i] for i in chosen]
 
 
 def marks(run: Run, ends: np.ndarray) -> list[tuple[str, int]]:
-    """Spikes and skipped steps, with the bin that each is in; at most MAX_MARKS of a kind."""
+    """(kind, bin) of spikes and skipped steps, at most MAX_MARKS of a kind."""
     skipped = np.diff(np.nan_to_num(run.steps["skipped"]), prepend=0.0) > 0
     found = []
     for kind, there in (("spike", run.steps["spike"] == 1), ("skipped", skipped)):
@@ -163,8 +164,8 @@ def marks(run: Run, ends: np.ndarray) -> list[tuple[str, int]]:
 
 
 def position_chart(run: Run) -> tuple[Chart, dict]:
-    """(the loss by position at three evaluations at most: an early one, one in the middle, the last; its x
-    values)."""
+    """(chart, x values) of the loss by position at up to three evaluations: an early one, one in the middle,
+    the last."""
     chart = Chart("chart-position", "Loss by position", "nats per token", [], kind="position")
     found = [(r["step"], by) for r in run.evals if (by := loss_by_position(r))]
     found = [(step, by) for step, by in found if list(by) == list(found[-1][1])]

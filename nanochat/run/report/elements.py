@@ -1,7 +1,7 @@
-"""One self-contained HTML page and its pieces: style, script and data are inside, and nothing is loaded.
+"""An HTML page and its pieces. Style, script and data are inside; the page loads nothing.
 
-The page may hold what a model wrote or a stranger's folder says. All text is escaped, and the page's own
-policy (Content-Security-Policy) lets nothing run but its one script, by checksum.
+It may show text that a model wrote or that comes from a stranger's folder. All text is escaped, and the
+page's Content-Security-Policy allows only its own script, by checksum.
 """
 
 import base64
@@ -15,7 +15,7 @@ from importlib.resources import files
 from nanochat.run.report.charts import AXES, Chart, chosen_of
 from nanochat.run.report.run_data import text
 
-RELOAD_S = 30  # of a page of a run that goes on, in a browser without JavaScript
+RELOAD_S = 30  # seconds between two reloads of a running run's page, in a browser without JavaScript
 TABLE_ROWS = 12  # of the table under a chart
 
 
@@ -24,7 +24,7 @@ def document(
 ) -> str:
     """The whole page. sections: (id, title, content) each; one without content is left out.
 
-    glance: what stands above the sections. x_of: {group: {axis: x values}} of the charts' curves.
+    glance: HTML above the sections. x_of: {group: {axis: x values}} of the charts' curves.
     """
     style, script = _own_file("page.css"), _own_file("numbers.js") + _own_file("page.js")
     policy = f"default-src 'none'; style-src {_checksum(style)}; script-src {_checksum(script)}; "
@@ -63,7 +63,7 @@ def _checksum(source: str) -> str:
 
 
 def json_in_html(data) -> str:
-    """JSON that no HTML parser can take for a tag or the end of a script."""
+    """JSON in which no HTML parser sees a tag or the end of the script."""
     written = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return written.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -74,7 +74,7 @@ def _chart_data(chart: Chart) -> dict:
 
 
 def e(value) -> str:
-    """A value as escaped, bounded text."""
+    """A value as escaped text of bounded length."""
     return escape(text(value))
 
 
@@ -145,7 +145,7 @@ def figure(chart: Chart, x_of: dict) -> str:
 
 
 def _values(chart: Chart, x_of: dict) -> str:
-    """At most TABLE_ROWS points of each curve, in a table of its own if its x values are its own."""
+    """At most TABLE_ROWS points of each curve; curves with the same x values share a table."""
     axis, head = ("position", "tokens of context") if chart.kind == "position" else ("step", "step")
     made = []
     for group in dict.fromkeys(curve.group for curve in chart.curves):

@@ -1,4 +1,5 @@
-// Makes the charts of a report live: axis switch, zoom, values under the pointer. The page is whole without.
+// Draws the charts of a report, with an axis switch, zoom and the values at the pointer. Without it the page
+// has a picture and tables.
 (() => {
   const page = JSON.parse(document.getElementById("page-data").textContent);
   const BOTTOM = 34, TOP = 8, LEFT = 52, RIGHT = 12, HEIGHT = 240;

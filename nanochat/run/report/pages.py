@@ -1,4 +1,4 @@
-"""report.html, the page of one run, and the page that lays runs over each other."""
+"""report.html, the page of one run, and the page that compares runs."""
 
 import base64
 from pathlib import Path
@@ -21,7 +21,7 @@ SLIDER = (
 
 
 def run_page(run: Run, final: bool, price_per_hour: float | None = None, picture=b"") -> str:
-    """The whole page. final: False means that the run goes on, and the page reloads itself.
+    """The whole page. final: if False, the run goes on, and the page reloads itself.
 
     picture: a PNG for browsers without JavaScript, which show no charts.
     """
@@ -31,23 +31,17 @@ def run_page(run: Run, final: bool, price_per_hour: float | None = None, picture
     position = figures.pop("chart-position", "")
     image = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
     still = f'<noscript><img src="{image}" alt="Loss and bits per byte"></noscript>' if picture else ""
+    plan = [line.partition(": ")[::2] for line in plan_lines(run)]
+    again = f'<div class="command">{code(summary.command(run))}</div>'
     sections = [
         ("curves", "Curves", CONTROLS + still + grid([*figures.values()]) if figures else ""),
         ("tasks", "Tasks", grid([*tasks, _tasks(run)])),
         ("position", "Does it use its context?", _position(run, position)),
         ("samples", "What it writes", _samples(run)),
         ("settings", "Changed settings", _settings(run)),
-        (
-            "plan",
-            "Plan",
-            card(table(["what", "how much, and why"], [_split(line) for line in plan_lines(run)])),
-        ),
+        ("plan", "Plan", card(table(["what", "how much, and why"], plan))),
         ("environment", "Environment", _environment(run)),
-        (
-            "repeat",
-            "Do it again",
-            f'<div class="command">{code(summary.command(run))}</div>' * bool(run.settings()),
-        ),
+        ("repeat", "Do it again", again if run.settings() else ""),
     ]
     glance = elements.tiles(summary.at_a_glance(run, price_per_hour))
     title = f"{run.name}: nanochat report"
@@ -124,11 +118,6 @@ def _settings(run: Run) -> str:
     return card(changed, f"<details><summary>All settings</summary>{every}</details>")
 
 
-def _split(line: str) -> list[str]:
-    name, _, why = line.partition(": ")
-    return [name, why]
-
-
 def _environment(run: Run) -> str:
     identity = run.section("identity")
     rows = [["device", run.config.get("device")], ["processes", run.config.get("world_size")]]
@@ -159,7 +148,7 @@ def comparison_page(runs: list[Run], price_per_hour: float | None = None) -> str
 
 
 def unique_names(runs: list[Run]) -> list[str]:
-    """The runs' names; with as many parent folders as it takes to tell them apart."""
+    """The runs' names, each with as many parent folders as make all of them different."""
     paths = [Path(run.folder).resolve().parts for run in runs]
     for depth in range(1, max(map(len, paths)) + 1):
         names = [text("/".join(parts[-depth:]))[:120] for parts in paths]
@@ -169,7 +158,7 @@ def unique_names(runs: list[Run]) -> list[str]:
 
 
 def _numbers(runs, names, price_per_hour) -> str:
-    """A table of what each run has at a glance; the best values are bold where they can be compared."""
+    """A table of `at_a_glance` of each run; the best values are bold if they can be compared."""
     found = []
     for run in runs:
         entries = summary.at_a_glance(run, price_per_hour)
@@ -181,19 +170,19 @@ def _numbers(runs, names, price_per_hour) -> str:
         note = "Bold: the best of them"
         for i, column in enumerate(columns, start=1):
             if choose := BEST.get(column.partition(",")[0]):
-                most = choose(float(row[i]) for row in rows if row[i])
-                best |= {(n, i) for n, row in enumerate(rows) if row[i] and float(row[i]) == most}
+                winner = choose(float(row[i]) for row in rows if row[i])
+                best |= {(n, i) for n, row in enumerate(rows) if row[i] and float(row[i]) == winner}
     return card(table(["run", *columns], rows, note, numbers=True, best=best))
 
 
 def _task_of(run: Run) -> tuple:
-    """What must be the same if losses and scores are to be compared: the text, its tokens, the targets."""
+    """Text, tokenizer and targets: if these are the same, losses and scores can be compared."""
     identity, loss_on = run.section("identity"), run.settings().get("loss_on", {})
     return text(identity.get("data")), text(identity.get("tokenizer")), text(loss_on.get("value"))
 
 
 def _differences(runs, names) -> str:
-    """Settings and surroundings that are not the same in all runs."""
+    """A table of the settings, versions and machines that differ between the runs."""
     rows = []
     for name in dict.fromkeys(name for run in runs for name in run.settings()):
         values = [run.settings().get(name) for run in runs]

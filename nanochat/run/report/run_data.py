@@ -1,6 +1,6 @@
-"""What a run's folder says about the run: metrics.jsonl in columns, and config.json.
+"""Reads a run's folder: metrics.jsonl into columns, and config.json.
 
-A folder may come from a stranger and a run may be killed at any moment. So nothing is read through a link,
+The folder may come from a stranger, and its run may have been killed at any moment. So no link is followed,
 damaged lines are skipped, and a value of a wrong type counts as missing.
 """
 
@@ -29,9 +29,9 @@ COLUMNS = (  # of training records
 
 @dataclass
 class Run:
-    """A run as its folder tells it. Records of one kind are in the order of their steps.
+    """What a run's folder holds. Records of one kind are in the order of their steps.
 
-    steps: {each of COLUMNS: float64 array of one value a training step}; NaN = missing.
+    steps: {each of COLUMNS: (steps,) float64}; NaN = missing.
     evals, tasks: records with val_bpb; with own_score or core. samples: records with samples.
     progress: of the last record that has it, in [0, 1].
     """
@@ -66,13 +66,13 @@ class Run:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it has made all its steps, and evaluated the last one."""
+        """Whether it has made all its steps and the last evaluation."""
         evaluated = self.evals and self.evals[-1]["step"] >= self.num_steps
         return bool(evaluated and (self.share_done or 0.0) >= 1)
 
     @property
     def goes_on(self) -> bool:
-        """Whether it looks as if a process still trains: steps are missing, and one was written just now."""
+        """Whether a process seems to train: the run is not complete, and a step was written just now."""
         times = self.steps["step_time_s"][-100:]
         patience = 60 + 20 * float(np.nanmedian(times)) if (times >= 0).any() else 60
         written = (self.folder / "metrics.jsonl").stat().st_mtime
@@ -135,7 +135,7 @@ def find_run(name: str, base_dir: Path) -> Path:
 
 
 def read_run(folder, say=lambda warning: None) -> Run:
-    """Read a run's folder; `say` hears of what is damaged. Raises UserError if it is no run's folder, and
+    """Read a run's folder; `say` gets warnings about damage. Raises UserError if it is no run's folder, and
     OSError for a file that cannot be read."""
     folder = Path(folder)
     if not os.path.lexists(folder / "metrics.jsonl"):
@@ -184,7 +184,7 @@ def _read_config(path: Path, say) -> dict:
 
 
 def _records(path: Path, say):
-    """The whole records of a metrics.jsonl, line by line: a long run's records would fill much memory."""
+    """The whole records of a metrics.jsonl, one by one: all records of a long run need much memory."""
     damaged = []
     with os.fdopen(open_plain(path, os.O_RDONLY), "rb") as file:
         for line_number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=1):

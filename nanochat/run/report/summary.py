@@ -10,11 +10,10 @@ import numpy as np
 import configurator
 from nanochat.run.report import charts
 from nanochat.run.report.run_data import Run, number, text
-from nanochat.terminal import duration, gib, short
+from nanochat.terminal import duration, fenced, gib, short, table
 
-# A run is repeated in another folder, and with the same weights and text
+# Settings that the command to repeat a run leaves out: it uses another folder
 NOT_REPEATED = ("out_dir", "model_tag", "resume", "base_dir", "plan", "price_per_hour")
-FENCE = "````"
 MOST_ROWS = 200  # of the table of evaluations
 
 
@@ -47,7 +46,7 @@ def time_left(run: Run) -> float | None:
 
 
 def at_a_glance(run: Run, price_per_hour: float | None = None) -> list[tuple]:
-    """(name, value, unit, note) of what a run did, the most telling first; what is unknown is left out."""
+    """(name, value, unit, note) of the known results and costs of a run, the most important first."""
     return [*_results(run), *_amounts(run), *_costs(run, price_per_hour)]
 
 
@@ -143,7 +142,7 @@ def changed_settings(run: Run, defaults: dict) -> dict[str, dict]:
 
 
 def script_of(run: Run) -> str:
-    """The script that made the run. mid_train's runs alone have the setting loss_on."""
+    """The script that made the run: only mid_train has the setting loss_on."""
     return "scripts.mid_train" if "loss_on" in run.settings() else "scripts.base_train"
 
 
@@ -179,7 +178,7 @@ def markdown(run: Run, final: bool) -> str:
     """The text of report.md."""
     facts = [[name, f"{value} {unit}".strip(), _line(note)] for name, value, unit, note in at_a_glance(run)]
     parts = [f"# {_line(run.name)}", "" if final else "The run is still going on.", _line(lead(run))]
-    parts += [_table(["", "", ""], facts) if facts else ""]
+    parts += [table([["", "", ""], *facts]) if facts else ""]
     parts += ["![Training loss and validation bits per byte](loss.png)" if run.num_steps else ""]
     parts += ["## Plan", "\n".join(f"- {_line(line)}" for line in plan_lines(run))]
     if run.evals:
@@ -187,16 +186,15 @@ def markdown(run: Run, final: bool) -> str:
             (r["step"], number(r.get("tokens")), r["val_bpb"]) for r in charts.chosen_of(run.evals, MOST_ROWS)
         ]
         rows = [[f"{step:,}", f"{tokens or 0:,.0f}", f"{bpb:.4f}"] for step, tokens, bpb in shown]
-        parts += ["## Validation", _table(["step", "tokens", "bits per byte"], rows)]
+        parts += ["## Validation", table([["step", "tokens", "bits per byte"], *rows])]
     if by := last_by_position(run):
         rows = [[label, f"{loss:.4f}"] for label, loss in by.items()]
-        parts += ["## Loss by position", _table(["tokens of context", "nats per token"], rows)]
+        parts += ["## Loss by position", table([["tokens of context", "nats per token"], *rows])]
     if scores := task_scores(run.tasks[-1]) if run.tasks else {}:
         rows = [[_line(name), f"{100 * score:.1f} %"] for name, score in scores.items()]
-        parts += [f"## Tasks, at step {run.tasks[-1]['step']:,}", _table(["task", "score"], rows)]
+        parts += [f"## Tasks, at step {run.tasks[-1]['step']:,}", table([["task", "score"], *rows])]
     if run.samples:
-        texts = [sample.replace(FENCE, "` ` ` `") for sample in run.samples[-1]["samples"]]
-        parts += ["## Samples", *(f"{FENCE}text\n{sample}\n{FENCE}" for sample in texts)]
+        parts += ["## Samples", *map(fenced, run.samples[-1]["samples"])]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -206,13 +204,8 @@ def last_by_position(run: Run) -> dict[str, float]:
 
 
 def _line(words: str) -> str:
-    """A text on one line that Markdown takes for no tag and no column."""
-    return " ".join(words.split()).replace("<", "&lt;").replace("|", "\\|")
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [f"| {' | '.join(cells)} |" for cells in [head, *rows]]
-    return "\n".join([lines[0], f"|:--|{'--:|' * (len(head) - 1)}", *lines[1:]])
+    """A text on one line in which Markdown sees no tag."""
+    return " ".join(words.split()).replace("<", "&lt;")
 
 
 def loss_png(run: Run) -> bytes:
