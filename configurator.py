@@ -7,8 +7,9 @@ A value comes from the default in the script, the environment, the config files 
 command line; the last of these that gives one wins.
 
 A setting is a line `name = value` above the call. The value is a number, arithmetic on numbers, text, True
-or False; with an annotation it may be None. A name with a leading underscore is no setting. The lines stand
-at module level, or in the `if __name__ == "__main__":` block around the call if it has such lines.
+or False; with an annotation it may be None. A name that begins with an underscore is not a setting. The
+lines stand at module level, or in the `if __name__ == "__main__":` block around the call if it has such
+lines.
 The type is the annotation's (int, float, str, bool, Literal["a", "b"], X | None), else the default's.
 The comment at the end of the line is the help. A comment above the line starts a group; its first line that
 has a word in it is the group's name.
@@ -43,14 +44,14 @@ OPERATORS |= {ast.FloorDiv: operator.floordiv, ast.UAdd: operator.pos, ast.USub:
 # An exact power of integers can take minutes. A float power overflows at once.
 OPERATORS[ast.Pow] = lambda base, exponent: float(base) ** exponent if exponent > 1024 else base**exponent
 LARGEST = 1e308  # the largest number that is accepted, so that every integer fits into a float
-MAX_FILE_BYTES = 100_000  # of a config file; a longer one is refused before it is read whole
-MAX_COLUMN = 28  # where the help texts begin at most; a longer --name=default stands out to the right
+MAX_FILE_BYTES = 100_000  # the largest config file
+MAX_COLUMN = 28  # the rightmost column where help texts begin; a longer --name=default sticks out
 # How --help names a type, and how an error describes it
 TYPES = {int: ("int", "a whole number"), float: ("float", "a number"), str: ("text", "text")}
 TYPES |= {bool: ("bool", "true or false"), None: ("none", "none")}
 
 # variable: its name in the script. kind: the types and single values that the setting takes, such as
-# (int, None) or ("auto", "on", "off"). range: of its numbers, as it is written; empty if any number will do
+# (int, None) or ("auto", "on", "off"). range: of numbers, as text; empty: any number
 Setting = namedtuple("Setting", "variable kind default group help range")
 
 
@@ -60,7 +61,7 @@ class Settings:
 
     values: dict
     sources: dict
-    arguments: tuple = ()  # the bare ones, if the script takes others than config files
+    arguments: tuple = ()  # bare arguments, if the script takes other ones than config files
 
     def record(self):
         """{name: {"value": ..., "source": ...}} for JSON. Checkpoints, wandb and the report store it."""
@@ -70,9 +71,9 @@ class Settings:
 def configure(globals_, argv=None, arguments="CONFIG_FILE", aliases=None):
     """Give a script's variables the values that the command line asks for. Returns the `Settings`.
 
-    `globals_` is the script's globals(). `argv` is the command line (None: sys.argv[1:]). `arguments` is what
-    --help calls a bare argument. With another name than CONFIG_FILE, these are not read as config files:
-    they are the script's own, in `Settings.arguments`.
+    `globals_` is the script's globals(). `argv` is the command line (None: sys.argv[1:]). `arguments` is the
+    name of bare arguments in --help. With another name than CONFIG_FILE they are not read as config files;
+    the script finds them in `Settings.arguments`.
     `aliases`, {"plan": "plan_only"}: the setting of the variable plan_only is called plan, in the record too.
     People may type either name. It is read from the source of the call, so it must be written out there.
     --help prints every setting and exits with status 0. If anything is wrong, all mistakes are printed on
@@ -81,7 +82,7 @@ def configure(globals_, argv=None, arguments="CONFIG_FILE", aliases=None):
     the terminal cannot show is printed as an escape, such as \\u2192.
     """
     for stream in sys.stdout, sys.stderr:
-        if hasattr(stream, "reconfigure"):  # a stream that a program puts in their place may lack it
+        if hasattr(stream, "reconfigure"):  # a program may have replaced the stream by one without it
             stream.reconfigure(errors="backslashreplace")
     if sys.excepthook is not _excepthook:
         _excepthook.previous, sys.excepthook = sys.excepthook, _excepthook
@@ -180,7 +181,7 @@ def _assignment(statement):
 
 
 def _heading(lines, indent):
-    """The first line with a word of the comment that ends `lines` at this indentation, else ""."""
+    """The name of the group that begins after `lines`: the first words of the comment there, else ""."""
     comment = re.search(rf"(^ {{{indent}}}#.*\n)+\s*\Z", "\n".join([*lines, ""]), re.MULTILINE)
     words = [line.strip("#-=*~ \t") for line in comment[0].split("\n")] if comment else []
     return next(filter(None, words), "")
@@ -359,7 +360,7 @@ def read_range(text):
         except (SyntaxError, UserError):
             bounds = [(low, 1), (high, 0)]
         if bounds[0][1] > bounds[1][1]:
-            raise UserError(f"its range [{text}] is none; write it as [-1, 1..1e9]")
+            raise UserError(f"its range [{text}] is not one; write it as [-1, 1..1e9]")
         alternatives.append(bounds)
     return alternatives
 
@@ -402,10 +403,8 @@ def _help_lines(left, setting, column, width):
     kind = "|".join(setting.range if name in ("int", "float") and setting.range else name for name in types)
     # A line breaks between choices if it must, and never within a range
     kind = kind.replace("|", " | ") if len(kind) > width - column - 2 else kind.replace(" ", "\0")
-    text, indents = (
-        f"{setting.help} [{kind}]".strip(),
-        {"initial_indent": left, "subsequent_indent": " " * column},
-    )
+    indents = {"initial_indent": left, "subsequent_indent": " " * column}
+    text = f"{setting.help} [{kind}]".strip()
     return textwrap.fill(text, width, break_long_words=False, **indents).replace("\0", " ")
 
 

@@ -149,7 +149,7 @@ def attention_speed(job: dict) -> dict:
                 try:
                     row[key] = reason or time_attention(name, way, (B, H, T, D), window, dtype, device)
                 except Exception as error:  # the next way is timed all the same
-                    row[key] = backends.first_line(error)
+                    row[key] = backends.error_in_a_line(error)
     return result
 
 

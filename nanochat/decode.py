@@ -15,29 +15,27 @@ import torch.nn.functional as F
 
 from nanochat.gpt import GPT, QK_SCALE, gated, small_model
 from nanochat.ops.attention import shift_keys
-from nanochat.ops.attention_backends import first_line, for_any_length
+from nanochat.ops.attention_backends import error_in_a_line, for_any_length
 from nanochat.ops.elementwise import SLOPE, norm
 from nanochat.ops.fp8 import Float8Linear
 from nanochat.ops.loss import softcap
 
 # The parameters that DecodeStep knows, as they are called in gpt.py
-TABLES = {"embedding", "value_embeddings", "head"}
-MATRICES = {"query", "key", "value", "out", "up", "down", "value_gate", "head_gate", "x_before_gate"}
-SCALARS = {"x0_scale", "x_before_scale"}
+KNOWN = {"embedding", "value_embeddings", "head", "query", "key", "value", "out", "up", "down"}
+KNOWN |= {"value_gate", "head_gate", "x_before_gate", "x0_scale", "x_before_scale"}
 
-SMALL = 2**27  # parameters, half a gigabyte of float32
+SMALL = 2**27  # parameters of a small model: half a gigabyte in float32
 
 
 class KVCache:
-    """Keys, values and stream of every layer for the tokens so far, of B texts of different lengths.
+    """Keys, values and stream of every layer, for the tokens so far of B texts of different lengths.
 
-    A slot holds one position of every text. The texts end in the same slot, so a shorter one begins later:
-    row r begins in slot start[r], and what is in the slots before it is masked. `layers[i]` is what
-    Attention.forward gets.
+    A slot holds one position of every text. All texts end in the same slot, so a shorter one begins later:
+    row r begins in slot start[r], and the slots before it are masked. Block.forward gets `layers[i]`.
     """
 
     def __init__(self, config, dtype: torch.dtype | None = None):
-        """dtype: of the memory, which is taken as it is needed (None: the model's)."""
+        """dtype: of keys, values and stream in the cache (None: the model's)."""
         self.max_seq_len, self.slots, self.dtype = config.max_seq_len, 0, dtype
         self.start = None  # (B,) int64, or None while all texts begin in slot 0
         self.visible = None  # (B, 1, 1, slots) bool, False in slots before start; None as start
@@ -53,7 +51,7 @@ class KVCache:
         if self.start is None:
             return slice(self.length, self.length + T)
         slots = torch.arange(self.length, self.length + T, device=self.start.device)
-        # Past the last position there is padding only
+        # Positions past the last one are padding
         return (slots - self.start[:, None]).clamp(max=self.max_seq_len - 1)
 
     def align(self, lengths: list[int]):
@@ -75,7 +73,7 @@ class KVCache:
         self.visible = (slots >= self.start[:, None])[:, None, None]
 
     def reserve(self, slots: int):
-        """Take memory for so many slots."""
+        """Take memory for at least `slots` slots."""
         self.slots = max(self.slots, slots)
         for layer in self.layers:
             if layer.v is not None and layer.v.size(2) < slots:
@@ -85,8 +83,8 @@ class KVCache:
 
 
 class LayerCache:
-    """Values v (B, H, slots, D) of one layer, of which the first `length` slots are used; its keys k, and the
-    stream x (B, slots, C) that it reads, both shifted by one slot (attention.previous_token)."""
+    """One layer's values v (B, H, slots, D), its keys k, and the stream x (B, slots, C) that it reads. Keys
+    and stream are shifted by one slot (attention.previous_token). The first `length` slots are used."""
 
     def __init__(self, cache: KVCache):
         self.cache, self.length, self.x, self.k, self.v = cache, 0, None, None, None
@@ -125,7 +123,7 @@ class LayerCache:
         self.x, self.k, self.v = (F.pad(old, more) for old in (self.x, self.k, self.v))
 
     def move(self, moves: list[tuple[int, int, int]], stop: int):
-        """Row by row, take n slots from one place to another: (from, to, n). `stop` slots are in use then."""
+        """Move n slots of each row: (from, to, n). Afterwards `stop` slots are in use."""
         slots = max(self.cache.slots, stop)
         old, shifted = (self.x, self.k, self.v), (1, 1, 0)
         self.x, self.k, self.v = (self._empty(x, slots + more) for x, more in zip(old, shifted, strict=True))
@@ -138,10 +136,10 @@ class LayerCache:
 class DecodeStep:
     """The forward pass of a GPT for one token a row, (B, 1) int64 -> logits (B, V) float32.
 
-    Its weights are the model's when it is made, in `dtype`, as matrices (inputs, outputs); they share memory
-    with the model's where these have that dtype. Query, key, value and gates are one matrix. In float32 on a
-    CPU, the matrices of a small model are copied: products with few rows are faster when outputs lie side by
-    side.
+    It takes the model's weights as they are when it is made, cast to `dtype`, as matrices (inputs, outputs).
+    Weights that have that dtype already share memory with the model. Query, key, value and gates are one
+    matrix. In float32 on a CPU, the matrices of a small model are copied: products with few rows are faster
+    when outputs lie side by side.
     """
 
     def __init__(self, model: GPT, dtype: torch.dtype):
@@ -180,12 +178,9 @@ class DecodeStep:
         weight = weight.detach().to(self.dtype).t()
         return weight.contiguous() if self.copies else weight
 
+    @for_any_length()
     def __call__(self, idx, cache: KVCache):
         """Logits (B, V) float32 after the tokens idx (B, 1) int64, which are added to the cache."""
-        with for_any_length():
-            return self._forward(idx, cache)
-
-    def _forward(self, idx, cache: KVCache):
         B, C, H = idx.size(0), self.embedding.size(1), self.num_heads
         if cache.length == cache.layers[0].v.size(2):
             cache.reserve(2 * cache.length)
@@ -228,7 +223,6 @@ class DecodeStep:
 # ------------------------------------------------------------------------------------------------------
 # Does it compute what gpt.py computes?
 
-
 # model -> (state of its weights, DecodeStep), for models that do not train
 MADE = weakref.WeakKeyDictionary()
 
@@ -268,7 +262,7 @@ def examine(kind: type, config) -> tuple[list[type], str]:
         with torch.device("cpu"):
             reason = _difference(model)
     except Exception as error:  # whatever an edited model raises, its own forward pass can still be used
-        reason = first_line(error)
+        reason = error_in_a_line(error)
     if reason:
         print(
             f"note: text is written with the model's own forward pass, which is slower ({reason})",
@@ -279,9 +273,8 @@ def examine(kind: type, config) -> tuple[list[type], str]:
 
 
 def _difference(model) -> str:
-    """What the code of a small model computes otherwise than DecodeStep. Gives the model random weights."""
-    known = TABLES | MATRICES | SCALARS
-    unknown = [name for name, _ in model.named_parameters() if not known & set(name.split("."))]
+    """How a small model differs from DecodeStep: a sentence, empty if equal. Changes the model's weights."""
+    unknown = [name for name, _ in model.named_parameters() if not KNOWN & set(name.split("."))]
     if unknown:
         return f"decode.py does not know {', '.join(unknown)}"
     T, V = model.config.max_seq_len, model.config.vocab_size

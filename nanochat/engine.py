@@ -127,7 +127,7 @@ def sample_token(logits, temperature: float, top_k: int, top_p: float, draw):
     """Draw a token for each row of logits (B, V) float32; returns ids (B, 1) int64, -1 if the row has nan.
 
     temperature: 0 takes the likeliest token; so does a value below 1e-6, since dividing by it may overflow.
-    top_k: only the k likeliest tokens are drawn (k <= 0: all). top_p: of those, only the likeliest ones that
+    top_k: only the k likeliest tokens are drawn (k <= 0: all). top_p: among those, only the likeliest that
     together reach this share of the probability, at least one (nucleus sampling, arXiv 1904.09751).
     draw: (B, 1) float64, uniform on [0, 1). The tokens share [0, 1) by their probabilities, and the one at
     `draw` is taken; so a row's token does not depend on other rows.
@@ -144,7 +144,7 @@ def sample_token(logits, temperature: float, top_k: int, top_p: float, draw):
     reached = p.cumsum(-1, dtype=torch.float64)
     total = reached[:, -1:]
     if top_p < 1:
-        kept = (reached - p < top_p * total).sum(-1, keepdim=True)  # those that likelier ones leave room for
+        kept = (reached - p < top_p * total).sum(-1, keepdim=True)  # the likelier ones do not reach top_p yet
         total = reached.gather(-1, kept - 1)
     place = (reached <= draw * total).sum(-1, keepdim=True).clamp(max=p.size(-1) - 1)
     token = place if ids is None else ids.gather(-1, place)
@@ -183,11 +183,11 @@ class Stream:
         self.device, self.max_seq_len = weight.device, model.config.max_seq_len
         compute_dtype = weight.dtype if dtype == torch.float32 else dtype
         self.step = decode_step(model, compute_dtype) if fast else None
-        # On CPUs, attention of one token is several times as slow in 16 bits as in float32
+        # On a CPU, attention of one token is several times as slow in 16 bits as in float32
         in_float32 = self.step and self.device.type == "cpu"
         self.cache = KVCache(model.config, dtype=torch.float32 if in_float32 else None)
-        self.lengths = []  # of each text: its tokens in the cache
-        self.waiting = []  # tokens that the cache does not have yet
+        self.lengths = []  # each text's number of tokens in the cache
+        self.waiting = []  # each text's tokens that the cache does not have yet
         self.logits = None  # (B, V) float32, after the last token of each text in the cache
         self.live = []  # whether `write` may continue the text
 
@@ -211,7 +211,7 @@ class Stream:
         self._read_waiting()
 
     def _read_waiting(self):
-        """One forward pass over what waits, padded on the right; then the cache drops the padding."""
+        """One forward pass over the waiting tokens, padded on the right; then the cache drops the padding."""
         counts = [len(tokens) for tokens in self.waiting]
         if not any(counts):
             return
@@ -230,7 +230,7 @@ class Stream:
         self.logits = logits
 
     def _read_column(self, column):
-        """The same for one token of every row, (B, 1): those of rows that have ended will be dropped."""
+        """The same for one token of every row, (B, 1). Those of rows that have ended are dropped later."""
         column = column.clamp(min=0)  # -1 in a row that has ended
         if self.step:
             self.logits = self.step(column, self.cache)
@@ -272,9 +272,11 @@ class Stream:
 
 
 def generate_batch(model, prompts, max_tokens, dtype=torch.float32, seeds=None, **options):
-    """Yield the next token of every prompt, None for those that have ended: see Stream.write, which has the
-    `options`. A prompt is a list of ids that starts with <|bos|>; one that is too long keeps its end. A model
-    of another class than GPT needs no cache: each token costs a forward pass of all tokens so far."""
+    """Yield the next token of every prompt, None for those that have ended. `options`: of Stream.write.
+
+    A prompt is a list of ids that starts with <|bos|>; one that is too long keeps its end. A model of another
+    class than GPT has no cache: each token costs a forward pass over all tokens so far.
+    """
     prompts = [prompt[-(model.config.max_seq_len - 1) :] for prompt in prompts]
     seeds = seeds or [0] * len(prompts)
     if not isinstance(model, GPT):

@@ -1,8 +1,7 @@
 """Paths that a person gave, and files that a run writes.
 
-A path that is empty, that names an unknown ~user or a special file is refused. So is a link or a pipe with
-the name of a run's file: the folder may come from a stranger, and a run that goes on in it must not write
-outside of it.
+A path that is empty or names an unknown ~user is refused. So is a link or a pipe in the place of a run's
+file: the folder may come from a stranger, and a run that resumes in it must not write outside of it.
 """
 
 import contextlib
@@ -33,9 +32,9 @@ def user_path(setting: str, value: str | Path) -> Path:
 
 
 def special_kind(path: Path) -> str:
-    """What a path is if it is no regular file, else "". Raises OSError if there is nothing or a broken link.
+    """What a path is if not a regular file, else "". Raises OSError if there is nothing or a broken link.
 
-    Such a file is no input: a pipe may wait for ever, and a device may never end.
+    Data is not read from special files: a pipe may block for ever, and a device may never end.
     """
     mode = path.stat().st_mode
     if stat.S_ISREG(mode):
@@ -64,9 +63,9 @@ def open_plain(path, flags: int, mode: int = 0o666) -> int:
 def replacing(path: str | Path, sync: bool = False):
     """A file, open for bytes, that takes the place of `path` when the block ends, and never if it fails.
 
-    At any moment `path` has its old content or the new one, whole. A link there is replaced, not followed.
-    sync: the new content is on disk before it gets the name. A kill leaves a file named `.tmp-...`. Raises
-    OSError.
+    At any moment `path` holds all of its old content or all of the new one. A link there is replaced, not
+    followed. sync: the new content is on disk before it gets the name. A kill leaves a file named `.tmp-...`.
+    Raises OSError.
     """
     path = Path(path)
     temporary = path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex[:8]}")
@@ -94,4 +93,4 @@ def write_whole(path: str | Path, content: bytes):
 
 
 def _refusal(path) -> OSError:
-    return OSError(errno.EINVAL, "it is a link, a pipe or a device and no file; remove it", str(path))
+    return OSError(errno.EINVAL, "it is a link, a pipe or a device, not a file; remove it", str(path))

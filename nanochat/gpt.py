@@ -31,7 +31,7 @@ from nanochat.ops.operators import embedding, look_up
 from nanochat.ops.subword import SubwordEmbedding
 
 ROPE_BASE = 100_000  # RoPE: longer wavelengths than the usual 10,000
-GATED_CHANNELS = 16  # of the smeared stream, that share a gate
+GATED_CHANNELS = 16  # channels of the smeared stream that share one gate
 QK_SCALE = 1.2  # on q and on k after their norm: attention a little sharper than 1 / sqrt(D) gives
 
 
@@ -46,7 +46,7 @@ class GPTConfig:
     max_seq_len: int
     window_pattern: str = "L"  # one letter a layer, repeated: L sees all of the past, S a quarter of T
     spelled: bool = False  # sub-word embeddings: tokens that are spelled alike share a part of their rows
-    value_tables: bool = True  # earlier layers' value embeddings have tables; without, the head's rows
+    value_tables: bool = True  # value embeddings are tables of their own, not rows of the head
 
     @property
     def head_dim(self) -> int:
@@ -70,7 +70,7 @@ class GPTConfig:
 
 
 def gated(x, gates):
-    """2 sigmoid(gates) * x, at first x: x (B, T, C) in G groups of channels, gates (B, T, G)."""
+    """2 sigmoid(gates) * x: x (B, T, C) in G groups of channels, gates (B, T, G). Gates of 0 keep x."""
     return (2 * torch.sigmoid(gates).unsqueeze(-1) * x.view(*gates.shape, -1)).view_as(x)
 
 
@@ -79,7 +79,7 @@ class Attention(nn.Module):
         super().__init__()
         C = config.width
         self.num_heads, self.window = config.num_heads, config.windows[layer]
-        self.attend = attention  # how it is computed; attention.use gives it a faster way
+        self.attend = attention  # the default backend; attention.use puts a faster one in its place
         self.query = nn.Linear(C, C, bias=False)
         self.key = nn.Linear(C, C, bias=False)
         self.value = nn.Linear(C, C, bias=False)
@@ -108,7 +108,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The activation is ReLU^2 (Primer) of a leaky ReLU: a unit below zero still learns."""
+    """The activation is the square of a leaky ReLU (ReLU^2: Primer), so a unit below zero still learns."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -134,7 +134,7 @@ class Block(nn.Module):
         before = gated(before, self.x_before_gate(norm(x)))
         # x0 residual: late layers still see the token itself
         x = x + self.x0_scale.to(x.dtype) * x0
-        # Smear: a share of the stream of the token before; pairs of tokens are known without attention
+        # Smear: add a share of the stream of the token before, so pairs of tokens are seen without attention
         x = torch.addcmul(x, self.x_before_scale.to(x.dtype), before)
         x = x + self.attention(norm(x), value_embedding, rotary, cache, visible)
         return x + self.mlp(norm(x))
@@ -144,18 +144,14 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.embedding = embedding(config.vocab_size, config.width)
-        self.value_embeddings = nn.ModuleDict(
-            {
-                str(i): embedding(config.vocab_size, config.width)
-                for i in range(config.depth)
-                if config.has_table(i)
-            }
-        )
+        V, C = config.vocab_size, config.width
+        self.embedding = embedding(V, C)
+        with_table = [i for i in range(config.depth) if config.has_table(i)]
+        self.value_embeddings = nn.ModuleDict({str(i): embedding(V, C) for i in with_table})
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.depth))
-        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.head = nn.Linear(C, V, bias=False)
         # Sub-word embeddings; `pieces` is their name in checkpoints
-        self.pieces = SubwordEmbedding(config.vocab_size, config.width) if config.spelled else None
+        self.pieces = SubwordEmbedding(V, C) if config.spelled else None
         self.register_buffer("cos", None, persistent=False)
         self.register_buffer("sin", None, persistent=False)
 
@@ -218,7 +214,7 @@ class GPT(nn.Module):
         # (T, 1, D / 2): the same for all heads
         rotary = [table[places].to(x.dtype).unsqueeze(-2) for table in (self.cos, self.sin)]
         x0, visible = x, visible_from(documents)
-        # The last layer's value embedding: a token that attention finds raises its own logit
+        # The last layer's value embeddings are rows of the head: a token that is attended to raises its logit
         rows_of_head = norm(look_up(head_rows, idx)).to(x.dtype)  # (B, T, C)
         for i, block in enumerate(self.blocks):
             value_embedding = None  # (B, T, C)
@@ -260,9 +256,9 @@ class GPT(nn.Module):
 def check_dtypes(model: nn.Module, dtype: torch.dtype):
     """Raise UserError, with the name of the part, if one in the blocks gets another dtype than autocast's.
 
-    A float32 parameter that meets x without `.to(x.dtype)` makes float32 of what follows: slower, with more
-    memory, and without an error. A small model of the same code shows it, on a CPU, whose autocast casts
-    nothing but products.
+    A float32 parameter that meets x without `.to(x.dtype)` turns all that follows into float32: slower, with
+    more memory, and without an error. A small model of the same code is run on a CPU to find out, because
+    autocast casts only products there.
     """
     if dtype == torch.float32 or not isinstance(model, GPT):
         return
@@ -286,7 +282,7 @@ def check_dtypes(model: nn.Module, dtype: torch.dtype):
 
 
 def small_model(kind, config: GPTConfig) -> nn.Module:
-    """A model of the same class, layers and windows that is quick to run on a CPU, as initialised."""
+    """A narrow model of the same class, depth and windows on the CPU, with initial weights."""
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         model = kind(replace(config, width=64, num_heads=2, vocab_size=50, max_seq_len=12)).eval()
         model.init_weights(torch.Generator().manual_seed(0))

@@ -1,12 +1,12 @@
-"""Gradients of several processes: each is averaged where it is needed, and their norm is that of all.
+"""Gradients of several processes: each is averaged in the process that needs it; their norm covers all.
 
 Plain DDP gives every process the average of all gradients, by an all_reduce. But a process updates only its
 share of the weights (zero.py), so a reduce_scatter is enough: half of an all_reduce. The other half is the
 broadcast of the new weights (optim.py), so a step sends as many bytes as with plain DDP.
 
 After the backward pass a process has the average of the gradients that it owns, and of the small tensors that
-every process updates. The rest of its `.grad` is no average and is not used. So the norm for clipping is
-added up over the processes.
+every process updates. The rest of its `.grad` is not an average and is not used. So the squares of the norm
+for clipping are summed over the processes.
 """
 
 import torch
@@ -19,10 +19,8 @@ from nanochat.machine.runtime import DDP_OPTIONS
 from nanochat.optim import MuonAdamW
 
 
-def wrap_in_ddp(
-    model, optimizer: torch.optim.Optimizer, gradient_dtype: str = "float32"
-) -> DistributedDataParallel:
-    """The model for training: as it is in one process, in DDP with `exchange_gradients` in one of several."""
+def wrap_in_ddp(model, optimizer: torch.optim.Optimizer, gradient_dtype: str):
+    """The model for training: unchanged in a single process, else in DDP with `exchange_gradients`."""
     if not dist.is_initialized():
         return model
     ddp = DistributedDataParallel(model, **DDP_OPTIONS)
@@ -35,8 +33,8 @@ def exchange_gradients(
 ):
     """Send each gradient to the process that updates its weights, while `backward` goes on.
 
-    gradient_dtype: float32 or bfloat16, of what is sent. An optimizer of torch's updates all weights in every
-    process, so it keeps the all_reduce of plain DDP.
+    gradient_dtype: float32 or bfloat16, in which they are sent. An optimizer of torch updates all weights in
+    every process, so it keeps the all_reduce of plain DDP.
     """
     # Dynamo would cut the compiled model at DDP's buckets, so that parts of the exchange overlap with the
     # backward pass. It takes the size of a parameter's whole storage for its size, and Muon's matrices of one
@@ -56,7 +54,7 @@ def exchange_gradients(
 def clip_grad_norm_(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_norm: float
 ) -> torch.Tensor:
-    """torch.nn.utils.clip_grad_norm_, also where a process has the average of a share of the gradients only.
+    """torch.nn.utils.clip_grad_norm_, also where each process has the average of only its gradients.
 
     Scales the gradients so that the norm of all together is at most max_norm (math.inf: no limit). Returns
     the norm before, 0-dim and the same on all processes; nothing waits for the device.
@@ -79,17 +77,17 @@ def clip_grad_norm_(
 
 
 def _limit(gradients: list[torch.Tensor], norm: torch.Tensor, max_norm: float):
-    """Scale gradients, unless the factor is 1: a CPU knows it at once, a GPU would have to be waited for."""
+    """Scale gradients. A CPU skips a factor of 1; to look at it on a GPU, Python would have to wait."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if factor.device.type != "cpu" or factor != 1:
         torch._foreach_mul_(gradients, factor)
 
 
 class Exchange:
-    """The communication hook of DDP for a bucket, which is DDP's name for gradients that are sent together.
+    """DDP's communication hook. It sends one bucket, DDP's name for gradients that travel together.
 
-    `reduce` and `all_to_all` do the same. Both begin the exchange and return at once; the Future ends when
-    this process has its averages.
+    `reduce` and `all_to_all` have the same result. Both begin the exchange and return at once; the Future is
+    done when this process has its averages.
     """
 
     def __init__(self, optimizer: MuonAdamW, dtype: torch.dtype):
@@ -121,10 +119,10 @@ class Exchange:
         return last.get_future().then(finish)
 
     def all_to_all(self, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-        """For gloo: each process sends every other one what that one needs, and adds up what it receives.
+        """For gloo: each process sends to every other one what that one needs, and adds up what it receives.
 
-        These are a reduce_scatter's bytes; gloo's own reduce sends half as much again. The sum is in float32
-        and in the order of ranks, so it does not depend on how DDP fills its buckets.
+        That takes as many bytes as a reduce_scatter; gloo's own reduce sends half as much again. The sum is
+        in float32 and in the order of ranks, so it does not depend on how DDP fills its buckets.
         """
         by_owner, everywhere = _parts(bucket.parameters(), self.optimizer)
         needed = [part + everywhere for part in by_owner]  # by each process
@@ -154,7 +152,7 @@ class Exchange:
 
 
 def _parts(params, optimizer: MuonAdamW) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
-    """Views of the gradients that each process owns, and of those that every process needs."""
+    """Views of each process's own gradients, and of the gradients that every process needs."""
     by_owner, everywhere = [[] for _ in range(optimizer.world_size)], []
     for p in params:
         if p.grad is not None:

@@ -98,7 +98,7 @@ def muon_update(
 
 
 def compiled_muon_update():
-    """`muon_update` as compiled code; not made at import, since that takes a second or two.
+    """`muon_update`, compiled. Not at import, since loading the compiler takes a second or two.
 
     On a CPU the products of the polar factor are library calls and little is left to fuse. Eager, the whole
     step of the laptop recipe is 9 % faster on one thread and 1 % slower on two; so it stays eager there.

@@ -19,7 +19,7 @@ from nanochat.zero import ShardedOptimizer
 
 # How each parameter is trained. The first row that fits its name and its number of dimensions decides.
 #   lr: the script's setting of that name x factor.
-#   betas: AdamW's; Muon's momentum, which the schedule replaces, and that of NorMuon's second moment.
+#   betas: AdamW's two; for Muon its momentum, which the schedule replaces, and NorMuon's second-moment beta.
 #   eps: the gradients of scalars begin as rounding alone, which a smaller eps would turn into full steps.
 #   decay: lr x weight_decay relative to a block matrix; AdamW's rows also x table_decay.
 # Muon takes matrices only. The last row is for what you add (norm weights, biases); it is not tuned.
@@ -44,8 +44,8 @@ class MuonAdamW(ShardedOptimizer):
     to the others while it works on the next group. Muon's matrices of one shape lie in one stacked tensor;
     from then on the `.data` of each is a part of it.
 
-    A step changes nothing, neither weights nor state, where `found_inf` (a 0-dim tensor on the device) is not
-    0. `skip_if_not_finite` and torch's GradScaler set it, so no step waits for the device to know.
+    A step changes neither weights nor state if `found_inf` (a 0-dim tensor on the device) is not 0.
+    `skip_if_not_finite` and torch's GradScaler set it, so Python need not wait for the device.
 
     compute_dtype: of the forward pass. Muon multiplies in bfloat16 where the forward pass does, else in
     float32. compile_after: steps before Muon's update is compiled (0: from the first, None: never).
@@ -79,7 +79,7 @@ class MuonAdamW(ShardedOptimizer):
                     self.state[p] = {"exp_avg": moments[0], "exp_avg_sq": moments[1], "step": step}
 
     def _stack(self, group):
-        """Lay the group's matrices into one tensor (N, rows, columns), sorted by owner, and make the state of
+        """Stack the group's matrices in one tensor (N, rows, columns), sorted by owner, and make the state of
         those that this process owns."""
         group["cuts"] = self.sort_by_owner(group)
         mine = slice(*group["cuts"][self.rank : self.rank + 2]) if group["cuts"] else slice(None)
@@ -103,8 +103,8 @@ class MuonAdamW(ShardedOptimizer):
             raise UserError(
                 f"{', '.join(unused)} got no gradient; use it in the model's forward, or remove it"
             )
-        grad_scale = getattr(self, "grad_scale", None)  # of a GradScaler
-        if grad_scale is not None:  # it is still in the gradients
+        grad_scale = getattr(self, "grad_scale", None)  # set by a GradScaler that has not unscaled yet
+        if grad_scale is not None:
             torch._foreach_div_([p.grad for _, p in self.named_parameters()], grad_scale)
         found_inf = getattr(self, "found_inf", None)  # GradScaler deletes it after its step
         if found_inf is not None and found_inf.device.type == "mps" and found_inf.item():
@@ -177,8 +177,8 @@ def table_row(name: str, p: torch.Tensor) -> int:
 def parameter_groups(model, rates: dict, weight_decay: float, table_decay: float = 0.0) -> list[dict]:
     """Groups for MuonAdamW: one for each way in which PARAMETER_TABLE trains, and for Muon one a shape.
 
-    `rates` holds embedding_lr, unembedding_lr, matrix_lr and scalar_lr. `table_decay` is for embeddings and
-    head what `weight_decay` is for matrices. UserError for a parameter without a row.
+    `rates` holds embedding_lr, unembedding_lr, matrix_lr and scalar_lr. `weight_decay` is for matrices,
+    `table_decay` for embeddings and head. UserError for a parameter without a row.
     """
     groups: dict[tuple, dict] = {}
     for name, p in model.named_parameters():
@@ -193,7 +193,7 @@ def parameter_groups(model, rates: dict, weight_decay: float, table_decay: float
         group = groups.setdefault(key, fresh | {"weight_decay": share * decay})
         group["params"].append(p)
         group["names"].append(name)
-    # AdamW's first: they are sent while Muon works on its own. Then the largest, so that little is sent last.
+    # AdamW's groups first: they are sent while Muon computes. Then by size, so that little is sent last
     return sorted(
         groups.values(), key=lambda g: (g["method"] == "muon", -sum(p.numel() for p in g["params"]))
     )

@@ -6,7 +6,7 @@ import time
 
 QUICK_S = 3.0  # seconds; work that is done sooner leaves no line in a log file
 REMIND_S = 60.0  # seconds between two lines about longer work in a log file
-# Characters that a terminal obeys and does not show. A model can write them.
+# Control characters, which a terminal obeys and does not show, as escapes. A model can write them.
 CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
@@ -106,8 +106,8 @@ def first_line(error: BaseException) -> str:
 
 
 def table(rows: list, left: int = 1) -> str:
-    """A Markdown table with aligned columns. The first row is its head; the first `left` columns begin at the
-    left."""
+    """A Markdown table with aligned columns. rows: lists of cells, the head first. The first `left` columns
+    are left-aligned, the others right-aligned."""
     rows = [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
     widths = [max(3, *map(len, column)) for column in zip(*rows, strict=True)]
     rule = [f":{'-' * (w - 1)}" if i < left else f"{'-' * (w - 1)}:" for i, w in enumerate(widths)]

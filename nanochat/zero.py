@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from nanochat import UserError
 
 REPLICATED = 1024  # every process updates a tensor with fewer elements: sending it would take longer
-MUON_BYTES, ADAMW_BYTES = 4, 8  # of state for an element: momentum; first and second moment
+MUON_BYTES, ADAMW_BYTES = 4, 8  # bytes of state for each element: momentum; first and second moment
 
 
 def is_shared_out(shape: Sequence[int]) -> bool:
@@ -43,7 +43,7 @@ def share_out(
         work[owners[i]] += costs[i]
         held[owners[i]] += MUON_BYTES * matrices[i][0] * matrices[i][1]
 
-    # Put all tables in one line and cut it where each process is full
+    # Lay the rows of all tables end to end, and cut where each process is full
     room = _filled_to_a_level(held, ADAMW_BYTES * sum(rows * columns for rows, columns in tables))
     ends = list(accumulate(room))[:-1]
     start, cuts = 0, []
@@ -86,7 +86,7 @@ class ShardedOptimizer(Optimizer):
         self.owner_of = dict(zip(matrices, owners, strict=True))
 
     def sort_by_owner(self, group) -> list[int] | None:
-        """Sort a group's parameters by owner; its cuts as in `share_out`, None if every process has all."""
+        """Sort a group's parameters by owner; returns cuts (`share_out`), None if all processes have all."""
         if group["params"][0] not in self.owner_of:
             return None
         pairs = zip(group["params"], group["names"], strict=True)
@@ -121,8 +121,8 @@ class ShardedOptimizer(Optimizer):
     def named_state(self) -> dict[str, torch.Tensor]:
         """The tensors of the state that this process keeps, as {`<parameter's name>/<key>`: tensor}.
 
-        If it keeps some rows only, the name has them: `embedding.weight[0:2048]/exp_avg`. State that all
-        processes keep alike is given by the first.
+        If it keeps only some rows, the name says which: `embedding.weight[0:2048]/exp_avg`. State that all
+        processes keep alike comes from the first.
         """
         named = {}
         for name, p in self.named_parameters():
@@ -134,7 +134,7 @@ class ShardedOptimizer(Optimizer):
         return named
 
     def needs(self, label: str) -> bool:
-        """Whether this process keeps any of the state under that name, which may be of another process."""
+        """Whether this process keeps any of the state under that name, whichever process saved it."""
         parsed = STATE_LABEL.fullmatch(label)
         p = parsed and dict(self.named_parameters()).get(parsed["name"])
         if p is None or p not in self.state:

@@ -42,7 +42,7 @@ from nanochat.run.output import RunOutput, begin, restore
 depth = 20  # Transformer layers; every other size follows from it [1..512]
 aspect_ratio = -1  # width = depth * aspect_ratio (-1 = 64, less if FLOPs or minutes are few) [-1, 1..4096]
 head_dim = 128  # channels of an attention head [2..1024]
-max_seq_len = 2048  # tokens of a row; a longer document goes on in later rows [2..2**20]
+max_seq_len = 2048  # tokens of a row; a longer document continues in later rows [2..2**20]
 window_pattern = "L"  # one letter a layer, repeated: L attends to everything before, S to the last quarter
 vocab_size = -1  # tokens (-1 = to suit the amount of text, 4096 to 32768) [-1, 256..2**20]
 spelling: Literal["auto", "on", "off"] = "auto"  # tokens spelled alike learn together (auto = in short runs)
@@ -101,15 +101,15 @@ device_type: Literal["auto", "cuda", "cpu", "mps"] = "auto"  # auto = cuda, else
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto = the best that the device has
 fp8 = False  # train the blocks' large products in 8 bits, on GPUs that can (docs/precision.md)
 compile: Literal["auto", "on", "off"] = "auto"  # auto = if it saves more time than it takes
-gradient_dtype: Literal["float32", "bfloat16"] = "float32"  # of gradients on their way between processes
+gradient_dtype: Literal["float32", "bfloat16"] = "float32"  # in which processes exchange gradients
 seed = 42  # of initial weights, order of the data, and samples [0..2**62]
-price_per_hour = -1.0  # of all machines of the run together, to show its cost (-1 = unknown) [-1, 0..1e9]
+price_per_hour = -1.0  # price of all machines of the run together (-1 = do not show its cost) [-1, 0..1e9]
 process_timeout = 600.0  # seconds to wait for a process that does not answer; then all end [1..1e6]
 profile = -1  # write a trace of this step by torch.profiler into the run's folder (-1 = off) [-1, 0..1e9]
 run = "dummy"  # the run's name at wandb (dummy = no wandb)
 plan_only = False  # print the plan and exit
-plan_device: str | None = None  # with --plan: of that GPU, such as H100 (none = of this machine)
-plan_world_size = -1  # with --plan and --device: of so many processes, one a GPU (-1 = one) [-1, 1..1e6]
+plan_device: str | None = None  # with --plan: plan for this GPU, such as H100 (none = this machine)
+plan_world_size = -1  # with --plan and --device: the number of processes, one a GPU (-1 = one) [-1, 1..1e6]
 
 settings = configurator.configure(globals(), aliases={  # people type --plan, --device and so on
     "plan": "plan_only", "device": "plan_device", "world_size": "plan_world_size",
@@ -132,18 +132,19 @@ hardware = survey(machine, compute_dtype, dtype_reason)
 base_path = user_path("base_dir", base_dir)
 run_path = user_path("out_dir", out_dir or base_path / "base_checkpoints" / (model_tag or f"d{depth}"))
 with machine.main_first("data", stop):  # the first process builds what is missing; then the others find it
-    public = {"tokens": lambda *size: scaling.horizon_tokens(settings.values, hardware, *size)}
-    public["download"] = download
-    dataset = open_dataset(data, val_data, base_dir=base_path, text_field=text_field, **public)
+    dataset = open_dataset(
+        data, val_data, base_dir=base_path, text_field=text_field, download=download,
+        tokens=lambda *size: scaling.horizon_tokens(settings.values, hardware, *size),
+    )  # fmt: skip
     wanted = vocab_size if vocab_size != -1 else dataset.suggested_vocab_size
     folder = dataset.tokenizer_folder(base_path)
     tokenizer = open_tokenizer(tokenizer_name, wanted, folder, dataset.train_texts, exact=vocab_size != -1)
 
-# Lock the folder and find the checkpoint to continue. What it resolved at its first start stays (compiled or
-# not, rows of a micro-batch), so that a resumed run computes the same numbers
+# Lock the folder and find the checkpoint to continue. What the run resolved at its first start stays, such as
+# the rows of a micro-batch, so that it computes the same numbers
 resumed, run_id = (None, "") if plan_only else checkpoint.enter(run_path, resume, machine)
 resolved = resumed.resolved if resumed else {}
-dataset = dataset.for_run(tokenizer, resumed, machine)  # of public data, the shards that the horizon needs
+dataset = dataset.for_run(tokenizer, resumed, machine)  # public data: the shards that the horizon needs
 
 # ------------------------------------------------------------------------------------------------------
 # Plan: everything that follows from the settings, the text and the machine, with its reason
@@ -154,7 +155,7 @@ say(wording.text(sections, plan.warnings(accept)))
 if plan_only:
     machine.exit()
 plan.check(accept)  # a run that must not begin ends here
-explain_errors(trial.explanation(plan))  # if memory runs out, one sentence says what to lower
+explain_errors(trial.explanation(plan))  # if memory runs out, say what to lower
 
 identity = plan.identity(dataset, tokenizer, seed) | {"document_mask": document_mask}
 step, last_eval_step, changed, loop, clock = begin(resumed, identity, plan, machine, accept)
@@ -165,16 +166,16 @@ step, last_eval_step, changed, loop, clock = begin(resumed, identity, plan, mach
 with torch.device("meta"):  # shapes first, then memory and initial weights
     model = GPT(plan.config)
 runtime.materialize(model, device, seed)
-check_dtypes(model, compute_dtype)  # delete it if a part is to compute in another dtype
-register_subwords(model, tokenizer)  # in a short run
-plan.apply_to(model)  # how attention is computed, and whether in fp8
-eager_left = plan.eager_left(step)  # steps until the code is compiled; None: it never is
+check_dtypes(model, compute_dtype)  # delete this line if a part is to compute in another dtype
+register_subwords(model, tokenizer)  # does nothing if the model has no sub-word embeddings
+plan.apply_to(model)  # its attention backends, and fp8
+eager_left = plan.eager_left(step)  # first steps that run eager, so that their losses come soon (None: all)
 groups = optim.parameter_groups(model, plan.rates, plan.weight_decay, plan.table_decay)
 optimizer = optim.MuonAdamW(groups, compute_dtype, eager_left, machine.rank, world_size)
 scaler = precision.make_scaler(device, compute_dtype)
-dataset.begin(machine, stop, process_timeout)  # --download=on: begin to get what is missing
-# For batches of your own replace the loader; it yields (inputs, targets), has documents (None: rows are not
-# divided), wait_s, epoch, state(), close()
+dataset.begin(machine, stop, process_timeout)  # --download=on: begin to get missing shards
+# For batches of your own replace the loader. It yields (inputs, targets) and has documents (None: a token
+# sees all of its row), wait_s, epoch, state(), close()
 rows, share = plan.total_batch_size // max_seq_len, (machine.rank, world_size)
 position = resumed.state["loader"] if resumed and not changed else None  # None: from the start of the text
 loader = TrainLoader(
@@ -196,9 +197,8 @@ if resumed:
 elif init_from:
     checkpoint.load_weights(checkpoint.find_weights(init_from, identity, say), model)
 
-# On a CPU the first steps run eager, so that their losses come soon
 train_model = compile_after(model, eager_left, calls=plan.grad_accum_steps)
-train_model = wrap_in_ddp(train_model, optimizer, gradient_dtype)  # in one process it stays as it is
+train_model = wrap_in_ddp(train_model, optimizer, gradient_dtype)  # unchanged in a single process
 
 # ------------------------------------------------------------------------------------------------------
 # Log, save, evaluate
@@ -212,7 +212,7 @@ profiler = StepProfiler(profile, clock.most_steps, run_path, machine, console.pr
 
 
 def log_step(step, progress, started, data_wait_s, epoch, micro_losses, numbers) -> tuple[bool, bool]:
-    """Log a step when its numbers are there; whether a process was asked to stop, and one wants a save."""
+    """Log a step when its numbers are there; returns whether to stop, and whether to save."""
     loss_sum, stops, saves, *clock_reading, grad_norm, loss_scale = numbers.result()
     record = {
         "step": step,
@@ -222,7 +222,7 @@ def log_step(step, progress, started, data_wait_s, epoch, micro_losses, numbers)
         "grad_norm": grad_norm,
         "data_wait_s": data_wait_s,
         "epoch": epoch,
-    }  # a number of yours can stand here; output adds times, totals, tokens/s and MFU
+    }  # add your own numbers here; output adds times, totals, tokens/s and MFU
     output.log_step(record, started, loss_scale, clock_reading, micro_losses)
     return stops > 0, saves > 0
 
@@ -294,8 +294,8 @@ while True:
     save_due = is_due(save_every) or is_due(permanent_every)
     evaluation_due = any(map(is_due, (eval_every, core_metric_every, sample_every)))
 
-    # Log. A GPU gets step n + 1 before step n is logged, so that it need not wait for Python
-    # (machine.steps_ahead). What is due below needs the log of all steps
+    # Log. A GPU gets step n + 1 before step n is logged (machine.steps_ahead): it need not wait for Python.
+    # A save or an evaluation comes after the log of all steps
     due = save_due or evaluation_due
     while pending_logs and (len(pending_logs) > machine.steps_ahead or due or stopping or save_now):
         stopping, save_now = log_step(*pending_logs.popleft())
@@ -353,5 +353,5 @@ while True:
 
 loader.close()
 output.finish(step, (stop.name or "another process") if stopping else "", resume)
-dataset.close(machine)  # a UserError if the run ended because a shard did not come
+dataset.close(machine)  # UserError if the run ended because a shard was missing
 machine.close()

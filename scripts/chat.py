@@ -4,10 +4,9 @@
     python -m scripts.chat --source=laptop               # a run's tag, its folder or a checkpoint's folder
     echo "import" | python -m scripts.chat --top_p=0.9   # each line of the input is a prompt
 
-Without --prompt, type a line and press Enter. An empty line or Ctrl-D ends the program. A base model knows
-no conversation: it continues the text, and each line starts a new text. To a model of mid_train each line
-is your next turn, and it remembers those before until its row is full. The text goes to stdout, everything
-else to stderr.
+Without --prompt, type a line and press Enter. An empty line or Ctrl-D ends the program. A base model
+continues each line as a text of its own. To a model of mid_train each line is your next turn, and it
+remembers the earlier ones until its row is full. The text goes to stdout, everything else to stderr.
 """
 
 import os
@@ -43,7 +42,7 @@ settings = configurator.configure(globals())
 
 
 def interrupted(number, frame):
-    """Ctrl-C ends the program without a traceback."""
+    """End the program without a traceback."""
     os.write(2, b"\n")
     sys.exit(130)
 
@@ -69,10 +68,10 @@ answers = "loss_on" in checkpoint.state["identity"]  # trained on conversations
 if answers:
     chat_format.check(tokenizer, model.config.vocab_size)
 if sys.stdin:  # None if it is closed
-    sys.stdin.reconfigure(errors="replace")  # of what is no text
+    sys.stdin.reconfigure(errors="replace")  # bytes that are not text
 note(
     f"{checkpoint.path}: {sum(p.numel() for p in model.parameters()):,} parameters on {machine.device.type} "
-    f"in {str(compute_dtype).removeprefix('torch.')} ({dtype_reason})"
+    f"in {precision.name_of(compute_dtype)} ({dtype_reason})"
 )
 
 

@@ -5,9 +5,8 @@
     torchrun --standalone --nproc_per_node=8 -m scripts.mid_train --source=d20 --data=chats/
     python -m scripts.mid_train --show=3              # print three conversations, targets coloured
 
-With --loss_on=assistant, the default, the answers alone are targets: this is full fine-tuning. With
---loss_on=all every token of a conversation is one: this is midtraining. It is the sibling of base_train.py,
-which comes first.
+With --loss_on=assistant, the default, only the answers are targets: this is full fine-tuning. With
+--loss_on=all every token of a conversation is a target: this is midtraining. base_train.py comes first.
 """
 
 import contextlib
@@ -47,7 +46,7 @@ data = "embedded"  # embedded (questions about Python), or files and folders wit
 val_data: str | None = None  # files that are the validation split (none = one conversation in 40)
 loss_on: Literal["assistant", "all"] = "assistant"  # targets: the tokens of the answers, or all
 skip_bad = False  # leave out conversations that cannot be used
-show = 0  # print so many conversations as the model sees them, and exit (0 = off) [0..1e6]
+show = 0  # conversations to print as the model sees them, before the script exits (0 = off) [0..1e6]
 
 # Horizon: the first positive one decides
 num_iterations = -1  # optimizer steps (-1 = off) [-1, 1..1e9]
@@ -83,7 +82,7 @@ model_tag: str | None = None  # the run's name (none = the base run's)
 device_type: Literal["auto", "cuda", "cpu", "mps"] = "auto"  # auto = cuda, else mps, else cpu
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto = the best that the device has
 compile: Literal["auto", "on", "off"] = "auto"  # auto = if it saves more time than it takes
-gradient_dtype: Literal["float32", "bfloat16"] = "float32"  # of gradients on their way between processes
+gradient_dtype: Literal["float32", "bfloat16"] = "float32"  # in which processes exchange gradients
 seed = 42  # of the order of conversations, and of samples [0..2**62]
 process_timeout = 600.0  # seconds to wait for a process that does not answer; then all end [1..1e6]
 profile = -1  # write a trace of this step by torch.profiler into the run's folder (-1 = off) [-1, 0..1e9]
@@ -147,7 +146,7 @@ with torch.device("meta"):
 runtime.materialize(model, device, seed)
 check_dtypes(model, compute_dtype)
 plan.apply_to(model)
-eager_left = plan.eager_left(step)  # steps until the code is compiled; None: it never is
+eager_left = plan.eager_left(step)  # first steps that run eager, so that their losses come soon (None: all)
 groups = optim.parameter_groups(model, plan.rates, plan.weight_decay)
 optimizer = optim.MuonAdamW(groups, compute_dtype, eager_left, machine.rank, world_size)
 scaler = precision.make_scaler(device, compute_dtype)
@@ -184,10 +183,8 @@ console = output.console
 profiler = StepProfiler(profile, clock.most_steps, run_path, machine, console.print)
 
 
-def log_step(
-    step, progress, started, data_wait_s, epoch, targets, micro_losses, numbers
-) -> tuple[bool, bool]:
-    """Log a step when its numbers are there; whether a process was asked to stop, and one wants a save."""
+def log_step(step, progress, started, data_wait_s, epoch, targets, micro_losses, numbers):
+    """Log a step when its numbers are there; returns whether to stop, and whether to save."""
     loss, stops, saves, *clock_reading, grad_norm, loss_scale = numbers.result()
     record = {
         "step": step,
@@ -265,8 +262,8 @@ while True:
     save_due = is_due(save_every)
     evaluation_due = is_due(eval_every) or is_due(sample_every)
 
-    # Log. A GPU gets step n + 1 before step n is logged, so that it need not wait for Python
-    # (machine.steps_ahead). What is due below needs the log of all steps
+    # Log. A GPU gets step n + 1 before step n is logged (machine.steps_ahead): it need not wait for Python.
+    # A save or an evaluation comes after the log of all steps
     due = save_due or evaluation_due
     while pending_logs and (len(pending_logs) > machine.steps_ahead or due or stopping or save_now):
         stopping, save_now = log_step(*pending_logs.popleft())
@@ -297,7 +294,7 @@ while True:
             with precision.autocast(device, compute_dtype):
                 # documents: conversations of a row do not see each other
                 loss = train_model(inputs, targets, "sum", documents=loader.documents) / loader.step_targets
-            # DDP divides the sum of the gradients by the number of processes; the loss is already a share
+            # DDP divides the summed gradients by world_size; step_targets already counts all processes
             scaler.scale(loss * world_size).backward()
         micro_losses[micro_step] = loss.detach()
     scaler.unscale_(optimizer)

@@ -15,11 +15,11 @@ from nanochat.checkpoint.folder import newest_in_words
 from nanochat.checkpoint.save_and_load import SaveError, save
 from nanochat.machine.transfers import for_new_thread
 
-KEEP_BYTES = 1 << 28  # buffers with fewer bytes are made again for each save, which takes a tenth of a second
+KEEP_BYTES = 1 << 28  # smaller buffers are made anew for each save, which takes a tenth of a second
 
 
 def check_finite(model, step, out_dir):
-    """Raise UserError if weights are infinite or not a number: such a checkpoint is worth nothing."""
+    """Raise UserError if weights are infinite or not a number: nobody can use such a checkpoint."""
     finite = [tensor.isfinite().all() for tensor in model.values()]
     finite = torch.stack(finite).tolist() if finite else []  # one wait for the device, not one a tensor
     if bad := [name for name, good in zip(model, finite, strict=True) if not good]:
@@ -32,23 +32,22 @@ def check_finite(model, step, out_dir):
 class AsyncSaver:
     """Calls `save` on a background thread. Training stops only while tensors are copied to host memory.
 
-    The buffers for the copies are reused; for tensors of a GPU they are page-locked. Those of a small model
-    on a CPU are given back after a save, since steps and copies share memory there. One save runs at a time.
+    The buffers for the copies are reused; for tensors of a GPU they are page-locked. A small model's on a CPU
+    are freed after each save, since steps and copies share memory there. One save runs at a time.
     """
 
     def __init__(self, out_dir, rank=0, world_size=1, run_id=None):
         self._where = dict(out_dir=out_dir, rank=rank, world_size=world_size)
         self._run_id, self._count = run_id, 0
         self._buffers, self._job = {}, None  # {(kind, name): tensor}; the save that runs
-        self._thread = ThreadPoolExecutor(1, "checkpoint", _begin, (for_new_thread(),))
+        self._thread = ThreadPoolExecutor(1, "checkpoint", _prepare_thread, (for_new_thread(),))
 
     def reserve(self, model, optimizer):
         """Make the buffers in the background, so that the first save takes no longer than the next ones."""
         self.wait()
         model = model if self._where["rank"] == 0 else {}
-        if not _stay(model, optimizer):
-            return
-        self._job = self._thread.submit(self._reserve, model=model, optimizer=optimizer)
+        if _keeps_buffers(model, optimizer):
+            self._job = self._thread.submit(self._reserve, model=model, optimizer=optimizer)
 
     def submit(self, step, *, model, optimizer, state, files=None, before_publish=None, after_publish=None):
         """Wait for the previous save, copy all tensors and the state, and start `save` with them.
@@ -64,12 +63,12 @@ class AsyncSaver:
         except SaveError as e:
             failure = e
         self._count += 1
-        run_id = self._run_id and f"{self._run_id}-{self._count}"  # a note of an older attempt does not count
+        run_id = self._run_id and f"{self._run_id}-{self._count}"  # notes of an older attempt do not count
         what = dict(step=step, files=files, before_publish=before_publish, run_id=run_id, **self._where)
         what["state"] = json.loads(to_json(state))  # a copy: the loop changes its own while this one is saved
         what["model"] = self._copy("model", model) if self._where["rank"] == 0 else {}
         what["optimizer"] = self._copy("optimizer", optimizer)
-        self._stay = _stay(model, optimizer)
+        self._keep = _keeps_buffers(model, optimizer)
         if torch.cuda.is_initialized():
             copied = torch.cuda.Event(blocking=True)  # sleeps; torch.cuda.synchronize keeps a core busy
             copied.record()
@@ -82,7 +81,7 @@ class AsyncSaver:
         path = save(**what)
         if after_publish and what["rank"] == 0:
             after_publish()
-        if not self._stay:
+        if not self._keep:
             self._buffers.clear()
         return path
 
@@ -102,7 +101,9 @@ class AsyncSaver:
     def _reserve(self, **kinds):
         for kind, tensors in kinds.items():
             for name, tensor in tensors.items():
-                self._buffer(kind, name, tensor).zero_()  # memory costs its time at the first write
+                self._buffer(
+                    kind, name, tensor
+                ).zero_()  # the first write to new memory takes most of the time
 
     def done(self):
         """Whether wait() would return, or raise, at once."""
@@ -126,14 +127,14 @@ class AsyncSaver:
             self._thread.shutdown()
 
 
-def _stay(model, optimizer):
-    """Whether the buffers of these tensors stay for the next save."""
+def _keeps_buffers(model, optimizer):
+    """Whether the buffers for these tensors are kept for the next save."""
     tensors = [*model.values(), *optimizer.values()]
     return any(t.is_cuda for t in tensors) or sum(t.nbytes for t in tensors) >= KEEP_BYTES
 
 
-def _begin(use_device):
-    """Prepare the thread. Where it and training want the same core, training goes first (Linux only)."""
+def _prepare_thread(use_device):
+    """Let training go first where it and this thread want the same core (Linux only)."""
     use_device()
     if sys.platform == "linux":
         attempt(os.setpriority, os.PRIO_PROCESS, threading.get_native_id(), 10)

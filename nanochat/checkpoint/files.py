@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from nanochat import UserError
 
-CHUNK = 1 << 20  # bytes hashed and then written at a time: so few that the CPU's cache still holds them
+CHUNK = 1 << 20  # bytes hashed and then written at a time: few enough for the CPU's cache
 DTYPES = {  # their names in the safetensors format
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.bool: "BOOL", torch.uint8: "U8",
@@ -58,7 +58,7 @@ def sync_folder(path):
 
 
 def remove_folder(path):
-    """Delete a checkpoint. It is renamed first, so no half of it ever stands under its name."""
+    """Delete a checkpoint. It is renamed first, so that no half of a checkpoint has its name."""
     doomed = path.with_name(f".tmp-gone-{path.name}")
     attempt(shutil.rmtree, doomed)
     os.rename(path, doomed)
@@ -66,8 +66,8 @@ def remove_folder(path):
 
 
 def attempt(function, *args):
-    """Call a function. If it raises an OSError, return the error: clean-up must not hide another error or
-    end a run."""
+    """Call a function and return the OSError that it raises, if any: clean-up must neither hide another error
+    nor end a run."""
     try:
         function(*args)
     except OSError as e:
@@ -85,8 +85,8 @@ def reason(error):
 def write_tensors(path, tensors):
     """Write {name: tensor} in the safetensors format; returns and raises what `write_file` does.
 
-    Why not safetensors' own writer: this one hashes in the same pass, needs no second copy in memory, does
-    not hold Python's lock, and raises the system's own errors. Tied tensors are stored once for each name.
+    Unlike safetensors' own writer, this one hashes in the same pass, needs no second copy in memory, releases
+    Python's lock, and raises the system's own errors. Tied tensors are stored once for each name.
     """
     header, offset = {"__metadata__": {"format": "pt"}}, 0
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))  # keeps each one aligned
@@ -127,11 +127,11 @@ def read_tensors(path, wanted=lambda name: True):
 def to_json(value):
     """Bytes of strict JSON. Raises ValueError for NaN and infinity, which JSON does not have."""
     text = json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
-    return text.encode(errors="backslashreplace")  # what UTF-8 lacks becomes an escape of JSON
+    return text.encode(errors="backslashreplace")  # what UTF-8 cannot hold becomes an escape of JSON
 
 
 def read_json(path):
-    """The bytes of a file, and the JSON object in them. Raises Damaged if there is none."""
+    """The bytes of a file, and the JSON object in them. Raises Damaged if they hold none."""
 
     def refuse(constant):
         raise ValueError(f"{constant} is not JSON")

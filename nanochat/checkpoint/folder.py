@@ -44,8 +44,8 @@ def lock_folder(out_dir, say=print):
     """Make `out_dir` if it does not exist, lock it, and clean up after a run that was killed; returns the
     Lock.
 
-    The lock holds until close() or the end of the process; the lock of a dead process does not count. Raises
-    UserError if another live process holds it, or if the folder cannot be made or written to.
+    The lock ends with close() or with the process. Raises UserError if another live process holds it, or if
+    the folder cannot be made or written to.
     """
     out_dir, lock = Path(out_dir), None
     try:
@@ -111,9 +111,8 @@ def set_aside(out_dir, after=None):
     """Move what an old run left in `out_dir` to the first free `<out_dir>.old-N`; returns that folder, or
     None if there was nothing to move.
 
-    after: move only the checkpoints of later steps than this one. A run that continues from an earlier step
-    takes another course, and a damaged checkpoint must not count as the newest. The newest moves first, so
-    what a kill leaves behind is a shorter run without gaps. Raises UserError if a folder cannot be moved.
+    after: move only the checkpoints of later steps than this one. The newest moves first, so a kill leaves a
+    shorter run without gaps. Raises UserError if a folder cannot be moved.
     """
     out_dir = Path(out_dir).resolve()
     steps = checkpoints_in(out_dir)
@@ -137,9 +136,9 @@ def set_aside(out_dir, after=None):
 
 
 def remove_temporary(out_dir, which="*", keep=None):
-    """Remove what saves and deletions left when they were killed or failed. Only the lock's holder may.
+    """Remove what killed or failed saves and deletions left. Only the holder of the lock may.
 
-    which: a pattern. While a run goes on, a report may be written under such a name.
+    which: a pattern; during a run the name of a file that is being written, such as a report, must not match.
     """
     for stale in out_dir.glob(f".tmp-{which}"):
         if stale != keep:

@@ -34,9 +34,9 @@ def changes(found, identity, accept=""):
     """Names of the values in `identity` ({name: value} of this run) that differ in the checkpoint `found`;
     none if that is None.
 
-    accept: the names that may differ, with commas between them, and what planning.py looks for, epochs or
-    memory; the model may never differ. Raises UserError for names that do not exist, and, with both values,
-    for every other difference.
+    accept: names that may differ, with commas between them; it may also hold epochs and memory, which
+    planning.py looks for. The model may never differ. Raises UserError for unknown names, and for every other
+    difference, with both values.
     """
     accepted = {name.strip() for name in accept.split(",")} - {""}
     possible = identity.keys() - {"model"}
@@ -56,7 +56,7 @@ def changes(found, identity, accept=""):
 
 
 def _difference(name: str, was, now) -> str:
-    """What two values of an identity differ in, for a message."""
+    """The difference of two values of an identity, for a message."""
     if isinstance(was, dict) and isinstance(now, dict):
         names = [key for key in now | was if was.get(key) != now.get(key)]
         return "; ".join(_difference(f"{name}'s {key}", was.get(key), now.get(key)) for key in names)
@@ -72,15 +72,12 @@ def find_weights(path, identity, say=print):
     if (checkpoint := open_in(path, say, "init_from")) is None:
         raise UserError(f"no checkpoint in {path}; init_from is the folder of a checkpoint or of a run")
     then = {"model": {}, "tokenizer": None} | checkpoint.state.get("identity", {})
-    give = (
-        []
-        if then["tokenizer"] == identity["tokenizer"]
-        else [f"--tokenizer={checkpoint.path}/tokenizer.json"]
-    )
-    what = "another tokenizer"
+    what, give = "another tokenizer", []
     if (was := then["model"]) != identity["model"]:
         what = f"another model: {_difference('model', was, identity['model'])}"
-        give = [_settings_of_model(was), *give]
+        give.append(_settings_of_model(was))
+    if then["tokenizer"] != identity["tokenizer"]:
+        give.append(f"--tokenizer={checkpoint.path}/tokenizer.json")
     if give:
         raise UserError(f"{checkpoint.path} has {what}; give {' '.join(give)}")
     return checkpoint
@@ -122,7 +119,7 @@ def load_weights(checkpoint, model):
 
 
 def set_future_aside(run_path, continued, say=print):
-    """Move what does not belong to this run's past out of its folder, before the run writes there.
+    """Before a run writes in its folder, move what is not part of its past out of there.
 
     These are the checkpoints after the one that the run continues: their metrics will be cut, so `find` must
     not take them later. If that checkpoint is in another folder (--resume=FOLDER), everything moves.

@@ -32,10 +32,10 @@ from nanochat.checkpoint.files import (
 from nanochat.checkpoint.folder import STEP, checkpoints_in, remove_temporary, set_aside
 from nanochat.files import replacing, user_path
 
-# Of a checkpoint; one of another version is refused, with its number. 2: a position has the key of the token
-# before it, so weights of version 1 would compute something else. 3: blocks have an x_before_scale. 4: the
-# last layer's value embeddings are the rows of the head. 5: heads and the token before have gates. 6: the
-# MLP's ReLU is leaky, blocks have no residual_scale, and tables of value embeddings are a part of the config
+# A checkpoint of another version is refused, because this code would compute something else with its weights.
+# 2: keys are shifted by one position. 3: blocks have an x_before_scale. 4: the last layer's value embeddings
+# are rows of the head. 5: heads and the smeared stream have gates. 6: the MLP's ReLU is leaky, blocks have no
+# residual_scale, and the config says whether value embeddings have tables
 VERSION = 6
 MANIFEST, STATE, MODEL = "manifest.json", "state.json", "model.safetensors"
 
@@ -55,7 +55,7 @@ def save(
 
     model, optimizer: {parameter's name: tensor}, on any device, stored bit for bit; the model is rank 0's.
     state: a dict for JSON; NaN or infinity in it is a ValueError. files: {name: bytes} to add.
-    before_publish: rank 0 calls it just before the rename, to sync what must be on disk by then.
+    before_publish: rank 0 calls it just before the rename, to sync what must be on disk first.
     run_id: a text that the processes share and no other run has (`check_shared`); one process needs none.
 
     The processes do not communicate: each writes its part of the optimizer and leaves a note in a small file.
@@ -70,7 +70,7 @@ def save(
     part = temp / _part(rank, world_size)
     contents = {STATE: to_json(state), **(files or {})}  # a ValueError here leaves nothing behind
     try:
-        if rank == 0:  # remove what older saves left; other processes may already write into this one
+        if rank == 0:  # other processes may write into `temp` already
             remove_temporary(final.parent, "*step_*", keep=temp if world_size > 1 else None)
         temp.mkdir(parents=True, exist_ok=True)
         entries = {part.name: write_tensors(part, optimizer)}
@@ -163,7 +163,7 @@ class Checkpoint:
 
     @property
     def resolved(self):
-        """What the run has decided at its start: settings that were auto, its number of steps, its batch."""
+        """What the run resolved at its first start: settings that were auto, number of steps, batch."""
         numbers = {"num_iterations": max(1, self.state["num_iterations"])}
         numbers["total_batch_size"] = self.state["identity"].get("total_batch_size")
         return numbers | self.state["resolved"]
@@ -190,10 +190,10 @@ class Checkpoint:
 def find(out_dir, resume="auto", say=print, to_continue=False):
     """The verified Checkpoint to continue from, or None to start from step 0.
 
-    resume: "auto", the newest good one (`say` gets the names of damaged ones); "never", none, and the old run
-    in the folder is set aside; the number of a step; or the path of a checkpoint or of another run.
-    to_continue: one whose state lacks something that a run needs counts as damaged. Raises UserError if that
-    one does not exist or is damaged, or if all are damaged.
+    resume: "auto" (the newest good one; `say` gets the names of damaged ones), "never" (none, and the old run
+    in the folder is set aside), the number of a step, or the path of a checkpoint or of another run.
+    to_continue: a checkpoint whose state lacks something that a run needs counts as damaged. Raises UserError
+    if the named one does not exist or is damaged, or if all are damaged.
     """
     resume = str(resume)
     if resume == "never":
@@ -214,13 +214,14 @@ def find(out_dir, resume="auto", say=print, to_continue=False):
 
 
 def is_checkpoint(path):
-    """Whether a folder is a checkpoint, good or damaged. The folder of a run is none."""
+    """Whether a folder is a checkpoint, good or damaged, rather than the folder of a run."""
     path = Path(path)
     return (path / MANIFEST).exists() or (path.is_dir() and STEP.fullmatch(path.name) is not None)
 
 
 def open_in(path, say, setting, to_continue=False):
-    """The checkpoint at a path, else the newest good one in that folder, else None. setting: its name."""
+    """The checkpoint at a path, else the newest good one in that folder, else None. setting: where the path
+    comes from."""
     path = user_path(setting, path)
     if is_checkpoint(path):
         return open_checkpoint(path, to_continue=to_continue)
@@ -228,10 +229,10 @@ def open_in(path, say, setting, to_continue=False):
 
 
 def open_checkpoint(path, verify=True, to_continue=False):
-    """The Checkpoint in a folder. verify=False skips the checksums, for when another process has checked.
+    """The Checkpoint in a folder. verify=False skips the checksums, which another process has checked.
 
-    to_continue: the state must have all that a run needs to go on. Raises Damaged, or UserError if it was
-    written in another version of the format.
+    to_continue: the state must have all that a run needs to resume. Raises Damaged, or UserError for another
+    version of the format.
     """
     path = Path(path)
     body = _read_manifest(path)
@@ -243,12 +244,12 @@ def open_checkpoint(path, verify=True, to_continue=False):
     schema.check(path / STATE, state, schema.STATE_TO_CONTINUE if to_continue else schema.STATE)
     for name in body["files"]:
         if name.endswith(".safetensors"):
-            read_tensors(path / name, wanted=lambda name: False)  # their headers are good
+            read_tensors(path / name, wanted=lambda name: False)  # checks their headers
     return Checkpoint(path, body["step"], state, tuple(body["files"]))
 
 
 def _read_manifest(path):
-    """What the manifest of a checkpoint says, checked against its own checksum and for its form."""
+    """The content of a checkpoint's manifest, after checks of its checksum and its form."""
     raw, body = read_json(path / MANIFEST)
     version = body.get("version")
     intact = body.pop("checksum", None) and _manifest(body) == raw

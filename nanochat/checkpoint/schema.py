@@ -1,47 +1,31 @@
 """What the JSON files of a checkpoint hold, checked when it is opened.
 
-Checksums find damage. They do not find a file of another program or of another nanochat, so the names and
-types that are read later are checked here. A form is a function of a value: it returns what is wrong with it,
-as the end of a sentence that begins with the value's name, or "" if nothing is.
+Checksums find damage, but not a file of another program or of another nanochat. So the names and types that
+are read later are checked here. A form is a function of a value. It returns what is wrong with the value, as
+the end of a sentence that begins with the value's name, or "".
 """
 
 from nanochat.checkpoint.files import damaged
 
 
+def simple(what, test):
+    """The form of the values for which test(value) is true. what: its name in a message."""
+    return lambda v: "" if test(v) else _is_not(v, what)
+
+
 def whole(least=0):
     """A whole number from `least` on."""
-    return lambda v: "" if type(v) is int and v >= least else _is_not(v, f"a whole number >= {least}")
-
-
-def number(v):
-    return "" if type(v) in (int, float) else _is_not(v, "a number")
-
-
-def text(v):
-    return "" if isinstance(v, str) else _is_not(v, "text")
-
-
-def truth(v):
-    return "" if isinstance(v, bool) else _is_not(v, "true or false")
-
-
-def nothing(v):
-    return "" if v is None else _is_not(v, "null")
+    return simple(f"a whole number >= {least}", lambda v: type(v) is int and v >= least)
 
 
 def either(*forms):
-    """A value that has one of these forms; the last one is named if it has none."""
+    """A value of one of these forms. If it has none of them, the message names the last."""
     return lambda v: "" if any(form(v) == "" for form in forms) else forms[-1](v)
 
 
-def numbers(v):
-    """A list of numbers."""
-    return "" if isinstance(v, list) and not any(map(number, v)) else _is_not(v, "a list of numbers")
-
-
-def mapping(form):
-    """An object in which each value has the same form, under any name."""
-    return lambda v: fields(dict.fromkeys(v, form))(v) if isinstance(v, dict) else _is_not(v, "an object")
+def mapping(each):
+    """An object in which each value has this form, under any name."""
+    return lambda v: fields(dict.fromkeys(v, each))(v) if isinstance(v, dict) else _is_not(v, "an object")
 
 
 def fields(forms, required=()):
@@ -58,10 +42,6 @@ def fields(forms, required=()):
     return check
 
 
-def anything(v):
-    return ""
-
-
 def _is_not(value, what):
     shown = {dict: "an object", list: "a list"}.get(type(value)) or ascii(value)
     return f" is {shown:.40} and not {what}"
@@ -72,6 +52,13 @@ def check(path, value, form):
     if wrong := form(value):
         raise damaged(path, f"is not what a run writes: {path.stem}{wrong}")
 
+
+number = simple("a number", lambda v: type(v) in (int, float))
+numbers = simple("a list of numbers", lambda v: isinstance(v, list) and not any(map(number, v)))
+text = simple("text", lambda v: isinstance(v, str))
+truth = simple("true or false", lambda v: isinstance(v, bool))
+nothing = simple("null", lambda v: v is None)
+anything = simple("anything", lambda v: True)
 
 _FILE = fields({"size": whole(), "sha256": text}, required=("size", "sha256"))
 _MANIFEST = {"step": whole(), "world_size": whole(1), "files": mapping(_FILE)}

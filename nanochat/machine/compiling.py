@@ -9,7 +9,7 @@ import torch
 
 from nanochat.machine import memory
 
-EAGER_STEPS = 10  # of a run on a CPU, before it compiles
+EAGER_STEPS = 10  # steps of a run on a CPU before it compiles
 
 
 def decide(
@@ -19,8 +19,8 @@ def decide(
 
     On a CPU compiling takes 30 to 45 s and makes steps 1.2 times as fast (docs/benchmarks.md), so it pays
     from about 200 s of steps on; on a GPU it takes about 60 s, and 90 s are assumed. expected_seconds: the
-    time of all steps. before: the decision of the run that is resumed (None: a new run); it stands, if this
-    machine can compile.
+    time of all steps. before: what the resumed run decided at its first start (None: a new run). That stays,
+    if this machine can compile.
     """
     if setting != "auto":
         return setting == "on", "as asked for"
@@ -50,9 +50,9 @@ def cannot_compile(device: torch.device) -> str:
 
 
 def compile_after(function: Callable, steps: int | None, calls: int = 1) -> Callable:
-    """A function or module that runs as it is for so many steps of `calls` calls, and compiled from then on.
+    """A function or module that runs eager for `steps` steps of `calls` calls each, and compiled after that.
 
-    steps: 0 = it is torch.compile(function), None = it is never compiled, and stays what it is.
+    steps: 0 = compiled from the first call, None = never compiled: the function itself.
     """
     if steps is None:
         return function
@@ -69,15 +69,14 @@ class CompileAfter:
         if self.calls == self.eager_calls:
             self.function = torch.compile(self.function, dynamic=False)
         if self.calls == self.eager_calls + 1:
-            freeze_garbage()  # what the compiler has left
+            freeze_garbage()  # the compiler's objects
         self.calls += 1
         return self.function(*args, **kwargs)
 
 
 def freeze_garbage():
-    """Keep garbage collection fast: everything allocated so far lives to the end, and is not looked at again.
-
-    What nobody needs any more goes back to the system first."""
+    """Keep garbage collection fast: collect, and freeze what is left. It lives to the end of the run, so the
+    collector need not look at it again. Freed memory goes back to the system."""
     gc.collect()
     gc.freeze()
     memory.give_back()

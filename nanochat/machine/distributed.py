@@ -2,7 +2,7 @@
 
 When does the run end? If a process raises an exception or is killed, the next exchange of the others with it
 fails, and they end within seconds. If a process hangs, the others end after waiting `timeout_s` seconds. With
-nccl, whose exchanges do not fail, watchdog.py sees to both.
+nccl, whose exchanges do not fail, watchdog.py detects both.
 torchrun reports the first failure. It waits another 30 seconds for processes that do not answer.
 """
 
@@ -25,7 +25,7 @@ from nanochat import UserError, explained
 from nanochat.machine import watchdog
 from nanochat.terminal import first_line
 
-GRACE_S = 3.0  # seconds in which the processes that wait find out which one does not
+GRACE_S = 3.0  # seconds in which the waiting processes find out which one does not wait
 FINISH_S = 20.0  # seconds for work in progress, such as a save, to end; torchrun kills after 30
 
 _to_finish = []  # functions that take a time limit in seconds
@@ -41,7 +41,7 @@ def before_end(finish):
 
 def place() -> tuple[int, int, int]:
     """(rank, local rank, world size) of this process, from the variables that torchrun sets; without them
-    (0, 0, 1). Values that cannot be end the process with a sentence and status 2."""
+    (0, 0, 1). Impossible values end the process with a sentence and status 2."""
     try:
         rank, local_rank, world_size = _number("RANK", 0), _number("LOCAL_RANK", 0), _number("WORLD_SIZE", 1)
         if rank >= world_size:
@@ -49,7 +49,7 @@ def place() -> tuple[int, int, int]:
                 f"the variable RANK is {rank}, but WORLD_SIZE is {world_size}; WORLD_SIZE is the number of "
                 "processes, and each of them has its own RANK, from 0 to WORLD_SIZE - 1"
             )
-    except UserError as error:  # not raised: sys.excepthook leaves it to the first process to speak
+    except UserError as error:  # not raised: sys.excepthook prints in the first process only
         print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
     return rank, local_rank, world_size
@@ -124,12 +124,12 @@ def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
 def join(backend: str, store: dist.Store, rank: int, world_size: int, timeout_s: float, **options):
     """Make the process group of the processes that have met."""
     ending = sys.excepthook
-    # nccl ends the process by itself, without our sentence: let the watchdog come first
+    # nccl would end the process without our sentence: the watchdog comes first
     timeout = timedelta(seconds=timeout_s + (30 if backend == "nccl" else 0))
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **options
     )
-    sys.excepthook = ending  # torch has put its own hook around it, which loses what a hook prints
+    sys.excepthook = ending  # torch has wrapped it in a hook that loses what it prints
 
 
 def _wait_for_port(host: str, port: int, deadline: float):
@@ -146,7 +146,7 @@ def _wait_for_port(host: str, port: int, deadline: float):
 
 
 def _call_the_roll(store: dist.Store, rank: int, world_size: int, deadline: float) -> list[int]:
-    """Wait for all processes; the ranks that are not there at the deadline."""
+    """Wait for all processes; returns the ranks that are missing at the deadline."""
     store.set(f"here/{rank}", "")
     absent = list(range(world_size))
     while absent := [r for r in absent if not store.check([f"here/{r}"])]:
@@ -177,12 +177,11 @@ def wait_for(store: dist.Store, key: str, given_up=lambda: ""):
 
 
 class _Ending:
-    """sys.excepthook of a process among several, the last stop of an exception that nothing caught: it names
-    the cause, then ends this process at once.
+    """sys.excepthook of one of several processes: it names the cause of an exception that nothing caught, and
+    ends this process at once.
 
-    If an exchange with the other processes failed, the cause is in another process. This one leaves a mark
-    in the store and looks which processes leave none: those are dead or hang. The pause also lets torchrun
-    see their failure first.
+    If an exchange failed, the cause is in another process. This one leaves a mark in the store and looks
+    which processes leave none: those are dead or hang. The pause also lets torchrun see their failure first.
     """
 
     def __init__(self, rank: int, world_size: int, timeout_s: float):
@@ -280,7 +279,7 @@ def _is_exchange(error) -> bool:
 
 
 def _without_mark(store, rank, world_size, mark=True) -> list[int]:
-    """Ranks without a mark after GRACE_S; an empty list if the store is gone too. mark: leave one."""
+    """Ranks without a mark after GRACE_S; empty if the store is gone too. mark: leave this one's."""
     try:
         if mark:
             store.set(f"waited/{rank}", "")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from nanochat.machine import runtime
+from nanochat.machine.precision import name_of
 
 
 @dataclass(frozen=True)
@@ -14,8 +15,8 @@ class GPU:
     """A GPU by its data sheet, and the usual machine that it is in (0: not known)."""
 
     name: str  # a whole word of torch.cuda.get_device_name()
-    tflops: float  # of dense 16-bit products that are summed in float32
-    capability: tuple[int, int] = (0, 0)  # CUDA's
+    tflops: float  # peak of dense 16-bit products that are summed in float32
+    capability: tuple[int, int] = (0, 0)  # CUDA compute capability
     memory: float = 0  # GiB
     per_node: int = 0  # GPUs of a machine
     link: float = 0  # GB/s that a GPU sends to the others of its machine
@@ -28,14 +29,14 @@ class GPU:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That `--dtype=auto` chooses there (precision.py)."""
+        """The one that `--dtype=auto` chooses there (precision.py)."""
         return torch.bfloat16 if self.capability >= (8, 0) else torch.float16
 
 
-# The makers' data sheets. The first name that fits counts; a GPU without an entry is measured. Links: NVLink,
-# of which the sheets give both directions together, so half of it; without NVLink PCIe. Networks: an adapter
-# for each GPU in DGX B200, H200, H100 (400 Gb/s) and A100 (200 Gb/s), four of 100 Gb/s for 8 in DGX-1 V100.
-# For the PCIe cards it is an assumption: 100 Gb/s for a machine of eight.
+# From the makers' data sheets. The first name that fits counts; a GPU without an entry is measured.
+# link: half of NVLink's rate, because the sheets add both directions; without NVLink, PCIe.
+# network: one adapter for each GPU in DGX B200, H200, H100 (400 Gb/s) and A100 (200 Gb/s), four of 100 Gb/s
+# for eight GPUs in DGX-1 V100; for PCIe cards an assumed 100 Gb/s for a machine of eight.
 # fmt: off
 GPUS = [
     #   name       TFLOP/s  capability  GiB  GPUs  link  network
@@ -66,12 +67,12 @@ class Hardware:
 
     device_type: str
     world_size: int
-    dtype: torch.dtype  # to compute in
+    dtype: torch.dtype  # the compute dtype
     dtype_reason: str
-    memory: int  # bytes that a process may still take: the least of all processes
+    memory: int  # bytes that each process may still take: the smallest number of all processes
     peak_flops: float  # FLOP/s of all processes together, in `dtype`
     peak_source: str
-    held: int = 0  # bytes of a CPU's memory that a process has already: Python, torch, other libraries
+    held: int = 0  # on a CPU: bytes that a process has taken already (Python, torch, other libraries)
 
 
 def survey(machine, dtype: torch.dtype, dtype_reason: str = "") -> Hardware:
@@ -92,8 +93,7 @@ def survey(machine, dtype: torch.dtype, dtype_reason: str = "") -> Hardware:
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """FLOP/s of dense matrix products in `dtype`, and where the figure comes from: (value, reason).
 
-    For known GPUs in 16 bit it is the data sheet's. Else it is measured in about a tenth of a second: the
-    fastest of several products of two square matrices. On a CPU larger ones are no faster.
+    For known GPUs in 16 bits it is the data sheet's. Else it is measured in about a tenth of a second.
     """
     if device.type == "cuda" and dtype != torch.float32:
         name = torch.cuda.get_device_name(device)
@@ -104,7 +104,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """What `peak_flops` measures, also where there is a data sheet."""
+    """The fastest of several products of two square matrices. On a CPU larger matrices are no faster."""
     slow = device.type == "cpu" and dtype == torch.float16
     side = 8192 if device.type == "cuda" else 512 if slow else 1024
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
@@ -115,4 +115,4 @@ def measured_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str
         torch.mm(a, b)
         machine.synchronize()
         best, runs = min(best, time.perf_counter() - t), runs + 1
-    return 2 * side**3 / best, f"measured: {side} x {side} {str(dtype).removeprefix('torch.')} product"
+    return 2 * side**3 / best, f"measured: {side} x {side} {name_of(dtype)} product"

@@ -12,13 +12,13 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h: bytes
 
 
 def free(device: torch.device, processes: int) -> int:
-    """Bytes that this process may still use: of its GPU, else its share of this machine's memory.
+    """Bytes that this process may still use: its GPU's, else its share of the machine's memory.
 
-    processes: how many processes share the machine.
+    processes: how many share the machine.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    if not hasattr(os, "sysconf"):  # Windows does not tell; any machine has 4 GiB
+    if not hasattr(os, "sysconf"):  # Windows does not say; assume 4 GiB
         return 4 * 2**30 // processes
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # a guess: half of the memory
     with contextlib.suppress(OSError, StopIteration):  # Linux counts what is free or can be freed
@@ -49,7 +49,7 @@ def held() -> int:
 
 
 def peak(device: torch.device) -> int:
-    """The most bytes so far: allocated on the GPU, else of this process in memory (0: unknown)."""
+    """The most bytes so far: allocated on the GPU, else resident in this process (0: unknown)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":  # what torch holds now; it hardly ever gives any back
@@ -71,10 +71,10 @@ def give_back():
 
 
 def keep_what_is_freed():
-    """From now on memory that was freed waits for its next use in this process. With glibc only.
+    """From now on this process keeps the memory that it frees, for its next use. With glibc only.
 
-    Otherwise the system takes large pieces back and clears them page by page when the next step asks for them
-    again: thousands of pages a step of the laptop recipe, an eighth of its time (docs/benchmarks.md).
+    Otherwise the system takes large pieces back, and clears them page by page when the next step asks for
+    them: thousands of pages in each step of the laptop recipe, an eighth of its time (docs/benchmarks.md).
     """
     with contextlib.suppress(OSError, TypeError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt

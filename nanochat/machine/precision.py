@@ -10,7 +10,7 @@ from nanochat import UserError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
-# Instructions that multiply matrices of a dtype, as torch.cpu.get_capabilities names them, on x86 and on Arm
+# Instructions that multiply in a dtype, on x86 and on Arm, as torch.cpu.get_capabilities names them
 CPU_INSTRUCTIONS = {
     "bfloat16": ("avx512_bf16", "amx_bf16", "bf16"),
     "float16": ("avx512_fp16", "amx_fp16", "fp16_arith"),
@@ -32,8 +32,7 @@ def cpu_native_dtypes() -> list[str]:
 def resolve_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
     """The compute dtype for the setting `dtype` (auto, bfloat16, float16, float32), and the reason.
 
-    The choice depends on what the device says it can do, not on its name. Raises UserError for a dtype
-    that the device cannot compute in.
+    The device's capabilities decide, not its name. Raises UserError for a dtype that it cannot compute in.
     """
     can, slow = list(DTYPES), []
     if device.type == "cuda":
@@ -47,7 +46,7 @@ def resolve_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
         best = "bfloat16" if "bfloat16" in native else "float32"
         what = f"CPU {'with' if best == 'bfloat16' else 'without'} native bfloat16"
         slow = [dtype for dtype in can if dtype not in native]
-    else:  # MPS: autocast to both 16-bit dtypes since torch 2.6, a GradScaler since 2.8; none tried by us
+    else:  # MPS: autocast to both 16-bit dtypes since torch 2.6, a GradScaler since 2.8; not tried here
         what, best = device.type.upper(), "float32"
         if not torch.backends.mps.is_macos_or_newer(14, 0):
             can.remove("bfloat16")
@@ -62,7 +61,7 @@ def resolve_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
 
 
 def _rounding(name: str) -> str:
-    """A warning for the log if torch is set to round the factors of float32 products."""
+    """A warning for the plan if torch is set to round the factors of float32 products."""
     setting = torch.get_float32_matmul_precision()
     if name != "float32" or setting == "highest":
         return ""
@@ -92,8 +91,8 @@ def make_scaler(device: torch.device, dtype: torch.dtype) -> torch.amp.GradScale
 class AgreedGradScaler(torch.amp.GradScaler):
     """A GradScaler for processes that have different gradients: what one finds infinite, all skip.
 
-    torch's own for such processes, ShardedGradScaler, adds up what they find. Its sum 2 is not the 1 that the
-    fused AdamW looks for on a GPU, and AdamW would update what Muon skips.
+    torch's ShardedGradScaler adds up what they find. Two processes make 2, but the fused AdamW on a GPU looks
+    for 1: AdamW would update what Muon skips.
     """
 
     def _unscale_grads_(self, *arguments):

@@ -11,12 +11,11 @@ from nanochat import UserError
 
 
 class StepProfiler:
-    """Traces the step `wanted` of a run and writes `profile_<step>.json.gz` into its folder; does nothing in
-    other steps, and nothing at all if `wanted` is -1.
+    """Traces the step `wanted` (-1: none) of a run and writes `profile_<step>.json.gz` into its folder.
 
-    `begin` stands before a step, `end` after its log. Only the first process traces. Operators have the sizes
-    of their inputs. The step is traced as it runs, compiled or not, and computes the same numbers; it takes a
-    little longer. Raises UserError if the run of `num_iterations` steps has no such step.
+    `begin` stands before each step, `end` after its log. Only the first process traces. Operators have the
+    sizes of their inputs. The traced step computes the same numbers as any other, and takes a little longer.
+    Raises UserError if the run of `num_iterations` steps has no such step.
     """
 
     def __init__(self, wanted: int, num_iterations: int, folder: Path, machine, say=print):
@@ -24,7 +23,7 @@ class StepProfiler:
             raise UserError(f"profile={wanted}: the last of {num_iterations} steps is {num_iterations - 1}")
         self._wanted = wanted if machine.is_main else -1
         self._folder, self._machine, self._say = folder, machine, say
-        self._open = None  # what `end` has to close, while the trace is made
+        self._open = None  # the contexts of an open trace, which `end` closes
 
     def begin(self, step: int):
         """Start the trace if this is the step."""
@@ -32,13 +31,13 @@ class StepProfiler:
             return
         on_gpu = self._machine.device.type == "cuda"
         activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
-        self._machine.synchronize()  # what the GPU still has to do is not of this step
+        self._machine.synchronize()  # the GPU's earlier work is not part of this step
         self._profile = torch.profiler.profile(activities=activities, record_shapes=True)
         self._open = contextlib.ExitStack()
         self._open.enter_context(named_kernels())
         self._profile.start()
         self._open.callback(self._profile.stop)
-        if on_gpu:  # the first kernel under a profiler waits for it
+        if on_gpu:  # the first kernel under a profiler waits until the profiler is ready
             torch.zeros(1, device=self._machine.device)
         self._machine.synchronize()
         self._open.enter_context(record_function(f"step {step}"))
@@ -64,8 +63,8 @@ def named_kernels():
     """Inside, a trace has the fused kernels of compiled code on a CPU, by name and with the bytes of the
     tensors that they read and write: `cpp_fused_add_3 [98304 bytes]`.
 
-    Inductor can do it too (cpp.enable_kernel_profile), but then all code is compiled again. Here the loaded
-    modules call a marked function for the moment. On a GPU kernels have names by themselves.
+    Inductor can do it too (cpp.enable_kernel_profile), but would compile all code again. Here the loaded
+    modules call a marked function meanwhile. On a GPU kernels have names by themselves.
     """
     changed, codecache = [], sys.modules.get("torch._inductor.codecache")  # not loaded: nothing is compiled
     for module in list(codecache.PyCodeCache.modules) if codecache else ():

@@ -47,8 +47,8 @@ class Machine:
 
     @property
     def steps_ahead(self) -> int:
-        """Steps that Python may give to the device before it reads the numbers of the first of them. A GPU
-        works on its own, and is never idle with 1. On a CPU a step is done when Python has asked for it."""
+        """How many steps Python may be ahead of the numbers that it reads. One keeps a GPU busy. A CPU
+        has done a step when Python has asked for it."""
         return 1 if self.device.type == "cuda" else 0
 
     def print(self, *words, **options):
@@ -64,15 +64,15 @@ class Machine:
         return values if self.world_size == 1 else self.read(values).result()
 
     def read(self, sums: list, same: list = ()) -> Reading:
-        """Start to bring numbers from the device to Python: sums over all processes, and what is the same on
-        all of them."""
+        """Start to bring numbers from the device to Python: `sums` over all processes, and `same`, which all
+        processes have alike."""
         reading = Reading(self.device, self.world_size, sums, same)
         if self.world_size > 1:
             watchdog.expect(reading.is_there)
         return reading
 
     def all_gather(self, value):
-        """A list of what each process gives, in order of rank, on every process. Values are pickled."""
+        """The values of all processes as a list in order of rank, on every process. They are pickled."""
         if self.world_size == 1:
             return [value]
         values = [None] * self.world_size
@@ -119,7 +119,7 @@ class Machine:
             torch.mps.synchronize()
 
     def free_memory(self) -> int:
-        """Bytes that this process may still use: of its GPU, else its share of the machine's memory."""
+        """Bytes that this process may still use: its GPU's, else its share of the machine's memory."""
         return memory.free(self.device, distributed.processes_here(self.world_size))
 
     def held_memory(self) -> int:
@@ -127,7 +127,7 @@ class Machine:
         return memory.held() if self.device.type == "cpu" else 0
 
     def peak_memory(self) -> int:
-        """The most bytes so far: allocated on the GPU, else of this process in memory (0: unknown)."""
+        """The most bytes so far: allocated on the GPU, else resident in this process (0: unknown)."""
         return memory.peak(self.device)
 
     def environment(self) -> dict:
@@ -154,15 +154,14 @@ class Machine:
 
 
 def start(device_type: str, seed: int, timeout_s: float = 600.0) -> Machine:
-    """Choose the device, join torchrun's process group if there is one, and seed torch. On a CPU, memory that
-    one step frees is kept for the next one, and torch's compiler takes AVX-512 for granted if torch uses it.
+    """Choose the device, join torchrun's process group if there is one, and seed torch.
 
     device_type: cuda, mps, cpu or auto, the first of these that this machine has. timeout_s: seconds that
     processes wait for one that does not answer before they all end. Raises UserError if the device is not
     available, or if there are more processes than GPUs.
     """
     (rank, local_rank, world_size), store = distributed.place(), None
-    if world_size > 1:  # before anything else: from here on, the processes print an error of all once
+    if world_size > 1:  # first of all: from here on, an error that all processes have is printed once
         store = distributed.meet(rank, world_size, timeout_s)
     device = _choose_device(device_type, local_rank)
     if world_size > 1:
@@ -238,7 +237,7 @@ def materialize(model: torch.nn.Module, device: torch.device, seed: int) -> torc
     model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
     with torch.no_grad():
         for p in model.parameters():
-            p.fill_(torch.nan)  # what init_weights forgets is found below
+            p.fill_(torch.nan)  # to find below what init_weights forgets
     model.init_weights(torch.Generator(device).manual_seed(seed))
     if forgotten := [name for name, p in model.named_parameters() if p.isnan().any()]:
         raise UserError(
@@ -261,7 +260,7 @@ def git_commit(checkout: Path = PROJECT) -> str | None:
 
 
 def sources_fingerprint(folder: Path) -> str:
-    """Of the sources below `folder`, a checkout, that decide what a run of base_train computes."""
+    """SHA-256 of the sources in the checkout `folder` that decide what a run of base_train computes."""
     files = [folder / "scripts" / "base_train.py", *sorted((folder / "nanochat").rglob("*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 

@@ -13,8 +13,8 @@ PATIENCE_S = 1.0  # seconds in which Python's own handler should have answered
 
 
 class StopSignal:
-    """Answers the signals in NAMES: until `set_up_done` they end the process, later they are remembered, so
-    that the loop can save after its step.
+    """Handles the signals in NAMES: until `set_up_done` they end the process; later the loop saves and stops
+    after its step.
 
     A second Ctrl-C (SIGINT) or Ctrl-\\ (SIGQUIT) ends the process at once. If the torchrun that started this
     process dies, that counts as a signal too. Under nohup, SIGHUP stays ignored.
@@ -92,8 +92,7 @@ def _write(text: str):
 
 
 def _silence_closed_terminals():
-    """Send output that went to a terminal which is closed now to /dev/null: writing there is an error, and
-    the run has to save."""
+    """Send the output for a closed terminal to /dev/null: writing there would be an error before the save."""
     for fd in (1, 2):
         with contextlib.suppress(OSError):
             if stat.S_ISCHR(os.fstat(fd).st_mode) and not os.isatty(fd):

@@ -1,4 +1,4 @@
-"""What goes between Python and the device, without a wait that nobody needs.
+"""Transfers between Python and the device that do not make Python wait for earlier work.
 
 A copy between a GPU and ordinary memory of the host makes Python wait for all work that the GPU was given
 before. A copy between a GPU and page-locked memory does not.
@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 
 class Reading:
-    """Numbers that Python wants from the device. Making a Reading waits for nothing; result() waits for them.
+    """Numbers on their way from the device to Python. Making a Reading does not wait; result() does.
 
     sums: numbers to add up over all processes. same: numbers that all processes have alike. Each one is a
-    number of Python or a tensor with one element on `device`. A Reading also ends the work that the device
-    was given before it: when the numbers are there, that work is done.
+    number of Python or a tensor with one element on `device`. When the numbers are there, the work that the
+    device was given before them is done too.
     """
 
     def __init__(self, device: torch.device, world_size: int, sums: Sequence, same: Sequence = ()):
@@ -48,7 +48,7 @@ class Reading:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on the device. With a GPU the copy goes on while Python does."""
+    """Copy a tensor to the device. With a GPU, Python goes on meanwhile."""
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

@@ -7,12 +7,12 @@ those of its two neighbours in the ring of ranks. What it decides:
 - A neighbour on the same machine has ended if its process is gone. A process that only pauses is not gone.
 - A neighbour on another machine has ended if it gave no sign for SILENT_S seconds.
 - A process hangs if another one has waited for it in an exchange longer than the run's time limit. Only waits
-  count that `expect` or `waiting` told of. So an evaluation, a save or a compilation may take any time, as
+  that `expect` or `waiting` announced count. So an evaluation, a save or a compilation may take any time, as
   long as no other process waits for it longer than with gloo.
 
 A process that finds one of these writes a verdict into the store. All read it within a second, and end.
 
-Seconds are those in which this thread ran: a pause of this process or a machine that slept counts as one
+Only seconds in which this thread runs count: a pause of the process or a sleep of the machine counts as one
 round. A process makes two requests a second, so 512 processes make about a thousand.
 """
 
@@ -31,14 +31,14 @@ import torch.distributed as dist
 from nanochat.machine.transfers import for_new_thread
 
 ROUND_S = 1.0  # seconds between two signs of life
-SILENT_S = 30.0  # without a sign from another machine for so long, a process there has ended
-LATER_S = 5.0  # gloo's own time limit comes first, because it knows more of where this process waits
-CLOSE_S = 8.0  # so long this process tries to say goodbye; the machine of the store may be gone
-LINGER_S = 3.0  # so long the process that holds the store waits for the goodbyes of the others
+SILENT_S = 30.0  # seconds without a sign after which a process on another machine counts as ended
+LATER_S = 5.0  # seconds by which gloo's own time limit comes first: it knows better where this process waits
+CLOSE_S = 8.0  # seconds in which this process tries to say goodbye; the machine of the store may be gone
+LINGER_S = 3.0  # seconds that the process with the store waits for the goodbyes of the others
 ENDED, HANGS = "ended", "hangs"  # verdicts
 GOODBYE, FAILED = "goodbye", "failed"  # the last signs of a process that has done its work, or cannot
 
-_waits: list[list] = []  # of this process: [function for a new thread, function: is it over?, seconds]
+_waits: list[list] = []  # this process's waits: [function for a new thread, function: is it over?, seconds]
 
 
 def expect(is_over):
@@ -58,8 +58,7 @@ def waiting():
 
 
 def sign() -> str:
-    """What tells this process from all others: the machine, as far as it can see others' processes, and its
-    number there."""
+    """This process among all: its machine (or container: whoever sees the same processes), and its number."""
     try:  # Linux: machines may have equal names, and containers do not see each other's processes
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         machine = f"{boot}/{os.readlink('/proc/self/ns/pid')}"
@@ -116,10 +115,11 @@ class Peer:
 class Watchdog:
     """The signs of life of this process, and the watch over its neighbours.
 
-    open_store: makes a client of the store of its own, since a request of another thread may block its client
-    for ever. All processes have called `register`. served_by_first: process 0 holds the store (else torchrun
-    does). end(ranks, hangs, waits, store): ends this process, because those ranks have ended or some rank
-    hangs; `waits` is whether this one waits for others. It returns only if the main thread ends the process.
+    All processes have called `register`. open_store: makes the watchdog's own client of the store, since a
+    request of another thread may block its client for ever. served_by_first: process 0 holds the store (else
+    torchrun does). end(ranks, hangs, waits, store): ends this process because those ranks have ended,
+    or because a rank hangs; `waits`: whether this process waits for others. It returns only if the main
+    thread ends the process.
     """
 
     def __init__(self, rank, world_size, timeout_s, open_store, served_by_first, end):
@@ -176,7 +176,7 @@ class Watchdog:
         before = time.monotonic()
         while not self._closed.wait(ROUND_S):
             now = time.monotonic()
-            before, seconds = now, min(now - before, 2 * ROUND_S)  # not those of a pause of this process
+            before, seconds = now, min(now - before, 2 * ROUND_S)  # a pause of this process does not count
             if found := self._found(seconds):
                 self._announce(found)
                 verdict, *ranks = found.split()
@@ -188,7 +188,7 @@ class Watchdog:
         return self._silent_s < 3 * ROUND_S
 
     def _found(self, seconds: float) -> str:
-        """ "", or what is wrong: ENDED with the ranks that have, or HANGS."""
+        """What is wrong: ENDED and the ranks that have ended, HANGS, or ""."""
         self._silent_s += seconds
         longest = _longest_wait(seconds)
         if self._verdict:
@@ -211,7 +211,7 @@ class Watchdog:
 
 
 def _longest_wait(seconds: float) -> float:
-    """Count the seconds to all waits that are not over, and forget the others; the longest of them."""
+    """Add the seconds to all waits that are not over, forget the others; returns the longest wait."""
     for wait in list(_waits):
         use_device, is_over, _ = wait
         with contextlib.suppress(Exception):  # a broken device: the main thread gets the error too

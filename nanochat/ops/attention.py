@@ -5,7 +5,6 @@ token's own document (documents). `choose` takes, for each kind that a run needs
 machine can run and that agrees with float64, forward and backward.
 """
 
-import inspect
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ from nanochat.ops import attention_backends as backends
 from nanochat.ops.attention_blocks import in_blocks
 
 KINDS = ("full", "window", "documents")
-# name: (the function, the kinds of attention it computes), what runs on more devices further down
+# name: (function, the kinds of attention that it computes); the further down, the more devices can run it
 BACKENDS = {
     "cudnn": (backends.cudnn, ("full",)),
     "flash": (backends.flash, ("full",)),
@@ -28,10 +27,10 @@ BACKENDS = {
     "mask": (backends.masked, KINDS),  # SDPA under a mask of T x T
 }
 EVERYWHERE = {"full": "sdpa", "window": "banded", "documents": "mask"}  # these run on every device
-# The largest |a - b| / |b| from float64, forward and backward, for random q, k, v rounded to the dtype.
-# Wrong masks and layouts are at 0.1 and more
+# The largest relative error |a - b| / |b| against float64, forward and backward, for random q, k, v in the
+# dtype. A wrong mask or layout makes 0.1 or more
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 5e-3}
-# Positions. In float64 the scores of two heads take 256 MiB, several times. On a CPU two blocks are enough
+# Positions of a trial: at 4096 one float64 tensor of scores takes 256 MiB; on a CPU two blocks are enough
 LONGEST_PROBE = {"cuda": 4096, "cpu": 160}
 
 
@@ -49,9 +48,9 @@ class Attention:
         """Attention of the last Tq of Tk positions.
 
         q (B, H, Tq, D), k and v (B, H, Tk, D) of one dtype, Tq <= Tk. Each position sees the last `window`
-        positions, itself included, and of them only what is `visible`: (B, 1, 1 or Tq, Tk) bool, or (N + 1,)
-        int32, where each document begins in the B * T positions; None: all. Returns (B, H, Tq, D). Scores are
-        divided by sqrt(D). The kernels compute the softmax and the sums in float32.
+        positions, itself included, if they are `visible`: (B, 1, 1 or Tq, Tk) bool, or (N + 1,) int32, where
+        each document begins in the B * T positions; None: all. Returns (B, H, Tq, D). Scores are divided by
+        sqrt(D). The kernels compute the softmax and the sums in float32.
         """
         T = q.size(2)
         kind = "full" if visible is None and window >= T else "window" if visible is None else "documents"
@@ -65,15 +64,15 @@ class Attention:
 
     @property
     def resolved(self) -> dict[str, str]:
-        """What a checkpoint keeps of it, so that a resumed run computes the same bits."""
+        """The backends, for the checkpoint: a resumed run computes the same bits with them."""
         return {kind: getattr(self, kind) for kind in (*KINDS, "flash")}
 
     def boundaries(self, inputs, bos_id: int):
-        """The documents of inputs (B, T), in the form that this attention takes them: numbers (B, T) int64,
-        or (N + 1,) int32, where each begins in the B * T positions.
+        """The documents in inputs (B, T), in the form that this attention takes: the document's
+        number at each position (B, T) int64, or (N + 1,) int32, where each begins in the B * T positions.
 
         A document begins with its row and at each <|bos|>; several <|bos|> in a row, as in padding, begin
-        one. Give it tensors of the CPU: how many documents there are decides the size of the result.
+        one. `inputs` are on the CPU, because the number of documents decides the size of the result.
         """
         begins = inputs == bos_id
         begins[:, 1:] &= inputs[:, :-1] != bos_id
@@ -88,7 +87,7 @@ class Attention:
         return documents
 
 
-attention = Attention()  # what a model uses if nothing else is chosen; right for every device and length
+attention = Attention()  # the default of a model; right for every device and length
 
 
 def visible_from(documents):
@@ -99,8 +98,7 @@ def visible_from(documents):
 
 
 def previous_token(x, visible=None):
-    """x (B, T, ...) shifted right by one position: zeros at the start of a row and of each document that
-    `visible` tells of."""
+    """x (B, T, ...) shifted right by one position; zeros where a row, or a document of `visible`, begins."""
     before, more = x[:, :-1], x.ndim - 2
     if visible is not None:
         B, T = x.shape[:2]
@@ -116,8 +114,8 @@ def previous_token(x, visible=None):
 def shift_keys(k, visible=None):
     """k (B, H, T, D) shifted by one position, as `previous_token` does: induction in one layer.
 
-    A query looks for what came before a value, so it finds what followed a token like its own. With a
-    token's own key that takes two layers, and most of a short run to learn (docs/ablations.md).
+    A value then has the key of the token before it, so a query finds what followed a token like its own.
+    With unshifted keys that takes two layers, and most of a short run to learn (docs/ablations.md).
     """
     return previous_token(k.transpose(1, 2), visible).transpose(1, 2)  # transposed as it lies in memory
 
@@ -136,12 +134,10 @@ def use(model, chosen: Attention):
 def choose(config, machine, dtype, compiled: bool, documents: bool, resolved: dict) -> Attention:
     """The backends for a model's configuration on this machine, the same on every process.
 
-    documents: whether a token is to see its own document only. resolved: of the run that is resumed ({}: a
-    new run); its "attention" stands where it can run.
+    documents: whether a token sees its own document only. resolved: what the resumed run resolved at its
+    first start ({}: a new run); its backends stay if they can run here.
     """
     device, before = machine.device, resolved.get("attention", {})
-    if resolved and not before and device.type == "cpu":
-        before = EVERYWHERE  # a run from before attention was recorded
     kinds = {"full": config.max_seq_len}
     if min(config.windows) < config.max_seq_len:
         kinds["window"] = min(config.windows)
@@ -154,7 +150,7 @@ def choose(config, machine, dtype, compiled: bool, documents: bool, resolved: di
         names += candidates(kind, device, dtype, config.max_seq_len, version)
         name, failed = _first_that_runs(names, kind, window, config, device, dtype, compiled)
         passed_over += failed
-        # Where machines differ, the one that can run least decides for all processes
+        # If machines differ, the backend furthest down runs on all of them
         found[kind] = max(machine.all_gather(name), key=[before.get(kind), *BACKENDS].index)
         if found[kind] == "flex":  # here, since compiled code cannot make it
             backends.make_block_mask(config.max_seq_len, window, device)
@@ -171,7 +167,7 @@ def choose(config, machine, dtype, compiled: bool, documents: bool, resolved: di
 
 
 def _first_that_runs(names, kind: str, window: int, config, device, dtype, compiled: bool):
-    """The first backend that runs and is right, and why those before it are not taken."""
+    """The first backend that runs and is right, and why the ones before it are not used."""
     failed = []
     for name in names:
         why = cannot_run(name, kind, device, dtype, compiled)
@@ -186,7 +182,7 @@ def _first_that_runs(names, kind: str, window: int, config, device, dtype, compi
 def candidates(kind: str, device, dtype, T: int, flash_version: str = "") -> list[str]:
     """The backends for a kind of attention on a device, in rows of T, best first."""
     if device.type == "cpu":
-        # As measured (docs/benchmarks.md), compiled or eager: nothing in `blocks` is compiled
+        # Where it was faster (docs/benchmarks.md), in eager and in compiled code: `blocks` is never compiled
         faster = dtype == torch.bfloat16 or (dtype == torch.float32 and (kind != "full" or 256 <= T <= 512))
         return ["blocks"] * faster + [EVERYWHERE[kind]]
     if device.type != "cuda":
@@ -214,7 +210,7 @@ def _where(device) -> str:
 
 
 def _flash_version(device, dtype, before: str | None) -> tuple[str, list[str]]:
-    """Activate FlashAttention 3 or 4 where its package is; returns (version or "", what could not be had)."""
+    """Activate FlashAttention 3 or 4 if its package is there: (version or "", what failed and why)."""
     major = _capability(device)[0] if device.type == "cuda" and dtype != torch.float32 else 0
     versions = {9: ["FA3", "FA4"], 10: ["FA4"]}.get(major, [])
     if before is not None:
@@ -232,7 +228,7 @@ def _flash_version(device, dtype, before: str | None) -> tuple[str, list[str]]:
 def cannot_run(name: str, kind: str, device, dtype, compiled: bool) -> str:
     """Why a backend cannot be tried on a device; "" if it can."""
     if kind not in BACKENDS.get(name, ((), ()))[1]:
-        return f"it is no way to compute {kind}"
+        return f"does not compute {kind} attention"
     if name in EVERYWHERE.values():
         return ""
     if name == "blocks":
@@ -243,21 +239,14 @@ def cannot_run(name: str, kind: str, device, dtype, compiled: bool) -> str:
         return "needs 16 bit"
     if name in ("cudnn", "flash", "varlen") and not torch.version.hip and _capability(device)[0] < 8:
         return "needs compute capability 8.0"
-    if name == "varlen":
-        try:
-            from torch.nn.attention.varlen import varlen_attn
-        except ImportError:
-            varlen_attn = None
-        if varlen_attn is None or "window_size" not in inspect.signature(varlen_attn).parameters:
-            return "needs torch 2.11"
     if name == "flex" and not compiled:
         return "needs compiled code"
     return ""
 
 
 def _probe(name: str, kind: str, config, device, dtype, window: int) -> str:
-    """Run a backend once, forward and backward, at the model's row length or LONGEST_PROBE; returns what
-    is wrong, or ""."""
+    """Run a backend once, forward and backward, at the model's row length, at most LONGEST_PROBE. Returns
+    what is wrong, or ""."""
     T = min(config.max_seq_len, LONGEST_PROBE.get(device.type, 4096))
     short = max(1, window * T // config.max_seq_len)
     found = _largest_errors(name, (kind,), (1, 2, T, config.head_dim), short, device, dtype)
@@ -294,11 +283,11 @@ def check_backends(device, dtype, shape=(2, 2, 512, 64), compiled: bool = True) 
 
 
 def _largest_errors(name: str, kinds, shape, window: int, device, dtype) -> tuple[float, ...] | str:
-    """The largest of `errors` over kinds of attention, forward and backward; or what was raised."""
+    """The largest `errors` over kinds of attention, forward and backward; or the exception in a line."""
     try:
         found = [errors(name, kind, shape, window, device, dtype) for kind in kinds]
-    except Exception as error:  # whatever a kernel or a compiler raises: then the next one is tried
-        return backends.first_line(error)
+    except Exception as error:  # whatever a kernel or a compiler raises: then the next backend is tried
+        return backends.error_in_a_line(error)
     return tuple(map(max, zip(*found, strict=True)))
 
 
@@ -337,7 +326,7 @@ def _forward_and_backward(function, q, k, v, window, visible, weights):
 
 
 def _in_float64(q, k, v, window, documents):
-    """Attention as one writes it on paper; documents (B, T) or None."""
+    """Attention by its definition; documents (B, T) or None."""
     distance = torch.arange(q.size(2), device=q.device)
     distance = distance[:, None] - distance
     sees = (distance >= 0) & (distance < window)

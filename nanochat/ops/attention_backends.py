@@ -1,8 +1,8 @@
 """The backends of causal attention. `attention.py` chooses among them, once, at start.
 
-Each is a function of q, k, v (B, H, T, D), a window and, where it can, the boundaries of documents, and
-returns (B, H, T, D). The CUDA ones were written against the sources of PyTorch 2.11 and 2.13. On a CPU their
-tests replace the CUDA kernel by a slow one.
+Each is a function of q, k, v (B, H, T, D), a window and, if the backend can, the boundaries of documents. It
+returns (B, H, T, D). On 2026-11-26 those for CUDA were right on one H200 with PyTorch 2.11; windows at speed
+were not reached. Tests on a CPU replace the CUDA kernel by a slow one.
 """
 
 import contextlib
@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# Of SDPA's kernels those that need no preparation for a shape. cuDNN builds a plan for each new length: right
-# for training, where all batches have one shape, wrong for everything else.
+# SDPA's kernels that need no preparation for a shape. cuDNN builds a plan for each new length: right for
+# training, where all batches have one shape, wrong for everything else.
 ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 BLOCK_MASKS = {}  # (T, window) -> flex_attention's block mask; filled before anything is compiled
 
 
 def masked(q, k, v, window: int, visible=None):
-    """The general way: the last Tq of Tk positions, Tq <= Tk, each of which sees the last `window` positions
-    and of them only what is `visible`, (B, 1, 1 or Tq, Tk) bool; None: all."""
+    """The general way: each of the last Tq of Tk positions, Tq <= Tk, sees the last `window` positions if
+    they are `visible`, (B, 1, 1 or Tq, Tk) bool; None: all."""
     Tq, Tk = q.size(2), k.size(2)
     if visible is not None:
         return sdpa(q, k, v, mask=band(Tq, Tk, window, q.device) & visible)
@@ -34,7 +34,7 @@ def masked(q, k, v, window: int, visible=None):
 
 
 def sdpa(q, k, v, window: int = 0, documents=None, *, mask=None, causal: bool = True):
-    """PyTorch's fused attention by the kernel that it prefers; without gradients, one for any length.
+    """PyTorch's fused attention by the kernel that it prefers; without gradients, a kernel of ANY_LENGTH.
 
     mask: what each query sees, bool; None: all, or with `causal` all up to its own position.
     """
@@ -63,7 +63,7 @@ def flash(q, k, v, window: int, documents=None):
 
 
 def efficient(q, k, v, window: int, documents=None):
-    """SDPA by xFormers' kernel, which also knows float32 and GPUs older than FlashAttention's."""
+    """SDPA by xFormers' kernel, which also runs in float32 and on GPUs too old for FlashAttention."""
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
@@ -71,10 +71,10 @@ def efficient(q, k, v, window: int, documents=None):
 def varlen(q, k, v, window: int, documents=None):
     """FlashAttention over sequences that lie one behind another, with a window.
 
-    documents: (N + 1,) int32, where each sequence begins in the B * T positions, and their end. It may hold
-    the end several times. None: each row is one sequence.
+    documents: (N + 1,) int32, where each sequence begins in the B * T positions, and then their end, perhaps
+    several times. None: each row is one sequence.
     """
-    from torch.nn.attention.varlen import varlen_attn  # it takes seconds, so only where it is used
+    from torch.nn.attention.varlen import varlen_attn  # the import takes seconds
 
     B, H, T, D = q.shape
     if documents is None:
@@ -87,7 +87,7 @@ def varlen(q, k, v, window: int, documents=None):
 
 
 def flex(q, k, v, window: int, documents=None):
-    """FlexAttention with a block mask: compiled, and for the row length of the training."""
+    """FlexAttention with a block mask, for compiled training at the run's row length; else `masked`."""
     T = q.size(2)
     if not torch.is_grad_enabled() or (T, window) not in BLOCK_MASKS:
         return masked(q, k, v, window)
@@ -97,7 +97,7 @@ def flex(q, k, v, window: int, documents=None):
 
 
 def make_block_mask(T: int, window: int, device):
-    """Make the mask that `flex` needs; outside of compiled code, since it is made once."""
+    """Make the mask that `flex` needs, once. Compiled code cannot make it."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def sees(b, h, query, key):
@@ -113,7 +113,7 @@ def band(Tq: int, Tk: int, window: int, device):
 
 
 def banded(q, k, v, window: int, documents=None):
-    """A sliding window without a T x T mask: a block of `window` queries sees its own block and the last.
+    """A sliding window without a T x T mask: a block of `window` queries sees its own and the one before.
 
     It computes T * 2 * window scores for each head instead of T * T. `window` divides T.
     """
@@ -133,9 +133,9 @@ def banded(q, k, v, window: int, documents=None):
 
 
 def activate_flash(version: str) -> str:
-    """Put FlashAttention 3 or 4 in the place of PyTorch's own version 2: "FA3", "FA4", or "" to undo it.
+    """Replace PyTorch's FlashAttention 2 by "FA3" or "FA4"; "" undoes it.
 
-    Returns why it cannot be had, or "". Its package is the user's to install.
+    Returns why that failed, or "". The user installs the package.
     """
     if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
         return "" if not version else f"torch {torch.__version__} cannot take it"
@@ -145,13 +145,13 @@ def activate_flash(version: str) -> str:
         elif torch.nn.attention.current_flash_attention_impl():
             torch.nn.attention.restore_flash_attention_impl()
     except Exception as error:  # whatever a foreign package raises
-        return first_line(error)
+        return error_in_a_line(error)
     return ""
 
 
 @contextlib.contextmanager
 def for_any_length():
-    """Keep SDPA off cuDNN, which would build a plan for each number of keys; for code that is not compiled.
+    """Keep SDPA from using cuDNN, which would build a plan for each number of keys; not for compiled code.
 
     It costs a microsecond; `sdpa_kernel` costs 24, which a token of a small model would feel.
     """
@@ -163,6 +163,6 @@ def for_any_length():
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def first_line(error: Exception) -> str:
-    """An error as one line: its kind, and the first line of what it says."""
+def error_in_a_line(error: Exception) -> str:
+    """An error's type and the first line of its message."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".rstrip(": ")

@@ -2,8 +2,7 @@
 
 SDPA on a CPU computes many of the pairs that causal attention masks. Here a block of queries meets only the
 keys that one of them sees, in several rows and all heads at once. The forward pass is one operation and the
-backward pass another. Compiled code calls them as they are: it compiles nothing for them, and has the bits of
-eager code.
+backward pass another. Compiled code calls them as they are, so its bits are those of eager code.
 """
 
 import functools
@@ -14,9 +13,9 @@ import torch
 from nanochat.ops.operators import register, register_autograd
 
 # The sizes were found by measurement (docs/benchmarks.md, "Attention on a CPU in blocks of queries")
-BLOCK = 128, 256  # queries: a quarter of the row, within these
-SCORES = 2**20  # computed at a time, so that they stay in the cache
-LONG = 1024  # positions; longer rows compute the softmax again in the backward pass, to keep less memory
+BLOCK = 128, 256  # fewest and most queries of a block, which is else a quarter of the row
+SCORES = 2**20  # scores computed at a time, so that they stay in the cache
+LONG = 1024  # positions; longer rows compute the softmax again in the backward pass, to save memory
 
 
 class Tile(NamedTuple):
@@ -25,15 +24,15 @@ class Tile(NamedTuple):
     rows: slice
     queries: slice
     keys: slice
-    shape: tuple[int, int, int]  # of its scores: rows * heads, queries, keys
-    place: slice  # of its weights among those of all tiles
+    shape: tuple[int, int, int]  # its scores': rows * heads, queries, keys
+    place: slice  # where its weights are in the memory for all tiles
 
 
 def in_blocks(q, k, v, window: int, visible=None):
     """Causal attention of q, k, v (B, H, T, D) of one dtype; returns (B, H, T, D).
 
-    Each position sees the last `window` positions and of them only what is `visible`, (B, 1, 1 or T, T) bool;
-    None: all. Scores and weights are rounded to the dtype; the softmax computes in float32.
+    Each position sees the last `window` positions if they are `visible`, (B, 1, 1 or T, T) bool; None: all.
+    Scores and weights are rounded to the dtype; the softmax computes in float32.
     """
     T = q.size(2)
     if visible is not None:
@@ -54,9 +53,9 @@ def forward(q, k, v, window: int, visible, keep: bool):
 
 
 def backward(dy, q, k, v, kept, window: int, visible):
-    """The gradients of q, k and v (B, H, T, D), from that of y and the weights that `forward` kept."""
+    """The gradients of q, k and v (B, H, T, D), from dy and the weights that `forward` kept."""
     dq, dk, dv = _empty(q), _empty(k), _empty(v)
-    # A key's gradient is a sum over the blocks that see it: of at most four terms unless rows are long
+    # A key's gradient is a sum over the blocks that see it: at most four terms unless rows are long
     sums = torch.float32 if q.size(2) > LONG and q.dtype == torch.bfloat16 else q.dtype
     dk_sum, dv_sum = (torch.zeros(q.shape, dtype=sums) for _ in "kv")
     scale = q.size(-1) ** -0.5
@@ -76,7 +75,7 @@ def backward(dy, q, k, v, kept, window: int, visible):
 
 
 def _softmax(q, k, tile: Tile, window: int, visible, out=None):
-    """The weights of a tile, of its shape, from its part of q and k (rows * H, positions, D)."""
+    """The softmax weights of a tile, in its shape, from its part of q and k (rows * H, positions, D)."""
     _, Q, K = tile.shape
     scores = _product(q, k.mT, q.size(-1) ** -0.5)
     if visible is not None:
@@ -102,8 +101,8 @@ def _split(x, like):
 
 @functools.lru_cache(maxsize=64)
 def _bias(Q: int, K: int, window: int, dtype):
-    """(Q, K): 0 where each of the last Q of K positions sees a key, elsewhere the most negative number. It is
-    finite, so a query that sees nothing has no NaN."""
+    """(Q, K): 0 where one of the last Q of K positions sees a key, elsewhere the most negative finite number,
+    so that a query that sees nothing gives no NaN."""
     distance = torch.arange(K - Q, K)[:, None] - torch.arange(K)
     hidden = (distance < 0) | (distance >= window)
     return torch.zeros(Q, K, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
@@ -130,12 +129,12 @@ def _size(q, window: int) -> int:
 
 
 def _weights_of(tile: Tile, kept):
-    """The place of a tile's weights in those that are kept, or None."""
+    """A view of a tile's weights in `kept`, or None if none are kept."""
     return kept[tile.place].view(tile.shape) if kept.numel() else None
 
 
 def _empty(x):
-    """(B, H, T, D) for new values, laid out as (B, T, H, D): the products before and after read it so."""
+    """Uninitialised (B, H, T, D), laid out as (B, T, H, D), as the products before and after read it."""
     B, H, T, D = x.shape
     return x.new_empty(B, T, H, D).transpose(1, 2)
 

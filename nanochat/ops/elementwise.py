@@ -1,15 +1,15 @@
 """Norms, rotary positions and leaky ReLU squared.
 
-Compiled code computes such a formula in one pass over memory. Eager code needs a pass for each operation; on
-a CPU these are a fifth of a step. So there the formulas take fewer operations, and backward passes written by
-hand need nothing but the result.
+Compiled code computes such a formula in one pass over memory. Eager code makes a pass for each operation; on
+a CPU these passes are a fifth of a step. So on a CPU the formulas here take fewer operations, and backward
+passes written by hand need only the result.
 """
 
 import torch
 import torch.nn.functional as F
 
-EPS = torch.finfo(torch.float32).eps  # under the root of a norm, as F.rms_norm has it
-SLOPE = 0.5  # of the leaky ReLU, below 0
+EPS = torch.finfo(torch.float32).eps  # added under the root of a norm, as F.rms_norm does
+SLOPE = 0.5  # slope of the leaky ReLU below 0
 
 
 def norm(x):
@@ -18,10 +18,9 @@ def norm(x):
 
 
 def norm_and_rotate(x, cos, sin, scale: float):
-    """RMSNorm of x (B, T, H, D) times scale, and the rotary embedding; a rotation changes no RMS.
+    """RMSNorm of x (B, T, H, D) times scale, then the rotary embedding. A rotation does not change the RMS.
 
-    cos, sin: of the angles, in x's dtype: (T, 1, D / 2), or (B, T, 1, D / 2) if each row has positions of its
-    own.
+    cos, sin (T, 1, D / 2) in x's dtype, or (B, T, 1, D / 2) if each row has positions of its own.
     """
     if _by_hand(x):
         return _NormAndRotate.apply(x, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), scale)

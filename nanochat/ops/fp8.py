@@ -10,11 +10,12 @@ Everything else stays as it is: weights are float32 parameters of the same names
 the optimizer's state and the checkpoints. fp8 is for training alone: without gradients the products run in
 the compute dtype, so every evaluation and every sample is of the model that a checkpoint gives anyone.
 
-In bfloat16 stay the gates (too small to gain), attention, and the head: its errors would go straight into the
-loss (arXiv 2412.19437, section 3.3, keeps the same parts out). The FLOPs are counted as
-before, and MFU is still a share of the 16-bit peak.
+The gates stay in bfloat16 because they are too small to gain, and so do attention and the head, whose errors
+would go straight into the loss (arXiv 2412.19437, section 3.3, keeps the same parts out). The FLOPs are
+counted as before, and MFU is still a share of the 16-bit peak.
 
-Never run on a GPU by us: on a CPU torch computes the same products slowly (tests/ops/test_fp8.py).
+fp8 has not run on a GPU: the checks on one H200 on 2026-11-26 did not reach it. On a CPU torch computes the
+same products slowly (tests/ops/test_fp8.py).
 """
 
 import torch
@@ -26,14 +27,14 @@ from nanochat import UserError
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # cuBLAS takes fp8 matrices whose sizes are multiples of it
 SMALLEST = 128  # with fewer inputs or outputs the casts may take longer than fp8 saves; not measured
-FP8_CAPABILITY = (8, 9)  # of CUDA, from which on torch._scaled_mm runs
-TINY = 2.0**-100  # stands in for the largest value of a tensor of zeros; its scale is finite
+FP8_CAPABILITY = (8, 9)  # the lowest CUDA compute capability on which torch._scaled_mm runs
+TINY = 2.0**-100  # taken as the largest value of a tensor of zeros, so that its scale is finite
 
 
 def check_fp8(fp8: bool, device: torch.device, dtype: torch.dtype, max_seq_len: int, resolved: dict):
-    """Raise UserError if `--fp8` is given and cannot be, or if a resumed run began otherwise.
+    """Raise UserError if `--fp8` is given and this run cannot use it, or if a resumed run changes it.
 
-    resolved: what the checkpoint of a resumed run keeps; empty for a new run.
+    resolved: what the resumed run resolved at its first start ({}: a new run).
     """
     if resolved and fp8 != resolved.get("fp8", False):
         began, give = ("with", "give it again") if not fp8 else ("without", "leave it out")
@@ -46,18 +47,16 @@ def check_fp8(fp8: bool, device: torch.device, dtype: torch.dtype, max_seq_len: 
             f"later), and {missing}; leave it out"
         )
     if dtype != torch.bfloat16:
-        raise UserError("--fp8 goes with --dtype=bfloat16: what is not in fp8 is in bfloat16")
+        raise UserError("--fp8 needs --dtype=bfloat16, in which everything else is computed")
     if max_seq_len % MULTIPLE:
-        raise UserError(
-            f"--fp8 needs a --max_seq_len that is a multiple of {MULTIPLE}; {max_seq_len} is none"
-        )
+        raise UserError(f"--fp8 needs a --max_seq_len that is a multiple of {MULTIPLE}; {max_seq_len} is not")
 
 
 def missing_for_fp8(device: torch.device) -> str:
     """What a device lacks to multiply in fp8: the end of a sentence, empty if it can."""
     if device.type != "cuda":
         return f"this run is on {device.type}"
-    if torch.version.hip:  # AMD's float8 formats are others, and nobody has tried them here
+    if torch.version.hip:  # AMD has other float8 formats, which are not tried here
         return "this is an AMD GPU"
     major, minor = torch.cuda.get_device_capability(device)
     return f"this one has {major}.{minor}" if (major, minor) < FP8_CAPABILITY else ""
@@ -105,7 +104,7 @@ class Float8Linear(nn.Linear):
 class _Products(torch.autograd.Function):
     """The three products of a linear layer: x (M, K), weight (N, K) -> (M, N), all in fp8.
 
-    `torch._scaled_mm` wants its first factor row by row in memory and its second one column by column. It
+    `torch._scaled_mm` wants its first factor stored row by row and its second one column by column. It
     multiplies the result by both scales. `use_fast_accum` adds up with fewer bits: good enough for outputs,
     not for gradients.
     """
@@ -130,8 +129,8 @@ class _Products(torch.autograd.Function):
 
 
 def quantize(x, dtype):
-    """x / scale in `dtype`, row by row in memory, and the scale: a 0-dim float32 tensor, which brings the
-    largest value of x to the largest number of `dtype`.
+    """x / scale in `dtype`, stored row by row, and the scale: a 0-dim float32 tensor that maps the largest
+    value of x to the largest number of `dtype`.
 
     If a value is not finite, the result has NaN, so that a bad gradient is still found. Rounding of the
     division can take a value past the largest number by 2**-23 of it, which rounds to that number again.
@@ -141,5 +140,5 @@ def quantize(x, dtype):
 
 
 def by_columns(x):
-    """The same matrix, column by column in memory."""
+    """The same matrix, stored column by column."""
     return x.t().contiguous().t()

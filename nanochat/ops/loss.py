@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 
 SOFTCAP = 15.0  # logits are squashed into (-15, 15), so that no token's probability runs away
-# The gradient of a logit is about as small as a probability, and 1e-6 has one digit in float16. There it is
-# multiplied by UP, which makes 256 of its largest value, 1/4 (see chunk_losses). For the weight's gradient, a
-# sum over the rows of a chunk, x is divided by DOWN, so that the sum stays in float16's range.
+# The gradient of a logit is about as small as a probability, and float16 keeps one digit of 1e-6. So it is
+# multiplied by UP in float16: its largest value, 1/4 (see chunk_losses), becomes 256. The gradient of the
+# weight is a sum over the rows of a chunk; x is divided by DOWN before, so that it stays in float16's range.
 UP, DOWN, MOST_FLOAT16_ROWS = 1024, 32, 2048
-# The most logits of a chunk, but it has 512 rows at least: in float32 4 MiB on a CPU, elsewhere half a GiB
+# The most logits of a chunk (a chunk has at least 512 rows): in float32 4 MiB on a CPU, elsewhere half a GiB
 CHUNK_LOGITS = {"cpu": 2**20, "cuda": 2**27, "mps": 2**27}
 # Where a compiled model's chunks are compiled too. On a CPU, in the cache, they would be no faster.
 COMPILED_ON = {"cuda"}
@@ -31,9 +31,9 @@ def softcap(logits):
 def softcapped_cross_entropy(x, weight, targets, reduction="mean"):
     """Cross-entropy of softcap(x @ weight.T), in nats, float32.
 
-    x (N, C), weight (V, C), targets (N,) int64; a target of -1 is not scored. Under autocast the products are
-    in its dtype, else in that of x. `reduction` is that of F.cross_entropy. With gradients "none" keeps all
-    logits: the gradient of each loss is known only in the backward pass. All else holds those of one chunk.
+    x (N, C), weight (V, C), targets (N,) int64; a target of -1 is not scored. The products are in autocast's
+    dtype, without autocast in that of x. `reduction` is that of F.cross_entropy. "none" with gradients keeps
+    all logits, since the gradient of each loss is known only in the backward pass; else a chunk's are kept.
     """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -65,8 +65,8 @@ def chunk_rows(tokens: int, vocab_size: int, device_type: str, dtype: torch.dtyp
 
 
 def chunk_losses(logits, targets, gradient: bool = False, scale: float = 1.0, *, memory):
-    """Losses (rows,) float32 of logits (rows, V). With `gradient` the gradient of their sum, x scale / 4,
-    takes the place of the logits.
+    """Losses (rows,) float32 of logits (rows, V). With `gradient`, the logits are overwritten by the gradient
+    of the losses' sum, times scale / 4.
 
     tanh(z) is 2 sigmoid(2 z) - 1, and a constant added to all logits changes no probability. So
     2 * SOFTCAP * sigmoid(2 * logits / SOFTCAP) has the cross-entropy of softcap(logits), and on a CPU torch
@@ -113,8 +113,8 @@ def compiled_chunk_losses():
 
 def head_gradients(gradient, x, weight, dx, dw, product, down: float):
     """From the gradient of a chunk's logits: write that of x to dx (rows, C), and add that of the weight,
-    divided by `down`, to dw (V, C) float32 by way of `product`, (V, C) in the dtype of x. Either is left out
-    if it has no rows."""
+    divided by `down`, to dw (V, C) float32. `product` (V, C) in the dtype of x is memory for the sum. A
+    gradient without rows is not wanted."""
     if dx.size(0):
         torch.mm(gradient, weight, out=dx)
     if dw.size(0):
@@ -126,8 +126,8 @@ def head_gradients(gradient, x, weight, dx, dw, product, down: float):
 
 
 def _chunks(x, weight, targets, gradient: bool, scale: float, compiled: bool):
-    """For each chunk: its rows, their losses, and with `gradient` that of their logits, in memory that the
-    next chunk uses again."""
+    """Yield for each chunk: its rows, their losses, and their logits (with `gradient`, the gradient of the
+    logits), which the next chunk overwrites."""
     rows = chunk_rows(x.size(0), weight.size(0), x.device.type, x.dtype)
     memory = x.new_empty(rows, weight.size(0))
     if compiled and x.device.type in COMPILED_ON:
@@ -180,7 +180,7 @@ def _memory_for_gradients(x, weight, of_x: bool, of_weight: bool):
 
 
 def _units(dtype: torch.dtype) -> tuple[float, float]:
-    """What the two gradients have to be multiplied by: that of x, that of the weight."""
+    """The factors still missing in the gradients of x and of the weight."""
     return (4 / UP, 4 / UP * DOWN) if dtype == torch.float16 else (4.0, 4.0)
 
 
@@ -210,8 +210,8 @@ class HeadAndLoss(torch.autograd.Function):
     backward = staticmethod(_multiply_gradients)
 
 
-# The same as operators of PyTorch, which torch.compile takes as they are. If it looked inside, it would move
-# the gradients into the backward pass and keep all logits for that.
+# The same as operators of PyTorch, for torch.compile. If it looked inside, it would move the gradients into
+# the backward pass and keep all logits for that.
 head_losses = torch.library.custom_op("nanochat::head_losses", losses_in_chunks, mutates_args=())
 head_and_loss = torch.library.custom_op("nanochat::head_and_loss", gradients_in_chunks, mutates_args=())
 head_and_loss.register_autograd(_multiply_gradients, setup_context=_keep_gradients)

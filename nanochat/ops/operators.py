@@ -1,7 +1,7 @@
-"""Functions as operators of PyTorch, which compiled code calls as they are; and one: the rows of a table.
+"""Make operators of PyTorch from functions: compiled code calls them as they are. `look_up` is the first one.
 
-torch.library.custom_op would do this, too, but at its first call in eager mode it loads torch's compiler,
-which takes two seconds.
+torch.library.custom_op does the same, but its first call in eager mode loads torch's compiler, which takes
+two seconds.
 """
 
 import torch
@@ -13,8 +13,8 @@ LIBRARY = torch.library.Library("nanochat", "DEF")
 def register(name: str, types: str, function, shapes):
     """Make torch.ops.nanochat.<name> of a function, for tensors on a CPU.
 
-    types: its arguments and results, as "(Tensor x) -> Tensor"; shapes: makes the empty results from the
-    arguments.
+    types: its arguments and results, as "(Tensor x) -> Tensor". shapes: a function of the same arguments that
+    returns empty results.
     """
     LIBRARY.define(name + types, tags=torch.Tag.pt2_compliant_tag)
     LIBRARY.impl(name, function, "CPU")
@@ -39,8 +39,8 @@ def embedding(vocab_size: int, width: int) -> nn.Embedding:
 def look_up(weight, idx):
     """Rows of a table: weight (V, C), idx (B, T) int64 -> (B, T, C) in the dtype of weight.
 
-    On a CPU compiled code would add up the gradient of a row in the order in which its threads come, so no
-    two runs would be the same. PyTorch's own operator has one order, and is no slower (docs/benchmarks.md).
+    On a CPU compiled code would sum the gradient of a row in whatever order its threads arrive, so no two
+    runs would be the same. PyTorch's own operator has one order, and is no slower (docs/benchmarks.md).
     """
     if torch.compiler.is_compiling() and weight.device.type == "cpu":
         return torch.ops.nanochat.rows_of_table(weight, idx)

@@ -1,8 +1,9 @@
 """Sub-word embeddings: tokens that are spelled alike share a part of their rows (fastText, arXiv 1607.04606).
 
 ` self`, `Self` and `self` are three tokens, and each would have to learn alone what they have in common. So
-the rows of a token's sub-words are added to its own row, in the embedding and in the head. The sub-words are
-two to four letters in a row, the whole word, and its shape; all tokens that have one share its row.
+the rows of a token's sub-words are added to its own row, in the embedding and in the head. Its sub-words are
+each two to four letters in a row, the whole word, and the word's shape; all tokens with a sub-word share its
+row.
 """
 
 import re
@@ -17,15 +18,15 @@ from nanochat.ops.operators import embedding, register, register_autograd
 
 MOST = 40  # sub-words of a token
 # The sum of n rows is multiplied by WEIGHT / sqrt(n): with ten sub-words it moves about as fast as the
-# token's own row. STD: of the rows of the embedding at the start
+# token's own row. STD: standard deviation of the embedding's rows at the start
 WEIGHT, STD = 0.3, 2.0
 
 
 def subwords_of(token: bytes) -> set[bytes]:
     """The sub-words of a token.
 
-    `<` and `>` stand for where the word begins and ends. The blanks before it and the case of its letters
-    count for its shape alone, which is of few kinds: ` Self` has the shape ` Aa`.
+    `<` and `>` mark where the word begins and ends. The blanks before it and the case of its letters are only
+    in its shape: ` Self` has the shape ` Aa`.
     """
     body, blanks = token.strip(), token[: len(token) - len(token.lstrip())]
     word = b"<" + body.lower() + b">"
@@ -45,8 +46,8 @@ def subwords_of(token: bytes) -> set[bytes]:
 def subword_table(tokens: list[bytes], vocab_size: int) -> torch.Tensor:
     """The numbers of each token's sub-words, (V, MOST) int32, filled up with 0; special tokens have none.
 
-    Only sub-words of several tokens get a number, the most frequent V - 1 of them; of equally frequent ones
-    those of earlier tokens. A token with more than MOST keeps the rarest.
+    Only sub-words of several tokens get a number, the V - 1 most frequent ones; among equally frequent ones
+    those of earlier tokens come first. A token with more than MOST keeps the rarest.
     """
     found = [subwords_of(token) for token in tokens]
     count = Counter(subword for subwords in found for subword in sorted(subwords))

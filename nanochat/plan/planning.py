@@ -1,7 +1,8 @@
 """The plan of a run: every number that follows from the settings, the text and the machine.
 
 `derive` is a pure function. `on_machine` decides what depends on the machine: whether the model is compiled,
-how attention is computed, rows of a micro-batch.
+how attention is computed, rows of a micro-batch. `resolved` is what a resumed run resolved at its first start
+({}: a new run). It stays, so that the run goes on with the same bits.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -38,17 +39,17 @@ class Plan:
     scaled: scaling.ScaledRates
     warmup_steps: int
     data_tokens: int  # about how many tokens the training text has
-    horizon_is_given: bool  # in steps: then any number of epochs is what the person asked for
-    rows_are_given: bool = False  # of a micro-batch: by the user, or by the checkpoint of this run
-    compiled: bool = False  # the model is, which decides how much memory it needs
+    horizon_is_given: bool  # in steps; then no number of epochs is too many
+    rows_are_given: bool = False  # device_batch_size comes from the user, or from the checkpoint of this run
+    compiled: bool = False  # whether the model is compiled
     compile_reason: str = ""
-    eager_steps: int = 0  # of a compiled run: so many first steps are not, and the first losses come soon
-    attention: Attention | None = None  # how it is computed (None: not yet decided)
-    aspect_ratio: int = 0  # width for each layer (0: the model is given, and has its depth)
+    eager_steps: int = 0  # first steps of a compiled run that stay eager, so that the first losses come soon
+    attention: Attention | None = None  # its backends (None: not yet decided)
+    aspect_ratio: int = 0  # width / depth (0: a base model gives both)
     width_reason: str = ""  # where the width is from, if not from 64 x depth or the user
     fp8: bool = False  # the large products of the blocks train in 8 bits
     table_share: float = 0.0  # weight decay of embeddings and head, as a share of that of matrices
-    more_text: str = ""  # how to get the public shards that the horizon needs and the run does not have
+    more_text: str = ""  # how to get the public shards that the horizon needs, if some are missing
 
     @property
     def num_iterations(self) -> int:
@@ -67,12 +68,12 @@ class Plan:
 
     @property
     def weight_decay(self) -> float:
-        """Scaled."""
+        """Weight decay of matrices, scaled."""
         return self.scaled.weight_decay
 
     @property
     def table_decay(self) -> float:
-        """That of embeddings and head."""
+        """Weight decay of embeddings and head."""
         return self.table_share * self.weight_decay
 
     @property
@@ -87,33 +88,27 @@ class Plan:
     @property
     def expected_memory(self) -> dict[str, int]:
         """Bytes that a process will take, by kind."""
-        tokens, hardware = self.device_batch_size * self.config.max_seq_len, self.hardware
-        return memory.training_bytes(
-            self.config,
-            tokens,
-            hardware.dtype,
-            self.compiled,
-            world_size=hardware.world_size,
-            on_cpu=hardware.device_type == "cpu",
-        )
+        hardware, tokens = self.hardware, self.device_batch_size * self.config.max_seq_len
+        processes = {"world_size": hardware.world_size, "on_cpu": hardware.device_type == "cpu"}
+        return memory.training_bytes(self.config, tokens, hardware.dtype, self.compiled, **processes)
 
     @property
     def expected_bytes(self) -> int:
-        """Memory of a process."""
+        """Bytes that a process will take."""
         return sum(self.expected_memory.values())
 
     @property
     def expected_seconds(self) -> float:
-        """About the time of all steps, at an assumed share of the peak."""
+        """Seconds of all steps, at an assumed share of the peak."""
         if self.horizon.minutes:
             return 60 * self.horizon.minutes
         return self.tokens * self.flops_per_token / (scaling.ASSUMED_MFU * self.hardware.peak_flops)
 
     def numbers(self) -> dict[str, int]:
-        """What the report needs to know of the plan, for config.json."""
+        """The plan's numbers for config.json, from which the report is made."""
         return {
             "num_iterations": self.num_iterations,
-            "minutes": self.horizon.minutes,  # that it takes (0: num_iterations decides, else it is a guess)
+            "minutes": self.horizon.minutes,  # 0: num_iterations decides; else num_iterations is a guess
             "device_batch_size": self.device_batch_size,
             "parameters": self.parameters["total"],
             "flops_per_token": self.flops_per_token,
@@ -124,7 +119,7 @@ class Plan:
 
     @property
     def resolved(self) -> dict:
-        """What the checkpoints keep: a resumed run, or one that continues this one, goes on with it."""
+        """What checkpoints keep of the plan, for a resumed run and for mid_train."""
         kept = {"device_batch_size": self.device_batch_size, "rates": self.rates, "fp8": self.fp8}
         kept |= {"spelled": self.config.spelled, "table_share": self.table_share, "compiled": self.compiled}
         kept |= {"eager_steps": self.eager_steps}
@@ -142,8 +137,7 @@ class Plan:
         return replace(self, device_batch_size=rows, grad_accum_steps=micro_steps)
 
     def with_largest_micro_batch(self) -> "Plan":
-        """The plan with as many rows a micro-batch as memory allows, by the estimate. A number that the user
-        or the checkpoint gives stays."""
+        """The plan with as many rows a micro-batch as the estimate allows, unless the number is given."""
         if self.rows_are_given:
             return self
         on_cuda, rows = self.hardware.device_type == "cuda", self.device_batch_size * self.grad_accum_steps
@@ -156,8 +150,8 @@ class Plan:
         return self.with_rows(1)
 
     def factors_for(self, steps: float) -> tuple[float, float]:
-        """What to multiply learning rates and weight decay with if the run makes so many steps: a run in
-        minutes learns while it goes on how many these are. 1, 1 with a given number of steps."""
+        """Factors of learning rates and weight decay if the run makes `steps` steps in all. A run in minutes
+        finds out on its way how many it makes; with a given number of steps the factors are 1, 1."""
         if not self.horizon.minutes:
             return 1.0, 1.0
         batch, d12_tokens, found = self.total_batch_size, self.horizon.d12_tokens, []
@@ -168,7 +162,7 @@ class Plan:
         return rate / planned_rate, decay / planned_decay
 
     def eager_left(self, step: int) -> int | None:
-        """Steps after `step` that run eager before the code is compiled; None: it never is."""
+        """Steps after `step` that run eager before the code is compiled; None: it is never compiled."""
         return max(0, self.eager_steps - step) if self.compiled else None
 
     def apply_to(self, model):
@@ -184,8 +178,8 @@ class Plan:
 
     def refusal(self, accept: str) -> str:
         """One sentence that says why this run must not begin; empty if it may."""
-        # A GPU says when it has no more memory, and the estimate may be wrong: what is given may be tried. On
-        # a CPU the system would end the process without a word
+        # The estimate may be wrong, and a GPU says when memory runs out: a given number of rows may be tried.
+        # On a CPU the system would end the process without a word
         accepted = {name.strip() for name in accept.split(",")}
         tried = (self.rows_are_given and self.hardware.device_type != "cpu") or "memory" in accepted
         if not tried and (sentence := memory.refusal(self)):
@@ -224,8 +218,7 @@ class Plan:
         return said
 
     def identity(self, dataset, tokenizer, seed: int) -> dict:
-        """What makes a run this run: a checkpoint with another model, text, tokenizer, seed or batch is
-        not."""
+        """What must be equal in a run and in the checkpoint that it continues."""
         return {
             "model": asdict(self.config),
             "data": dataset.fingerprint,
@@ -238,10 +231,9 @@ class Plan:
 def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dict | None = None) -> Plan:
     """The plan for the settings of base_train, {name: value}, on a data set and with its tokenizer; pure.
 
-    resolved: what a resumed run has decided at its first start. Its device_batch_size stays if it still
-    divides the rows. Raises UserError for settings that contradict each other.
+    Raises UserError for settings that contradict each other.
     """
-    V = tokenizer.vocab_size
+    V, resolved = tokenizer.vocab_size, resolved or {}
     config, horizon = scaling.horizon_of(settings, V, hardware.peak_flops, resolved)
     spelled = scaling.is_spelled(settings, V, horizon, resolved)
     config = replace(config, spelled=spelled, value_tables=not spelled)
@@ -257,7 +249,7 @@ def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dic
         more_text=dataset.more_text,
     )
     aspect_ratio, reason = config.width // config.depth, ""
-    if settings["aspect_ratio"] == -1 and resolved and "aspect_ratio" in resolved:
+    if settings["aspect_ratio"] == -1 and "aspect_ratio" in resolved:
         reason = "; aspect ratio as at the run's first start"
     elif settings["aspect_ratio"] == -1 and aspect_ratio < scaling.WIDEST:
         reason = f"; {scaling.WIDEST} x depth is too wide for so few FLOPs"
@@ -266,18 +258,13 @@ def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dic
 
 
 def derive_continued(
-    settings: dict,
-    config: GPTConfig,
-    base: dict,
-    epoch_tokens: int,
-    hardware: Hardware,
-    resolved: dict | None = None,
+    settings: dict, config: GPTConfig, base: dict, epoch_tokens: int, hardware: Hardware, resolved: dict
 ) -> Plan:
     """The plan for the settings of mid_train, {name: value}, which continues a base model.
 
-    config, base: of its checkpoint, the model and the state. epoch_tokens: rows of an epoch times
-    max_seq_len, padding included. Raises UserError for settings that contradict each other, or a base model
-    without its rates.
+    config: the base model's. base: the state of its checkpoint. epoch_tokens: rows of an epoch times
+    max_seq_len, padding included. Raises UserError for settings that contradict each other, and for a base
+    model without its rates.
     """
     batch, batch_reason = settings["total_batch_size"], "as asked for"
     if batch == -1:
@@ -295,12 +282,8 @@ def derive_continued(
             "version: resume its run with a larger --num_iterations"
         )
     fraction = settings["rate_fraction"]
-    scaled = scaling.ScaledRates(
-        {name: fraction * rate for name, rate in rates.items()},
-        settings["weight_decay"],
-        f"{fraction:g} x the base run's",
-        "constant",
-    )
+    rates, rate_reason = {n: fraction * rate for n, rate in rates.items()}, f"{fraction:g} x the base run's"
+    scaled = scaling.ScaledRates(rates, settings["weight_decay"], rate_reason, "constant")
     horizon = scaling.Horizon(steps, batch, 0.0, reason, batch_reason)
     return _plan(
         settings, config, hardware, horizon, scaled, resolved, data_tokens=epoch_tokens, horizon_is_given=True
@@ -310,12 +293,13 @@ def derive_continued(
 def _plan(
     settings, config, hardware, horizon, scaled, resolved, *, data_tokens, horizon_is_given, more_text=""
 ) -> Plan:
-    """The plan for a horizon and rates: what is left is the size of a micro-batch."""
+    """The plan for a horizon and rates, with the largest micro-batch. A resumed run keeps its rows if they
+    still divide the batch."""
     model = scaling.on_meta(config)
     batch, device_batch_size = horizon.total_batch_size, settings["device_batch_size"]
     rows = scaling.rows_per_process(batch, config.max_seq_len, device_batch_size, hardware.world_size)
     if device_batch_size == -1:
-        device_batch_size = (resolved or {}).get("device_batch_size", -1)
+        device_batch_size = resolved.get("device_batch_size", -1)
     given = device_batch_size != -1 and rows % device_batch_size == 0
     device_batch_size = device_batch_size if given else 1
     plan = Plan(
@@ -349,16 +333,15 @@ def on_machine(
 ) -> Plan:
     """The plan with what this machine decides, the same on all its processes.
 
-    A run that will begin tries its micro-batch on a GPU, and takes fewer rows if memory runs out. resolved:
-    what a resumed run has decided at its first start ({}: a new run); it goes on with it, so that it computes
-    the same bits. divided_rows: a token sees its own document only. reduction: of the loss.
+    On a GPU a run that will begin tries its micro-batch, and takes fewer rows if memory runs out.
+    divided_rows: a token sees its own document only. reduction: of the loss.
     """
     device, before = machine.device, resolved.get("compiled")
     decision = compiling.decide(settings["compile"], device, plan.expected_seconds, before)
     compiled, reason = min(machine.all_gather(decision))  # False is less than True: one "no" decides for all
     plan = replace(plan, compiled=compiled, compile_reason=reason).with_largest_micro_batch()
-    ways = choose_attention(plan.config, machine, plan.hardware.dtype, compiled, divided_rows, resolved)
-    plan = replace(plan, attention=ways, eager_steps=eager_steps(plan, settings["compile"], resolved))
+    backends = choose_attention(plan.config, machine, plan.hardware.dtype, compiled, divided_rows, resolved)
+    plan = replace(plan, attention=backends, eager_steps=eager_steps(plan, settings["compile"], resolved))
     tried = device.type != "cpu" and plan.device_batch_size != resolved.get("device_batch_size")
     if tried and not settings["plan"] and not plan.refusal(settings["accept"]):
         plan = trial.with_tried_micro_batch(plan, machine, divided_rows, reduction)
@@ -366,11 +349,11 @@ def on_machine(
 
 
 def eager_steps(plan: Plan, setting: str, resolved: dict) -> int:
-    """How many first steps of a compiled run are not: its first losses are there at once, and what fails in a
-    step fails before the wait.
+    """How many first steps of a compiled run stay eager. Their losses, or an error in them, come before
+    the wait for the compiler.
 
-    Only on a CPU with memory for eager steps too, and with one process: DDP wraps a model once. setting:
-    `compile`; "on" compiles from the first step on.
+    Only with `setting` (compile) auto, on a CPU with memory for eager steps too, and in one process, because
+    DDP wraps a model once.
     """
     if not plan.compiled or plan.hardware.device_type != "cpu" or plan.hardware.world_size > 1:
         return 0

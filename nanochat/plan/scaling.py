@@ -1,8 +1,9 @@
 """The rules of the dial: from depth to width, horizon, batch and learning rates. Pure functions.
 
-The reference is a d12 model trained on 12 tokens a parameter with batches of 2**19 tokens. There the
-learning rates of the scripts hold as they are; the rules carry them to other sizes. planning.py puts the
-rules together.
+The reference is a d12 model trained on 12 tokens a parameter with batches of 2**19 tokens. The learning rates
+of the scripts are for it; the rules carry them to other sizes. planning.py puts the rules together.
+
+resolved: what a resumed run resolved at its first start (None or {}: a new run). It stays.
 """
 
 import bisect
@@ -20,14 +21,14 @@ REFERENCE_BATCH = 2**19  # tokens
 REFERENCE_WIDTH = 768
 REFERENCE_RATIO = 12.0  # tokens a parameter
 HORIZON_EXPONENT = 0.32  # rates ~ tokens**-0.32: arXiv 2409.19913
-MOST_DECAY = 8.0  # times the rate x decay of the settings, in short runs: our choice (docs/ablations.md)
-MOST_STEPS = 10**9  # of a run, as in base_train's num_iterations
-SPELLED_TOKENS = 2_500  # tokens of a run for each of the vocabulary, below which spelling is shared
-WIDEST = 64  # aspect ratio of a run that is long enough for so wide a model
+MOST_DECAY = 8.0  # in short runs, rate x decay is at most 8 times the settings' (docs/ablations.md)
+MOST_STEPS = 10**9  # steps of a run, the end of the range of base_train's num_iterations
+SPELLED_TOKENS = 2_500  # a run with fewer tokens for each token of the vocabulary has sub-word embeddings
+WIDEST = 64  # aspect ratio, unless the run is too short for so wide a model
 BEST_RATIO = 2.0  # tokens a parameter, if FLOPs are few: our fit at d4 and d6 (docs/ablations.md)
 ASSUMED_MFU = 0.3  # share of the peak that training is assumed to reach, before anything is timed
 BATCH_EXPONENT = 0.383  # past d12's horizon, best batch ~ tokens**0.383: Power Lines, arXiv 2505.13738
-SHORT_BATCH_EXPONENT = 0.77  # below it: our fit to what was best at d4 (docs/ablations.md)
+SHORT_BATCH_EXPONENT = 0.77  # below that horizon: our fit to the best batches at d4 (docs/ablations.md)
 
 
 def model_config(
@@ -47,21 +48,20 @@ def model_config(
     return GPTConfig(depth, num_heads * head_dim, num_heads, vocab_size, max_seq_len, window_pattern)
 
 
-def aspect_ratio_for(settings: dict, vocab_size: int, flops: float, before: dict | None = None) -> int:
+def aspect_ratio_for(settings: dict, vocab_size: int, flops: float, resolved: dict | None = None) -> int:
     """The aspect ratio of the settings; if it is -1, the one that suits a run of so many FLOPs.
 
-    That is WIDEST, or, of a run with few FLOPs, that of a model which reads BEST_RATIO tokens for each of its
-    parameters, to the nearest whole head. flops: of the run, 0 if something else decides its length. before:
-    what a resumed run has resolved, which stays.
+    That is WIDEST. If the FLOPs are too few for it, the model reads BEST_RATIO tokens for each of its
+    parameters, to the nearest whole head. flops: 0 if something else decides the length of the run.
     """
     if settings["aspect_ratio"] != -1:
         return settings["aspect_ratio"]
-    if before or flops <= 0:
-        return (before or {}).get("aspect_ratio", WIDEST)
+    if resolved or flops <= 0:
+        return (resolved or {}).get("aspect_ratio", WIDEST)
     depth, head_dim, T = settings["depth"], settings["head_dim"], settings["max_seq_len"]
 
     def is_too_wide(width: int) -> bool:
-        parameters = width * (12 * depth * width + vocab_size)  # that multiply every token, but for gates
+        parameters = width * (12 * depth * width + vocab_size)  # matrices and head, without gates
         return flops < BEST_RATIO * parameters * (6 * parameters + 12 * depth * width * T)
 
     if not is_too_wide(WIDEST * depth):
@@ -90,10 +90,10 @@ class Horizon:
 
     num_iterations: int
     total_batch_size: int  # tokens a step
-    d12_tokens: float  # horizon of the reference model, from which rates are carried over
+    d12_tokens: float  # horizon of the reference model
     reason: str
     batch_reason: str
-    minutes: float = 0.0  # that the run takes (0: its steps are given). Then num_iterations is an estimate
+    minutes: float = 0.0  # minutes of the run, whose num_iterations is then an estimate (0: steps are given)
 
     @property
     def tokens(self) -> int:
@@ -113,14 +113,8 @@ def derive_horizon(
     Raises UserError if none of the three is positive.
     """
     T = config.max_seq_len
-    reference = model_config(
-        REFERENCE_DEPTH,
-        REFERENCE_WIDTH // REFERENCE_DEPTH,
-        config.head_dim,
-        T,
-        config.vocab_size,
-        config.window_pattern,
-    )
+    sizes = REFERENCE_DEPTH, REFERENCE_WIDTH // REFERENCE_DEPTH, config.head_dim, T, config.vocab_size
+    reference = model_config(*sizes, config.window_pattern)
     d12_tokens = REFERENCE_RATIO * scaling_parameters(reference)
     if num_iterations > 0:
         tokens, reason = None, "num_iterations is given"
@@ -149,26 +143,20 @@ def derive_horizon(
     return Horizon(num_iterations, total_batch_size, d12_tokens, reason, batch_reason)
 
 
-def is_in_minutes(settings: dict) -> bool:
-    """Whether target_minutes decides how long a run of base_train is."""
-    return max(settings["num_iterations"], settings["target_flops"]) <= 0 < settings["target_minutes"]
-
-
 def horizon_of(
-    settings: dict, vocab_size: int, peak_flops: float, before: dict | None = None
+    settings: dict, vocab_size: int, peak_flops: float, resolved: dict | None = None
 ) -> tuple[GPTConfig, Horizon]:
     """The model and the horizon for the settings of base_train, {name: value}, and a vocabulary.
 
-    Minutes become FLOPs with peak_flops, of all processes, and so an estimate of the number of steps. It
-    decides the batch, the rates and the warm-up; the clock decides when the run ends (run/clock.py). before:
-    what a resumed run has resolved; its batch and its estimate stay.
+    Minutes become FLOPs with peak_flops, of all processes, and FLOPs an estimate of the number of steps. It
+    decides the batch, the rates and the warm-up; the clock decides when the run ends (run/clock.py).
     """
     ends = ("num_iterations", "target_flops", "target_param_data_ratio", "total_batch_size")
     steps, flops, ratio, batch = (settings[name] for name in ends)
-    minutes = settings["target_minutes"] if is_in_minutes(settings) else 0.0
+    minutes = max(0.0, settings["target_minutes"]) if max(steps, flops) <= 0 else 0.0
     if minutes:
         flops = max(1.0, 60 * minutes * ASSUMED_MFU * peak_flops)
-    aspect_ratio = aspect_ratio_for(settings, vocab_size, 0 if steps > 0 else flops, before)
+    aspect_ratio = aspect_ratio_for(settings, vocab_size, 0 if steps > 0 else flops, resolved)
     sizes = settings["depth"], aspect_ratio, settings["head_dim"], settings["max_seq_len"]
     config = model_config(*sizes, vocab_size, settings["window_pattern"])
     horizon = derive_horizon(config, steps, flops, ratio, batch, on_meta(config).flops_per_token())
@@ -178,40 +166,39 @@ def horizon_of(
             f"{MOST_STEPS:,}; give fewer, or a larger --total_batch_size"
         )
     if minutes:
-        steps, batch_reason = min(MOST_STEPS, horizon.num_iterations), horizon.batch_reason
-        if before:
-            steps = before["num_iterations"] * minutes / before.get("target_minutes", minutes)
+        steps = min(MOST_STEPS, horizon.num_iterations)
+        if resolved:
+            steps = resolved["num_iterations"] * minutes / resolved.get("target_minutes", minutes)
             steps = min(MOST_STEPS, max(1, round(steps)))
-        if before and batch == -1:
-            batch, batch_reason = before["total_batch_size"], "as at the run's first start"
-            horizon = replace(horizon, total_batch_size=batch, batch_reason=batch_reason)
+        if resolved and batch == -1:
+            batch, reason = resolved["total_batch_size"], "as at the run's first start"
+            horizon = replace(horizon, total_batch_size=batch, batch_reason=reason)
         reason = f"{minutes:g} minutes from the command to its end; the number of steps is an estimate"
         horizon = replace(horizon, num_iterations=steps, reason=reason, minutes=minutes)
     return config, horizon
 
 
-def is_spelled(settings: dict, vocab_size: int, horizon: Horizon, before: dict | None = None) -> bool:
-    """Whether tokens spelled alike share a part of their rows (subword.py): in a run that is too short for
-    each row to learn alone (docs/ablations.md). before: what a resumed run has resolved, which stays."""
+def is_spelled(settings: dict, vocab_size: int, horizon: Horizon, resolved: dict | None = None) -> bool:
+    """Whether the model has sub-word embeddings (subword.py): in a run that is too short for each token's row
+    to learn alone (docs/ablations.md)."""
     if settings["spelling"] != "auto":
         return settings["spelling"] == "on"
-    return (before or {}).get("spelled", horizon.tokens < SPELLED_TOKENS * vocab_size)
+    return (resolved or {}).get("spelled", horizon.tokens < SPELLED_TOKENS * vocab_size)
 
 
-def table_share(settings: dict, epochs: float, before: dict | None = None) -> float:
-    """The factor of the weight decay that optim.py gives embeddings and head: 0 up to one epoch, 1 from two
-    on, when a text would be learned by heart (docs/ablations.md). before: what a resumed run has resolved,
-    which stays."""
+def table_share(settings: dict, epochs: float, resolved: dict) -> float:
+    """The factor of the weight decay of embeddings and head (optim.py): 0 up to one epoch, 1 from two on,
+    when a text would be learned by heart (docs/ablations.md)."""
     if settings["table_decay"] != -1:
         return settings["table_decay"]
-    return (before or {}).get("table_share", min(1.0, max(0.0, epochs - 1)))
+    return resolved.get("table_share", min(1.0, max(0.0, epochs - 1)))
 
 
 def horizon_tokens(settings: dict, hardware, vocab_size: int = -1) -> int:
-    """How many tokens a run with the settings of base_train reads; of a horizon in minutes, about how many.
+    """How many tokens a run with the settings of base_train reads; an estimate if the horizon is in minutes.
 
-    hardware: a hardware.Hardware. vocab_size: of the tokenizer (-1: not known yet; then the setting, or what
-    public text gets).
+    hardware: a hardware.Hardware. vocab_size: the tokenizer's (-1: not known yet; then the setting's, or that
+    of public text).
     """
     given = [size for size in (vocab_size, settings["vocab_size"], 32768) if size != -1]
     _, horizon = horizon_of(settings, given[0], hardware.peak_flops)
@@ -219,12 +206,12 @@ def horizon_tokens(settings: dict, hardware, vocab_size: int = -1) -> int:
 
 
 def batch_exponent(size: float, reference: float) -> float:
-    """The power of the tokens with which the best batch grows, by a size that is compared with d12's."""
+    """The best batch grows with this power of the tokens. size: a horizon or batch, reference: d12's."""
     return SHORT_BATCH_EXPONENT if size < reference else BATCH_EXPONENT
 
 
 def unrounded_batch(tokens: float, d12_tokens: float) -> float:
-    """Tokens a step that are best for a horizon of `tokens`, before `best_batch` makes whole rows of them."""
+    """The best tokens a step for a horizon of `tokens`, before `best_batch` rounds to whole rows."""
     return REFERENCE_BATCH * (tokens / d12_tokens) ** batch_exponent(tokens, d12_tokens)
 
 
@@ -243,22 +230,18 @@ def best_batch_for_iterations(num_iterations: int, d12_tokens: float, max_seq_le
 
 def rows_per_process(total_batch_size: int, max_seq_len: int, device_batch_size: int, world_size: int) -> int:
     """Rows of the batch that each process works on. UserError if the numbers do not divide."""
-    rows = total_batch_size // max_seq_len
+    rows, rest = divmod(total_batch_size, max_seq_len * world_size)
     unit = max_seq_len * world_size * max(1, device_batch_size)
     if total_batch_size % unit:
-        shape = (
-            "device_batch_size x max_seq_len x processes"
-            if device_batch_size > 0
-            else "max_seq_len x processes"
-        )
-        said = f"total_batch_size {total_batch_size} is not a multiple of {shape} = {unit}; "
-        said += f"use {valid_batch_sizes(total_batch_size, unit)}"
-        own = total_batch_size // (max_seq_len * world_size)  # rows of a process, if they come out even
-        if device_batch_size > 0 and own * max_seq_len * world_size == total_batch_size:
-            fewer = next(n for n in range(min(device_batch_size, own), 0, -1) if own % n == 0)
+        shape = f"{'device_batch_size x ' if device_batch_size > 0 else ''}max_seq_len x processes"
+        below = total_batch_size // unit * unit
+        valid = " or ".join(str(n) for n in (below, below + unit) if n)
+        said = f"total_batch_size {total_batch_size} is not a multiple of {shape} = {unit}; use {valid}"
+        if not rest:  # another device_batch_size divides it
+            fewer = next(n for n in range(min(device_batch_size, rows), 0, -1) if rows % n == 0)
             said += f"; or use --device_batch_size={fewer}"
         raise UserError(said)
-    return rows // world_size
+    return rows
 
 
 def rate_scale(total_batch_size: int, tokens: float, d12_tokens: float) -> float:
@@ -283,8 +266,8 @@ def scaled_weight_decay(
 ) -> float:
     """Weight decay for rates multiplied by `scale`.
 
-    It keeps rate * decay * steps as at d12: how often a run renews its weights (arXiv 2405.13698). In short
-    runs rate * decay is at most MOST_DECAY times what the settings give.
+    It keeps rate * decay * steps, how often a run renews its weights, as at d12 (arXiv 2405.13698). In short
+    runs rate * decay is at most MOST_DECAY times that of the settings.
     """
     d12_steps, steps = d12_tokens / REFERENCE_BATCH, tokens / total_batch_size
     return weight_decay * min(MOST_DECAY, d12_steps / steps) / scale
@@ -320,9 +303,3 @@ def scaled_rates(settings: dict, width: int, horizon: Horizon) -> ScaledRates:
 def warmup_steps(settings: dict, horizon: Horizon) -> int:
     """Steps of linear warm-up: those of the settings, at most a tenth of the run."""
     return min(settings["warmup_steps"], horizon.num_iterations // 10)
-
-
-def valid_batch_sizes(total_batch_size: int, unit: int) -> str:
-    """The multiples of `unit` below and above a batch that is not one, for a message: "4096 or 8192"."""
-    below = total_batch_size // unit * unit
-    return " or ".join(str(n) for n in (below, below + unit) if n)

@@ -3,15 +3,15 @@
     python -m scripts.base_train --depth=24 --plan --world_size=64 --device=H100
 
 The plan is the one that planning.py would make there. Memory, FLOPs and bytes are counted. The efficiencies
-below turn counts into seconds; they are figures of others or assumptions, and none is a measurement of this
-code. docs/scale.md has a table for many sizes, and says where this design stops.
+below turn counts into seconds; they are figures of others or assumptions. Of this code only d12 on one H200
+was measured (docs/benchmarks.md). docs/scale.md has a table for many sizes, and says where this design stops.
 """
 
 import functools
-import itertools
 import types
 from dataclasses import dataclass, replace
 
+import numpy
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -27,9 +27,9 @@ from nanochat.zero import is_shared_out, share_out
 PUBLIC_VOCABULARY = 32_768  # tokens; base_train's default for public text
 ENOUGH_TEXT = 10**15  # tokens: a simulated run never reads its text twice
 
-
 # Share of the peak that the forward and backward passes reach, by depth: what karpathy/nanochat measured on
-# 8 x H100 (its bfloat16 runs, whole steps). Between these depths it is interpolated. Ours was never measured.
+# 8 x H100 (its bfloat16 runs, whole steps). Between these depths it is interpolated. Ours reached 0.448 at
+# d12 on one H200; larger models were not measured.
 MFU = {8: 0.40, 12: 0.41, 18: 0.46, 24: 0.50}
 # Times as many tokens a second with fp8, by depth: the same project's log of 2026-02-02 (no gain at d12)
 FP8_GAIN = {12: 1.0, 26: 1.17}
@@ -44,7 +44,7 @@ def known_device(name: str) -> GPU:
         if device.name.lower() == name.strip().lower():
             return device
     names = ", ".join(device.name for device in known)
-    raise UserError(f"device {name!r} is not in the table of GPUs to imagine; give one of {names}")
+    raise UserError(f"device {name!r} is not in the table of GPUs; give one of {names}")
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -73,13 +73,13 @@ def exchange_rate(device: GPU, world_size: int) -> float:
 
 
 def exchange_seconds(size: float, device: GPU, world_size: int) -> float:
-    """Seconds for `size` bytes that each process sends. The time until a message begins is not counted."""
+    """Seconds for `size` bytes that each process sends, without the latency of messages."""
     return size / (LINK_EFFICIENCY * exchange_rate(device, world_size))
 
 
 @functools.cache
 def polar_factor_flops(rows: int, columns: int) -> int:
-    """FLOPs of the orthogonalization of one matrix, counted while muon.py computes it without numbers."""
+    """FLOPs of the orthogonalization of one matrix, counted while muon.py computes it on the meta device."""
     with FlopCounterMode(display=False) as counter, torch.device("meta"):
         muon.polar_factor(torch.empty(1, rows, columns))
     return counter.get_total_flops()
@@ -87,7 +87,7 @@ def polar_factor_flops(rows: int, columns: int) -> int:
 
 def optimizer_flops(config: GPTConfig, world_size: int) -> int:
     """FLOPs of Muon in the process that has the most of them; AdamW has next to none."""
-    # Processes beyond the number of matrices have none, and make the sharing out slow
+    # More processes than matrices change nothing, and make share_out slow
     model = scaling.on_meta(config)
     matrices = [p.shape for p in model.blocks.parameters() if p.ndim == 2 and is_shared_out(p.shape)]
     world_size = max(1, min(world_size, len(matrices)))
@@ -100,13 +100,7 @@ def optimizer_flops(config: GPTConfig, world_size: int) -> int:
 
 def at(points: dict[int, float], depth: int) -> float:
     """The value at a depth: linear between the points, constant outside of them."""
-    depths = sorted(points)
-    if depth <= depths[0]:
-        return points[depths[0]]
-    for a, b in itertools.pairwise(depths):
-        if depth <= b:
-            return points[a] + (points[b] - points[a]) * (depth - a) / (b - a)
-    return points[depths[-1]]
+    return float(numpy.interp(depth, *zip(*sorted(points.items()), strict=True)))
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -115,13 +109,13 @@ def at(points: dict[int, float], depth: int) -> float:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a run is expected to need. `simulate` makes it."""
+    """What a run is expected to need; made by `simulate`."""
 
     device: GPU
     plan: planning.Plan
     memory: dict[str, int]  # bytes of a process, by kind
     exchange: dict[str, float]  # bytes of a process and step, by kind
-    seconds: dict[str, float]  # of a step, by kind; nothing overlaps
+    seconds: dict[str, float]  # seconds of a step, by kind; nothing overlaps
 
     @property
     def step_seconds(self) -> float:
@@ -191,15 +185,15 @@ def check(settings: dict, device: GPU):
 
 
 def page(settings: dict) -> str:
-    """The plan of `--plan --world_size=N --device=GPU`, as lines for a terminal. UserError as `simulate`, and
-    without `plan`."""
+    """The plan of `--plan --world_size=N --device=GPU`, as lines for a terminal. Raises UserError without
+    `plan`, and as `simulate` does."""
     if not settings["plan"]:
         raise UserError(
-            "world_size and device imagine a machine for --plan; add --plan, or leave them out and start "
+            "--world_size and --device plan for other machines; add --plan, or leave them out and start "
             "processes with torchrun"
         )
     if settings["device"] is None:
-        raise UserError("--world_size imagines a cluster of GPUs; say of which with --device, such as H100")
+        raise UserError("--world_size plans for a cluster of GPUs; name the GPU with --device, such as H100")
     found = simulate(settings)
     plan, hardware, device = found.plan, found.plan.hardware, found.device
     text = types.SimpleNamespace(name="public text", note="as much as it needs", fingerprint="")
@@ -235,6 +229,6 @@ def page(settings: dict) -> str:
         assumed += f", x {at(FP8_GAIN, plan.config.depth):.2f} with fp8"
     sections["the run"]["assumed"] = (
         f"{assumed}; {100 * LINK_EFFICIENCY:.0f} % of the links' rate, nothing of it hidden behind the "
-        "backward pass; measured by us: nothing (docs/scale.md)"
+        "backward pass; measured by us: nothing but d12 on one H200 (docs/scale.md)"
     )
     return wording.text(sections, plan.warnings(settings["accept"]))

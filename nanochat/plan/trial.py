@@ -1,7 +1,8 @@
 """Whether a micro-batch fits into a GPU's memory: tried before the run begins.
 
-The estimate of memory.py cannot know everything that a GPU keeps. So a new run tries a micro-batch of made-up
-tokens, and takes fewer rows if memory runs out. Weights, optimizer state and random numbers stay as they are.
+The estimate of memory.py cannot know all that a GPU keeps. So a new run tries a micro-batch of made-up
+tokens, and takes fewer rows if memory runs out. The trial has a model of its own, and restores the random
+numbers.
 """
 
 import gc
@@ -16,11 +17,11 @@ from nanochat.plan import memory
 
 
 def with_tried_micro_batch(plan, machine, divided_rows: bool, reduction: str):
-    """The plan, with fewer rows a micro-batch if its own do not fit into memory on all processes: about half
-    of them, and so on, as far as they divide the rows of a process. The batch stays.
+    """The plan, with fewer rows a micro-batch if its rows do not fit into memory on every process. The rows
+    are about halved until they fit; the batch stays.
 
-    divided_rows: a token sees its own document only. reduction: of the loss. With both as in the training,
-    the trial needs the same memory. Raises UserError, on every process, if not even one row fits.
+    divided_rows: a token sees its own document only. reduction: of the loss. Both as in training, so that the
+    trial needs the same memory. Raises UserError, on every process, if not even one row fits.
     """
     with torch.device("meta"):
         model = GPT(plan.config)
@@ -29,7 +30,7 @@ def with_tried_micro_batch(plan, machine, divided_rows: bool, reduction: str):
     boundaries = plan.attention.boundaries if divided_rows else None
     while not all(machine.all_gather(_fits(plan, machine, model, boundaries, reduction))):
         gc.collect()  # the failed step's tensors hang on its exception
-        _give_back(machine)
+        _empty_cache(machine)
         if not (rows := smaller(plan)):
             raise UserError(out_of_memory(plan))
         machine.print(
@@ -38,11 +39,11 @@ def with_tried_micro_batch(plan, machine, divided_rows: bool, reduction: str):
         )
         plan = plan.with_rows(rows)
     del model
-    _give_back(machine)
+    _empty_cache(machine)
     return plan
 
 
-def _give_back(machine):
+def _empty_cache(machine):
     if machine.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(machine.device)  # the run's peak is not that of the trial
@@ -55,13 +56,13 @@ def smaller(plan) -> int:
 
 
 def _fits(plan, machine, model, boundaries, reduction) -> bool:
-    """Whether the first micro-steps of a step fit. Only their memory counts, and they leave no trace."""
+    """Whether two micro-steps fit into memory. They leave no trace."""
     before = runtime.random_state(machine.device)
     step = torch.compile(model, dynamic=False) if plan.compiled else model
     try:
         # Several processes have the gradients a second time, in DDP's buckets
         buckets = [torch.empty_like(p) for p in model.parameters() if machine.world_size > 1]
-        inputs, targets, documents = made_up_batch(plan, machine, boundaries)
+        inputs, targets, documents = _made_up_batch(plan, machine, boundaries)
         for _ in range(min(2, plan.grad_accum_steps)):  # the second one finds the gradients of the first
             with precision.autocast(machine.device, plan.hardware.dtype):
                 loss = step(inputs, targets, reduction, documents=documents)
@@ -78,12 +79,12 @@ def _fits(plan, machine, model, boundaries, reduction) -> bool:
         runtime.set_random_state(before, machine.device)
 
 
-def made_up_batch(plan, machine, boundaries) -> tuple:
+def _made_up_batch(plan, machine, boundaries) -> tuple:
     """(inputs, targets, documents) of a micro-batch, as the loader would give them."""
     shape = plan.device_batch_size, plan.config.max_seq_len
     inputs = torch.arange(shape[0] * shape[1]).view(shape) % plan.config.vocab_size
     documents = None if boundaries is None else to_device(boundaries(inputs, 0), machine.device)
-    # Not the same tensor twice: torch.compile would compile code for that, and later other code
+    # Two tensors: torch.compile would compile other code for one that is both
     return to_device(inputs, machine.device), to_device(inputs.clone(), machine.device), documents
 
 
@@ -96,7 +97,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explanation(plan):
-    """For `explain_errors`: gives the sentence for an error which says that memory ran out."""
+    """A function for `explain_errors`: the sentence for an error that means memory ran out, else None."""
     return lambda error: out_of_memory(plan) if is_out_of_memory(error) else None
 
 

@@ -41,7 +41,7 @@ def sections(plan: Plan, dataset, tokenizer, run_path) -> dict[str, dict[str, st
 
 
 def training(plan: Plan) -> dict[str, str]:
-    """How long it trains, in which batches and with which rates."""
+    """How long a run trains, in which batches and with which rates."""
     multiplied, scaled = plan.parameters["matrices"] + plan.parameters["head"], plan.scaled
     micro_batch = f"{plan.device_batch_size} rows x {plan.config.max_seq_len} tokens"
     processes = counted(plan.hardware.world_size, "process", "processes")
@@ -62,7 +62,7 @@ def training(plan: Plan) -> dict[str, str]:
 
 
 def cost(plan: Plan) -> dict[str, str]:
-    """The memory and the time that it takes."""
+    """The memory and the time that a run takes."""
     hardware = plan.hardware
     held = f"{gib(hardware.held)} of it held already, " if hardware.held else ""
     time = f"{duration(plan.expected_seconds)} of steps, at an assumed {scaling.ASSUMED_MFU:.0%} of the peak"
