@@ -69,7 +69,7 @@ unembedding_lr = 0.004  # AdamW's rate for the head (the unembedding) [0..1e6]
 matrix_lr = 0.02  # Muon's rate [0..1e6]
 scalar_lr = 0.1  # AdamW's rate for the scalars [0..1e6]
 weight_decay = 0.28  # cautious weight decay of Muon's matrices (0 = off) [0..1e6]
-table_decay = -1.0  # factor of the decay of embeddings and head in optim.py (-1 = by epochs) [-1, 0..1e6]
+table_decay = -1.0  # times optim.py's decay of embeddings and head (-1 = epochs - 1, 0 to 1) [-1, 0..1e6]
 grad_clip = 1.0  # largest norm of the gradient (-1 = off) [-1, 1e-6..1e6]
 warmup_steps = 40  # steps of linear warm-up, at most a tenth of the run (0 = off) [0..1e9]
 warmdown_ratio = 0.8  # share of the run in which the rate falls linearly [0..1]
@@ -90,7 +90,7 @@ save_minutes = 5.0  # minutes between further checkpoints (-1 = off) [-1, 1e-4..
 keep_checkpoints = 2  # how many of the newest are kept (-1 = all) [-1, 1..1e6]
 permanent_every = -1  # steps between checkpoints that are never deleted (-1 = off) [-1, 1..1e9]
 resume = "auto"  # auto (newest good checkpoint), never (set the old run aside), a step, or a folder
-accept = ""  # may change: data,document_mask,seed,tokenizer,total_batch_size; go on anyway: epochs,memory
+accept = ""  # changes to allow: data,document_mask,seed,tokenizer,total_batch_size; refusals: epochs,memory
 init_from: str | None = None  # a checkpoint folder whose weights a new run starts from
 base_dir = "~/.cache/nanochat"  # where data, tokenizers and runs live (environment: NANOCHAT_BASE_DIR)
 out_dir: str | None = None  # the run's folder (none = <base_dir>/base_checkpoints/<model_tag>)
@@ -197,7 +197,7 @@ if resumed:
 elif init_from:
     checkpoint.load_weights(checkpoint.find_weights(init_from, identity, say), model)
 
-train_model = compile_after(model, eager_left, calls=plan.grad_accum_steps)
+train_model = compile_after(model, eager_left, plan.grad_accum_steps, say)
 train_model = wrap_in_ddp(train_model, optimizer, gradient_dtype)  # unchanged in a single process
 
 # ------------------------------------------------------------------------------------------------------
@@ -211,11 +211,16 @@ console = output.console
 profiler = StepProfiler(profile, clock.most_steps, run_path, machine, console.print)
 
 
+def is_due(every: int) -> bool:
+    """Whether what is done every so many steps is due after `step` updates. At the end all is."""
+    return finished or (every > 0 and step > 0 and step % every == 0)
+
+
 def log_step(step, progress, started, data_wait_s, epoch, micro_losses, numbers) -> tuple[bool, bool]:
     """Log a step when its numbers are there; returns whether to stop, and whether to save."""
     loss_sum, stops, saves, *clock_reading, grad_norm, loss_scale = numbers.result()
     record = {
-        "step": step,
+        "step": step,  # the number of this update, from 0
         "loss": loss_sum / world_size,
         "progress": progress,
         "lr_multiplier": lr_multiplier(progress),
@@ -251,7 +256,7 @@ def evaluate():
         record |= score_tasks(model, tokenizer, *tasks, compute_dtype, machine, console.bar)
     if is_due(sample_every) and machine.is_main:
         record["samples"] = continuations(model, tokenizer, prompts, compute_dtype, seed)
-    output.log_evaluation(record, began, final=last_step)
+    output.log_evaluation(record, began, final=finished)
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -261,6 +266,7 @@ def evaluate():
 def lr_multiplier(progress: float) -> float:
     """Linear warm-up, then constant, then linear warm-down over the last `warmdown_ratio` of the run."""
     warmup = plan.warmup_steps / plan.num_iterations
+    # One step more than progress, so that the first step has a rate
     up = min(1.0, (progress + 1 / plan.num_iterations) / warmup) if warmup > 0 else 1.0
     down = min(1.0, (1 - progress) / warmdown_ratio) if warmdown_ratio > 0 else 1.0
     return up * (final_lr_frac + (1 - final_lr_frac) * down)
@@ -276,12 +282,8 @@ def muon_momentum(progress: float) -> float:
 
 
 def weight_decay_multiplier(progress: float) -> float:
-    """Linear to zero over the run."""
+    """For Muon's matrices: linear to zero over the run."""
     return 1 - progress
-
-
-def is_due(every: int) -> bool:
-    return last_step or (every > 0 and step > 0 and step % every == 0)
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -290,7 +292,7 @@ def is_due(every: int) -> bool:
 first_step, stopping, save_now = step, False, False
 pending_logs = deque()  # steps whose numbers are on their way from the device
 while True:
-    last_step = clock.progress(step) >= 1
+    finished = clock.progress(step) >= 1  # no update is left
     save_due = is_due(save_every) or is_due(permanent_every)
     evaluation_due = any(map(is_due, (eval_every, core_metric_every, sample_every)))
 
@@ -305,10 +307,10 @@ while True:
     if step != first_step and (stopping or save_now or save_due):
         save()
         save_now = False
-    if evaluation_due and not stopping and last_eval_step != step and (last_step or not clock.ends_soon):
+    if evaluation_due and not stopping and last_eval_step != step and (finished or not clock.ends_soon):
         evaluate()
         last_eval_step = step
-    if last_step or stopping:
+    if finished or stopping:
         break
 
     # One optimizer step: the gradient of the whole batch, gathered over micro-steps, then one update

@@ -73,7 +73,7 @@ save_every = 1000  # steps between checkpoints (-1 = only at the end) [-1, 1..1e
 save_minutes = 5.0  # minutes between further checkpoints (-1 = off) [-1, 1e-4..1e6]
 keep_checkpoints = 2  # how many of the newest are kept (-1 = all) [-1, 1..1e6]
 resume = "auto"  # auto (newest good checkpoint), never (set the old run aside), a step, or a folder
-accept = ""  # go on with these changed: data,loss_on,source,seed,total_batch_size; go on anyway: memory
+accept = ""  # changes to allow: data,loss_on,source,seed,total_batch_size; refusals: memory
 base_dir = "~/.cache/nanochat"  # where runs live (environment: NANOCHAT_BASE_DIR)
 out_dir: str | None = None  # the run's folder (none = <base_dir>/mid_checkpoints/<model_tag>)
 model_tag: str | None = None  # the run's name (none = the base run's)
@@ -169,7 +169,7 @@ else:
     if optimizer_state == "base":
         optim.load_state(optimizer, model, base)
 
-train_model = compile_after(model, eager_left, calls=plan.grad_accum_steps)
+train_model = compile_after(model, eager_left, plan.grad_accum_steps, say)
 train_model = wrap_in_ddp(train_model, optimizer, gradient_dtype)
 
 # ------------------------------------------------------------------------------------------------------
@@ -183,11 +183,17 @@ console = output.console
 profiler = StepProfiler(profile, clock.most_steps, run_path, machine, console.print)
 
 
+def is_due(every: int) -> bool:
+    """Whether what is done every so many steps is due after `step` updates. At the end all is, and at step 0:
+    it shows what the base model can do."""
+    return finished or (every > 0 and step % every == 0)
+
+
 def log_step(step, progress, started, data_wait_s, epoch, targets, micro_losses, numbers):
     """Log a step when its numbers are there; returns whether to stop, and whether to save."""
     loss, stops, saves, *clock_reading, grad_norm, loss_scale = numbers.result()
     record = {
-        "step": step,
+        "step": step,  # the number of this update, from 0
         "loss": loss,
         "progress": progress,
         "lr_multiplier": lr_multiplier(progress),
@@ -228,7 +234,7 @@ def evaluate():
     if is_due(sample_every) and machine.is_main:
         answers = answer(model, tokenizer, [[("user", p)] for p in prompts], compute_dtype)
         record["samples"] = [f"{p}\n-> {text}" for p, text in zip(prompts, answers, strict=True)]
-    output.log_evaluation(record, began, said, final=last_step)
+    output.log_evaluation(record, began, said, final=finished)
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -238,6 +244,7 @@ def evaluate():
 def lr_multiplier(progress: float) -> float:
     """Linear warm-up, then constant, then linear warm-down over the last `warmdown_ratio` of the run."""
     warmup = plan.warmup_steps / plan.num_iterations
+    # One step more than progress, so that the first step has a rate
     up = min(1.0, (progress + 1 / plan.num_iterations) / warmup) if warmup > 0 else 1.0
     down = min(1.0, (1 - progress) / warmdown_ratio) if warmdown_ratio > 0 else 1.0
     return up * (final_lr_frac + (1 - final_lr_frac) * down)
@@ -248,17 +255,13 @@ def muon_momentum(progress: float) -> float:
     return 0.85 + 0.10 * lr_multiplier(progress)
 
 
-def is_due(every: int) -> bool:
-    return last_step or (every > 0 and step % every == 0)  # at step 0 too: what the base model can do
-
-
 # ------------------------------------------------------------------------------------------------------
 # The loop: what is due (log, save, evaluate), then one optimizer step over its micro-steps
 
 first_step, stopping, save_now = step, False, False
 pending_logs = deque()  # steps whose numbers are on their way from the device
 while True:
-    last_step = clock.progress(step) >= 1
+    finished = clock.progress(step) >= 1  # no update is left
     save_due = is_due(save_every)
     evaluation_due = is_due(eval_every) or is_due(sample_every)
 
@@ -276,7 +279,7 @@ while True:
     if evaluation_due and not stopping and last_eval_step != step:
         evaluate()
         last_eval_step = step
-    if last_step or stopping:
+    if finished or stopping:
         break
 
     # One optimizer step: the mean over all targets of the step, of every micro-step and every process

@@ -1,1 +1,1 @@
-"""What a model can do: bits per byte, CORE, cloze questions from the text, exact match, samples."""
+"""What a model can do: bits per byte, CORE, cloze questions from the text, exact match."""

@@ -49,24 +49,28 @@ def cannot_compile(device: torch.device) -> str:
     return ""
 
 
-def compile_after(function: Callable, steps: int | None, calls: int = 1) -> Callable:
+def compile_after(function: Callable, steps: int | None, calls: int = 1, say=lambda text: None) -> Callable:
     """A function or module that runs eager for `steps` steps of `calls` calls each, and compiled after that.
 
-    steps: 0 = compiled from the first call, None = never compiled: the function itself.
+    steps: 0 = compiled from the first call, None = never compiled: the function itself. say: print, for the
+    step that compiles, which takes longer.
     """
     if steps is None:
         return function
-    return CompileAfter(function, steps * calls) if steps > 0 else torch.compile(function, dynamic=False)
+    if steps == 0:
+        return torch.compile(function, dynamic=False)
+    return CompileAfter(function, steps * calls, say)
 
 
 class CompileAfter:
     """See `compile_after`."""
 
-    def __init__(self, function: Callable, calls: int):
-        self.function, self.eager_calls, self.calls = function, calls, 0
+    def __init__(self, function: Callable, calls: int, say: Callable):
+        self.function, self.eager_calls, self.calls, self.say = function, calls, 0, say
 
     def __call__(self, *args, **kwargs):
         if self.calls == self.eager_calls:
+            self.say("compiling: the next step takes longer")
             self.function = torch.compile(self.function, dynamic=False)
         if self.calls == self.eager_calls + 1:
             freeze_garbage()  # the compiler's objects

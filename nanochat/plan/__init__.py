@@ -1,1 +1,1 @@
-"""From the settings to the plan of a run: width, horizon, batch, rates, memory. Pure functions."""
+"""From the settings to the plan of a run: width, horizon, batch, rates, memory."""
