@@ -189,8 +189,8 @@ def page(settings: dict) -> str:
     `plan`, and as `simulate` does."""
     if not settings["plan"]:
         raise UserError(
-            "--device and --world_size plan for GPUs that are not here; add --plan. To choose the device that "
-            "trains give --device_type, and start several processes with torchrun"
+            "--device and --world_size plan for GPUs that are not here; add --plan. To choose the device "
+            "that trains give --device_type, and start several processes with torchrun"
         )
     if settings["device"] is None:
         raise UserError("--world_size plans for a cluster of GPUs; name the GPU with --device, such as H100")

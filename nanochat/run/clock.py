@@ -20,6 +20,7 @@ RECENT = 16  # steps; the time of a step is their median, which a step that comp
 WARM_UP = 3  # steps of a process before the time of a step is known, and progress more than 0
 SAVE_BYTES_S = 200e6  # bytes a second: the speed of the last save, which the run waits for
 QUESTION_TOKENS = 400  # about the tokens of a question of a task, over all its continuations
+MOST_GUESSED = 0.1  # of the minutes, for the last evaluation, until one has been timed
 END_S = 1.5  # seconds for the last report and the end of all processes
 
 _imported = time.monotonic()
@@ -76,7 +77,7 @@ class Clock:
         # The first steps of a process say little: one of them compiles
         step_s = statistics.median(self._recent) if len(self._recent) >= WARM_UP else 0.0
         left = self.seconds_left() - self._last_work_s(step_s)
-        if left <= 0:
+        if left <= step_s / 2:  # another step would end farther from the minutes than this one
             return 1.0, True
         made = steps * step_s
         return made / (made + left), left < self._evaluation_s
@@ -101,9 +102,9 @@ class Clock:
         """Seconds for what comes after the last step: an evaluation, a save and the end."""
         needed = self._plan.expected_memory
         save_s = (needed["weights"] + needed["optimizer state"]) / SAVE_BYTES_S
-        # Scoring a token takes a third of the time of training on it
-        guess = step_s * self._evaluation_tokens / (3 * self._plan.total_batch_size)
-        return END_S + save_s + (self._evaluation_s or guess)
+        # Scoring a token takes about a sixth of the time of training on it
+        guess = step_s * self._evaluation_tokens / (6 * self._plan.total_batch_size)
+        return END_S + save_s + (self._evaluation_s or min(guess, MOST_GUESSED * 60 * self.minutes))
 
 
 def seconds_since_command() -> float:
