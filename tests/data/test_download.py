@@ -33,7 +33,7 @@ def check_whole(hub, folder, *names) -> None:
 
 
 def test_a_busy_hub_is_asked_again_and_after_a_break_only_the_rest_comes(hub, tmp_path, monkeypatch):
-    import huggingface_hub
+    import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 1000)
     hub.faults[ONE] = ["429", "drops"]
