@@ -153,7 +153,7 @@ def test_the_clock_begins_with_the_process(tmp_path):
 
 # -- Whole runs
 
-MINUTES = ["--num_iterations=-1", "--target_minutes=0.25", "--eval_every=-1", "--save_every=20"]
+MINUTES = ["--num_iterations=-1", "--target_minutes=0.15", "--eval_every=-1", "--save_every=20"]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
