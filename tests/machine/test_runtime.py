@@ -372,6 +372,7 @@ print(counts[-1] - counts[-5])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to keep memory")
 def test_memory_that_is_kept_is_not_asked_of_the_system_again():
     """Counted in pages, in processes of their own: it holds to the end of a process."""

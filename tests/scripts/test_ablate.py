@@ -74,6 +74,7 @@ def test_variants_are_compared_at_each_depth_and_what_has_a_result_is_not_traine
     assert again[:3] == first[:3] and without_time(again) == without_time(first)
 
 
+@pytest.mark.slow
 def test_a_result_of_other_sources_does_not_count(tree, tmp_path):
     arguments = [variants(tmp_path, {"usual": {}}), "--seeds=1"]
     (before,) = results_of(ablate(tmp_path, *arguments, root=tree))
@@ -231,6 +232,7 @@ def test_texts_named_relatively_with_commas_and_a_field_serve_the_variants_with_
     assert [run["variant"] for run in results_of(done.stdout)] == ["usual", "patched"]
 
 
+@pytest.mark.slow
 def test_a_training_that_fails_is_named_and_the_others_go_on(tmp_path):
     """33 tokens are no multiple of a row."""
     listed = {"usual": {}, "odd": {"total_batch_size": 33}, "twice": {"total_batch_size": 256}}

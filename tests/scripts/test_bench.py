@@ -100,6 +100,7 @@ def peer(tmp_path) -> str:
     return f"--peer={fake_peer.checkout(tmp_path)}"
 
 
+@pytest.mark.slow
 def test_optimizer_is_timed_in_turns_with_the_peers(peer):
     done = bench("--what=optimizer", *SMALL, peer, "--rounds=1", "--dtypes=float32", "--json")
     row = record_of(done)["results"]["float32"]
@@ -107,6 +108,7 @@ def test_optimizer_is_timed_in_turns_with_the_peers(peer):
     assert row["ours_over_peer"] == pytest.approx(row["ours_ms"] / row["peer_ms"])
 
 
+@pytest.mark.slow
 def test_generate_takes_turns_with_the_peers_engine(peer):
     done = bench("--what=generate", *SMALL, peer, "--rounds=1", "--dtypes=bfloat16", "--json")
     for rows in (1, 8):
