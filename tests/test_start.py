@@ -54,14 +54,14 @@ AUTO = f"""
 import runpy, sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch
-from nanochat.machine import runtime
+from nanochat.machine import compiling
 
 def compile(*args, torch_compile=torch.compile, **options):
     print("compiling", flush=True)
     return torch_compile(*args, **options)
 
 torch.compile = compile
-runtime.decide_compile = lambda setting, *_, **__: (setting != "off", "a test")
+compiling.decide = lambda setting, *_, **__: (setting != "off", "a test")
 runpy.run_module("scripts.base_train", run_name="__main__", alter_sys=True)
 """
 
