@@ -212,7 +212,9 @@ class GPT(nn.Module):
         if torch.is_autocast_enabled(x.device.type):  # so the residual stream runs in the compute dtype too
             x = x.to(torch.get_autocast_dtype(x.device.type))
         # (T, 1, D / 2): the same for all heads
-        rotary = [table[places].to(x.dtype).unsqueeze(-2) for table in (self.cos, self.sin)]
+        # Not in a comprehension: there torch.compile takes T for a constant, and compiles once for each T
+        cos, sin = self.cos[places].to(x.dtype), self.sin[places].to(x.dtype)
+        rotary = cos.unsqueeze(-2), sin.unsqueeze(-2)
         x0, visible = x, visible_from(documents)
         # The last layer's value embeddings are rows of the head: a token that is attended to raises its logit
         rows_of_head = norm(look_up(head_rows, idx)).to(x.dtype)  # (B, T, C)
