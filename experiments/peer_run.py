@@ -277,7 +277,8 @@ def until_steps(command: list, steps: tuple[int, ...] = (1,), folder: Path | Non
     said, found = [], []
     with contextlib.closing(lines_of(command, folder)) as running:
         for seconds, line in running:
-            if line.startswith(f"step {steps[len(found)]}/"):
+            # "step 12/500", or "step 12 (5%)" where minutes decide
+            if line.startswith((f"step {steps[len(found)]}/", f"step {steps[len(found)]} (")):
                 found.append(seconds)
                 if len(found) == len(steps):
                     return found
