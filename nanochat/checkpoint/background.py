@@ -15,7 +15,7 @@ from nanochat.checkpoint.folder import newest_in_words
 from nanochat.checkpoint.save_and_load import SaveError, save
 from nanochat.machine.transfers import for_new_thread
 
-KEEP_BYTES = 1 << 28  # smaller buffers are made anew for each save, which takes a tenth of a second
+KEEP_BYTES = 1 << 28  # smaller buffers are made again for each save: it takes a tenth of a second
 
 
 def check_finite(model, step, out_dir):

@@ -58,7 +58,7 @@ def waiting():
 
 
 def sign() -> str:
-    """This process among all: its machine (or container: whoever sees the same processes), and its number."""
+    """What identifies this process among all: its machine or container, and its number."""
     try:  # Linux: machines may have equal names, and containers do not see each other's processes
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         machine = f"{boot}/{os.readlink('/proc/self/ns/pid')}"

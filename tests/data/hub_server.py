@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-# No token and no cache of whoever runs the tests; the client reads these when it is imported
+# Without the token and the cache of the person who runs the tests; the client reads these when it is imported
 os.environ |= {
     "HF_HOME": tempfile.mkdtemp(),
     "HF_HUB_DISABLE_TELEMETRY": "1",
