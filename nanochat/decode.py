@@ -149,6 +149,8 @@ class DecodeStep:
         self.copies = on_cpu and dtype == torch.float32 and size < SMALL
         self.embedding, self.head_rows = (table.detach() for table in model.tables())
         self.head = self._matrix(self.head_rows)
+        # The gates of the smear, of all layers in one: they depend on the embedding alone
+        self.x_before_gates = self._matrix(torch.cat([block.x_before_gate.weight for block in model.blocks]))
         self.layers = [self._layer(model, i) for i in range(config.depth)]
         self.x0_scales, self.x_before_scales = (
             torch.stack([getattr(block, name).detach() for block in model.blocks]).to(dtype)
@@ -159,8 +161,7 @@ class DecodeStep:
         self.sin = (QK_SCALE * torch.cat((-model.sin, model.sin), -1)).to(dtype)
 
     def _layer(self, model, i: int):
-        """A layer's matrices (gates of the smear; query, key, value and gates in one; out; up; down), and
-        its value embedding."""
+        """A layer's matrices (query, key, value and gates in one; out; up; down), and its value embedding."""
         attention, mlp = model.blocks[i].attention, model.blocks[i].mlp
         readers = [attention.query, attention.key, attention.value, attention.head_gate]
         table = None
@@ -169,8 +170,7 @@ class DecodeStep:
             own = str(i) in model.value_embeddings
             table = model.value_embeddings[str(i)].weight.detach() if own else self.head_rows
         qkvg = torch.cat([linear.weight.detach().to(self.dtype) for linear in readers])
-        gate = model.blocks[i].x_before_gate.weight
-        matrices = gate, qkvg, attention.out.weight, mlp.up.weight, mlp.down.weight
+        matrices = qkvg, attention.out.weight, mlp.up.weight, mlp.down.weight
         return *map(self._matrix, matrices), table
 
     def _matrix(self, weight):
@@ -189,9 +189,12 @@ class DecodeStep:
         idx = idx.view(B)
         x = x0 = norm(F.embedding(idx, self.embedding)).to(self.dtype)  # (B, C)
         shares = (self.x0_scales[:, None, None] * x0).unbind(0)
-        for i, (x_before_gate, qkvg, out, up, down, table) in enumerate(self.layers):
+        gates_before = (x0[:, : self.x_before_gates.size(0)] @ self.x_before_gates).view(
+            B, len(self.layers), -1
+        )
+        for i, (qkvg, out, up, down, table) in enumerate(self.layers):
             before = cache.layers[i].previous_token(x[:, None])  # (B, 1, C)
-            before = gated(before, (norm(x) @ x_before_gate)[:, None])[:, 0]  # (B, C)
+            before = gated(before, gates_before[:, i : i + 1])[:, 0]  # (B, C)
             x = torch.addcmul(x + shares[i], self.x_before_scales[i], before)
             qkvg = norm(x) @ qkvg  # (B, 3 * C + H), with a value embedding (B, 3 * C + 2 * H)
             qk = norm(qkvg[:, : 2 * C].view(B, 2, H, C // H))

@@ -24,14 +24,15 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 
 from nanochat import UserError
-from nanochat.ops.attention import attention, previous_token, shift_keys, visible_from
-from nanochat.ops.elementwise import norm, norm_and_rotate, squared_leaky_relu
+from nanochat.ops.attention import attention, previous_token, visible_from
+from nanochat.ops.elementwise import norm, norm_and_rotate, norm_rotate_and_shift, squared_leaky_relu
 from nanochat.ops.loss import softcap, softcapped_cross_entropy
-from nanochat.ops.operators import embedding, look_up
+from nanochat.ops.operators import embedding, look_up, materialized
 from nanochat.ops.subword import SubwordEmbedding
 
 ROPE_BASE = 100_000  # RoPE: longer wavelengths than the usual 10,000
 GATED_CHANNELS = 16  # channels of the smeared stream that share one gate
+GATE_INPUTS = 16  # channels of the token's own embedding that these gates depend on
 QK_SCALE = 1.2  # on q and on k after their norm: attention a little sharper than 1 / sqrt(D) gives
 
 
@@ -88,23 +89,40 @@ class Attention(nn.Module):
             self.value_gate = nn.Linear(C, config.num_heads, bias=False)
         self.head_gate = nn.Linear(C, config.num_heads, bias=False)
 
+    def queries_keys_and_gates(self, x):
+        """q, k (B, T, C) and gates (B, T, 2 H or more): of heads, then of value embeddings if there are some.
+
+        One product, because a GPU is slow at small ones alone, and at sizes that are no multiple of 8.
+        """
+        gates = [self.head_gate, self.value_gate] if hasattr(self, "value_gate") else [self.head_gate]
+        if type(self.query) is not nn.Linear:  # fp8
+            return self.query(x), self.key(x), torch.cat([gate(x) for gate in gates], -1)
+        rows = torch.cat([linear.weight for linear in (self.query, self.key, *gates)])
+        rows = F.pad(rows, (0, 0, 0, -rows.size(0) % 8))
+        C = x.size(-1)
+        return F.linear(x, rows).split([C, C, rows.size(0) - 2 * C], -1)
+
     def forward(self, x, value_embedding, rotary, cache=None, visible=None):
-        B, T, C = x.shape
-        q, k, v = (proj(x).view(B, T, self.num_heads, -1) for proj in (self.query, self.key, self.value))
+        (B, T, C), H = x.shape, self.num_heads
+        q, k, gates = self.queries_keys_and_gates(x)
+        q, k, v = (part.view(B, T, self.num_heads, -1) for part in (q, k, self.value(x)))
+        gates = 2 * torch.sigmoid(gates)  # gates of 0 keep what they multiply
         # Value embedding (ResFormer): each head adds a row of the token itself, not mixed by earlier layers
         if value_embedding is not None:
-            v = v + gated(value_embedding, self.value_gate(x)).view_as(v)
+            v = v + gates[..., H : 2 * H, None] * value_embedding.view_as(v)
         # RoPE and QK norm: a score depends on distance and direction, and is at most 1.2^2 sqrt(D)
-        q, k = (norm_and_rotate(part, *rotary, QK_SCALE) for part in (q, k))
-        q, k, v = (part.to(v.dtype).transpose(1, 2) for part in (q, k, v))  # (B, H, T, D)
+        q = norm_and_rotate(q, *rotary, QK_SCALE)
         # Shifted keys: position t has the key of t - 1, so one layer copies what followed a token (induction)
         if cache is None:
-            k = shift_keys(k, visible)
+            k = norm_rotate_and_shift(k, *rotary, QK_SCALE, visible)
         else:
+            k = norm_and_rotate(k, *rotary, QK_SCALE)
+        q, k, v = (part.to(v.dtype).transpose(1, 2) for part in (q, k, v))  # (B, H, T, D)
+        if cache is not None:
             k, v, visible = cache.append(k, v)
         y = self.attend(q, k, v, self.window, visible)  # (B, H, T, D)
         # Gated attention: a head that finds nothing can be silent
-        return self.out(gated(y.transpose(1, 2).reshape(B, T, C), self.head_gate(x)))
+        return self.out((gates[..., :H, None] * y.transpose(1, 2)).reshape(B, T, C))
 
 
 class MLP(nn.Module):
@@ -127,11 +145,11 @@ class Block(nn.Module):
         self.x0_scale = nn.Parameter(torch.empty(()))
         self.x_before_scale = nn.Parameter(torch.empty(config.width))
         gates = config.width // math.gcd(config.width, GATED_CHANNELS)
-        self.x_before_gate = nn.Linear(config.width, gates, bias=False)
+        self.x_before_gate = nn.Linear(min(GATE_INPUTS, config.width), gates, bias=False)
 
     def forward(self, x, x0, value_embedding, rotary, cache=None, visible=None):
         before = previous_token(x, visible) if cache is None else cache.previous_token(x)  # (B, T, C)
-        before = gated(before, self.x_before_gate(norm(x)))
+        before = gated(before, self.x_before_gate(x0[..., :GATE_INPUTS].detach()))
         # x0 residual: late layers still see the token itself
         x = x + self.x0_scale.to(x.dtype) * x0
         # Smear: add a share of the stream of the token before, so pairs of tokens are seen without attention
@@ -211,10 +229,11 @@ class GPT(nn.Module):
         x = norm(look_up(embedding_rows, idx))  # (B, T, C)
         if torch.is_autocast_enabled(x.device.type):  # so the residual stream runs in the compute dtype too
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        # (T, 1, D / 2): the same for all heads
+        # (T, 1, D) each: the same for all heads
         # Not in a comprehension: there torch.compile takes T for a constant, and compiles once for each T
         cos, sin = self.cos[places].to(x.dtype), self.sin[places].to(x.dtype)
-        rotary = cos.unsqueeze(-2), sin.unsqueeze(-2)
+        rotary = torch.cat((cos, cos), -1).unsqueeze(-2), torch.cat((-sin, sin), -1).unsqueeze(-2)
+        x = materialized(x)
         x0, visible = x, visible_from(documents)
         # The last layer's value embeddings are rows of the head: a token that is attended to raises its logit
         rows_of_head = norm(look_up(head_rows, idx)).to(x.dtype)  # (B, T, C)

@@ -97,26 +97,27 @@ def visible_from(documents):
     return documents[:, None, :, None] == documents[:, None, None, :]  # (B, 1, T, T)
 
 
+def same_document(visible, B: int, T: int):
+    """Whether the token before is of the same document: (B, T) bool, False where a row begins."""
+    if visible.dtype == torch.bool:  # (B, 1, T, T)
+        return F.pad(visible[:, 0].diagonal(-1, -2, -1), (1, 0))
+    begins = visible.long()
+    same = torch.ones(B * T + 1, dtype=torch.bool, device=visible.device)
+    return same.index_fill(0, begins, False)[:-1].view(B, T)
+
+
 def previous_token(x, visible=None):
     """x (B, T, ...) shifted right by one position; zeros where a row, or a document of `visible`, begins."""
-    before, more = x[:, :-1], x.ndim - 2
-    if visible is not None:
-        B, T = x.shape[:2]
-        if visible.dtype == torch.bool:  # (B, 1, T, T)
-            same = visible[:, 0].diagonal(-1, -2, -1)
-        else:
-            same = torch.ones(B * T + 1, dtype=torch.bool, device=x.device)
-            same = same.index_fill(0, visible.long(), False)[:-1].view(B, T)[:, 1:]
-        before = before * same.view(*same.shape, *more * [1]).to(x.dtype)
-    return F.pad(before, (*more * [0, 0], 1, 0))
+    more = x.ndim - 2
+    before = F.pad(x[:, :-1], (*more * [0, 0], 1, 0))
+    if visible is None:
+        return before
+    same = same_document(visible, *x.shape[:2])
+    return before * same.view(*same.shape, *more * [1]).to(x.dtype)
 
 
 def shift_keys(k, visible=None):
-    """k (B, H, T, D) shifted by one position, as `previous_token` does: induction in one layer.
-
-    A value then has the key of the token before it, so a query finds what followed a token like its own.
-    With unshifted keys that takes two layers, and most of a short run to learn (docs/ablations.md).
-    """
+    """k (B, H, T, D) shifted by one position, as `previous_token` does."""
     return previous_token(k.transpose(1, 2), visible).transpose(1, 2)  # transposed as it lies in memory
 
 

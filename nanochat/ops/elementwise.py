@@ -8,24 +8,43 @@ passes written by hand need only the result.
 import torch
 import torch.nn.functional as F
 
+from nanochat.ops.attention import previous_token, same_document
+
 EPS = torch.finfo(torch.float32).eps  # added under the root of a norm, as F.rms_norm does
 SLOPE = 0.5  # slope of the leaky ReLU below 0
 
 
 def norm(x):
     """RMSNorm of x (..., C) over its last dimension, without weights."""
+    if torch.compiler.is_compiling():
+        return _CompiledNorm.apply(x)
     return _Norm.apply(x) if _by_hand(x) else F.rms_norm(x, (x.size(-1),))
 
 
 def norm_and_rotate(x, cos, sin, scale: float):
     """RMSNorm of x (B, T, H, D) times scale, then the rotary embedding. A rotation does not change the RMS.
 
-    cos, sin (T, 1, D / 2) in x's dtype, or (B, T, 1, D / 2) if each row has positions of its own.
+    cos = (cos, cos) and sin = (-sin, sin), each (T, 1, D) in x's dtype, or (B, T, 1, D) if each row has
+    positions of its own.
     """
     if _by_hand(x):
-        return _NormAndRotate.apply(x, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), scale)
-    x1, x2 = x.chunk(2, dim=-1)
-    return norm(torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)) * scale
+        return _NormAndRotate.apply(x, cos, sin, scale)
+    if torch.compiler.is_compiling():
+        return _NormRotateShift.apply(x, cos, sin, scale, False, None)
+    return norm(x * cos + _swap_halves(x) * sin) * scale
+
+
+def norm_rotate_and_shift(x, cos, sin, scale: float, visible=None):
+    """`norm_and_rotate`, then shifted by one position: (B, T, H, D), zeros where a row or a document begins.
+
+    Position t then has the key of t - 1, so one layer copies what followed a token (induction): a query finds
+    what followed a token like its own. With unshifted keys that takes two layers, and most of a short run to
+    learn (docs/ablations.md).
+    """
+    if not torch.compiler.is_compiling():
+        return previous_token(norm_and_rotate(x, cos, sin, scale), visible)
+    same = None if visible is None else same_document(visible, *x.shape[:2])[:, :, None, None]
+    return _NormRotateShift.apply(x, cos, sin, scale, True, same)
 
 
 def squared_leaky_relu(x):
@@ -78,6 +97,66 @@ class _NormAndRotate(torch.autograd.Function):
         return torch.mul(dx, cos).addcmul_(_swap_halves(dx), sin, value=-1), None, None, None
 
 
+class _CompiledNorm(torch.autograd.Function):
+    """_Norm in float32, for compiled code. Its result is an input of a product, so it is kept anyway; x is not."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x32 = x.float()
+        r = torch.rsqrt(x32.square().mean(-1, keepdim=True) + EPS)
+        y = (x32 * r).to(x.dtype)
+        ctx.save_for_backward(y, r)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        y, r = ctx.saved_tensors
+        dn, n = dy.float(), y.float()
+        return (r * (dn - n * (dn * n).mean(-1, keepdim=True))).to(y.dtype)
+
+
+class _NormRotateShift(torch.autograd.Function):
+    """For compiled code: one pass forward and one backward, of which each reads and writes everything once.
+
+    So the forward pass shifts what it reads, and the backward pass, too: PyTorch's compiler writes a result
+    of a sum over D only in the place where it was computed.
+    """
+
+    @staticmethod
+    def forward(ctx, x, cos, sin, scale, shifted, same):
+        ctx.scale, ctx.shifted = scale, shifted
+        n = _before(x) if shifted else x
+        n = n.float() if same is None else n.float() * same
+        r = scale * torch.rsqrt(n.square().mean(-1, keepdim=True) + EPS)
+        n = n * r
+        table = (_before(cos), _before(sin)) if shifted else (cos, sin)
+        y = (n * table[0] + _swap_halves(n) * table[1]).to(x.dtype)
+        ctx.save_for_backward(y, r, cos, sin, same)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        y, r, cos, sin, same = ctx.saved_tensors
+        if same is not None:
+            dy = dy * same
+        if ctx.shifted:
+            dy, y, r = _after(dy), _after(y), _after(r)
+        # Both rotated back before the sum: nothing that follows from it is needed in another place
+        dn, n = (part.float() * cos - _swap_halves(part.float()) * sin for part in (dy, y))
+        dx = r * (dn - n * ((dn * n).mean(-1, keepdim=True) / ctx.scale**2))
+        return dx.to(y.dtype), None, None, None, None, None
+
+
+def _before(x):
+    """x (..., T, H, D) shifted right by one position."""
+    return F.pad(x[..., :-1, :, :], (0, 0, 0, 0, 1, 0))
+
+
+def _after(x):
+    """x (..., T, H, D) shifted left by one position."""
+    return F.pad(x[..., 1:, :, :], (0, 0, 0, 0, 0, 1))
+
+
 class _SquaredLeakyReLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -115,4 +194,6 @@ def _gradient(dy, y, r, scale: float = 1.0):
 
 
 def _swap_halves(x):
+    if torch.compiler.is_compiling():
+        return x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
     return x.roll(x.size(-1) // 2, -1)

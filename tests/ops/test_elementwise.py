@@ -22,8 +22,9 @@ DTYPES = [torch.bfloat16, torch.float32]
 
 
 def angles(dtype, shape=(T, 1, D // 2)):
+    """(cos, cos) and (-sin, sin), as norm_and_rotate takes them."""
     a = 6 * torch.rand(*shape, generator=torch.Generator().manual_seed(1))
-    return a.cos().to(dtype), a.sin().to(dtype)
+    return torch.cat((a.cos(), a.cos()), -1).to(dtype), torch.cat((-a.sin(), a.sin()), -1).to(dtype)
 
 
 def draw(dtype, seed=0, spread=3.0):
@@ -68,8 +69,7 @@ def test_results_and_gradients_are_as_near_to_float64_as_those_of_the_plain_form
 def test_the_backward_passes_are_the_derivatives(name):
     more = ()
     if name == "norm_and_rotate":
-        cos, sin = angles(torch.float64)
-        more = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), SCALE
+        more = *angles(torch.float64), SCALE
     x = draw(torch.float64, spread=0.5).requires_grad_()
     assert gradcheck(lambda x: CLASSES[name].apply(x, *more), (x,), eps=1e-7)
 
