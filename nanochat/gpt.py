@@ -92,10 +92,10 @@ class Attention(nn.Module):
     def queries_keys_and_gates(self, x):
         """q, k (B, T, C) and gates (B, T, 2 H or more): of heads, then of value embeddings if there are some.
 
-        One product, because a GPU is slow at small ones alone, and at sizes that are no multiple of 8.
+        Compiled, it is one product: a GPU is slow at small ones, and at sizes that are no multiple of 8.
         """
         gates = [self.head_gate, self.value_gate] if hasattr(self, "value_gate") else [self.head_gate]
-        if type(self.query) is not nn.Linear:  # fp8
+        if not torch.compiler.is_compiling() or type(self.query) is not nn.Linear:  # eager, or fp8
             return self.query(x), self.key(x), torch.cat([gate(x) for gate in gates], -1)
         rows = torch.cat([linear.weight for linear in (self.query, self.key, *gates)])
         rows = F.pad(rows, (0, 0, 0, -rows.size(0) % 8))

@@ -35,8 +35,9 @@ from nanochat.files import replacing, user_path
 # A checkpoint of another version is refused, because this code would compute something else with its weights.
 # 2: keys are shifted by one position. 3: blocks have an x_before_scale. 4: the last layer's value embeddings
 # are rows of the head. 5: heads and the smeared stream have gates. 6: the MLP's ReLU is leaky, blocks have no
-# residual_scale, and the config says whether value embeddings have tables
-VERSION = 6
+# residual_scale, and the config says whether value embeddings have tables. 7: the gates of the smeared stream
+# depend on 16 channels of the token's embedding
+VERSION = 7
 MANIFEST, STATE, MODEL = "manifest.json", "state.json", "model.safetensors"
 
 

@@ -98,7 +98,7 @@ class _NormAndRotate(torch.autograd.Function):
 
 
 class _CompiledNorm(torch.autograd.Function):
-    """_Norm in float32, for compiled code. Its result is an input of a product, so it is kept anyway; x is not."""
+    """_Norm in float32, for compiled code. Its result is kept anyway, for a product; x is not."""
 
     @staticmethod
     def forward(ctx, x):

@@ -11,6 +11,8 @@ B, T, H, D = 2, 16, 3, 8
 FUNCTIONS = {
     "norm": lambda x: elementwise.norm(x),
     "norm_and_rotate": lambda x: elementwise.norm_and_rotate(x, *angles(x.dtype), SCALE),
+    "norm_rotate_and_shift": lambda x: elementwise.norm_rotate_and_shift(x, *angles(x.dtype), SCALE),
+    "shift_in_documents": lambda x: elementwise.norm_rotate_and_shift(x, *angles(x.dtype), SCALE, VISIBLE),
     "squared_leaky_relu": lambda x: elementwise.squared_leaky_relu(1 * x),
 }
 CLASSES = {
@@ -18,6 +20,8 @@ CLASSES = {
     "norm_and_rotate": elementwise._NormAndRotate,
     "squared_leaky_relu": elementwise._SquaredLeakyReLU,
 }
+# A document begins at each of these positions of B x T, and in another form: who sees whom
+VISIBLE = torch.tensor([0, 5, 6, 16, 20, 32, 32], dtype=torch.int32)
 DTYPES = [torch.bfloat16, torch.float32]
 
 
@@ -34,9 +38,12 @@ def draw(dtype, seed=0, spread=3.0):
     return (size * torch.randn(B, T, H, D, generator=generator)).to(dtype)
 
 
-def both_ways(function, x, dy, by_hand, monkeypatch):
-    """The result and the gradient of x. by_hand: the classes or the plain formulas."""
-    monkeypatch.setattr(elementwise, "_by_hand", lambda x: by_hand)
+def result_and_gradient(way, function, x, dy, monkeypatch):
+    """The result and the gradient of x, with one of the three ways of computing both."""
+    monkeypatch.setattr(elementwise, "_by_hand", lambda x: way == "by hand")
+    if way == "compiled":
+        torch._dynamo.reset()
+        function = torch.compile(function, backend="aot_eager")
     x = x.detach().clone().requires_grad_()
     y = function(x)
     assert y.dtype == x.dtype
@@ -50,18 +57,19 @@ def error(got, exact) -> float:
     return ((got - exact).norm(dim=-1) / length).max().item()
 
 
+@pytest.mark.parametrize("way", ["by hand", "compiled"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_results_and_gradients_are_as_near_to_float64_as_those_of_the_plain_formulas(
-    name, dtype, monkeypatch
+    name, dtype, way, monkeypatch
 ):
     x, dy = draw(dtype), draw(dtype, seed=2, spread=1.0)
     if name == "squared_leaky_relu":
         torch.testing.assert_close(FUNCTIONS[name](x.clone()), torch.where(x > 0, x, x / 2) ** 2)
-    exact = both_ways(FUNCTIONS[name], x.double(), dy.double(), False, monkeypatch)
-    plain = both_ways(FUNCTIONS[name], x, dy, False, monkeypatch)
-    by_hand = both_ways(FUNCTIONS[name], x, dy, True, monkeypatch)
-    for got, other, wanted in zip(by_hand, plain, exact, strict=True):
+    exact = result_and_gradient("plain", FUNCTIONS[name], x.double(), dy.double(), monkeypatch)
+    plain = result_and_gradient("plain", FUNCTIONS[name], x, dy, monkeypatch)
+    found = result_and_gradient(way, FUNCTIONS[name], x, dy, monkeypatch)
+    for got, other, wanted in zip(found, plain, exact, strict=True):
         assert error(got, wanted) <= max(1.5 * error(other, wanted), 4 * torch.finfo(dtype).eps)
 
 
@@ -84,7 +92,7 @@ def test_rows_may_have_positions_of_their_own(by_hand, monkeypatch):
         torch.testing.assert_close(together[row : row + 1], alone)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", CLASSES)
 def test_by_hand_only_without_compiling_and_not_in_float16(name, monkeypatch):
     calls = []
     monkeypatch.setattr(CLASSES[name], "forward", count(CLASSES[name].forward, calls))
