@@ -149,7 +149,7 @@ class Block(nn.Module):
 
     def forward(self, x, x0, value_embedding, rotary, cache=None, visible=None):
         before = previous_token(x, visible) if cache is None else cache.previous_token(x)  # (B, T, C)
-        before = gated(before, self.x_before_gate(x0[..., :GATE_INPUTS].detach()))
+        before = gated(before, self.x_before_gate(x0[..., :GATE_INPUTS]))
         # x0 residual: late layers still see the token itself
         x = x + self.x0_scale.to(x.dtype) * x0
         # Smear: add a share of the stream of the token before, so pairs of tokens are seen without attention

@@ -27,7 +27,7 @@ def test_the_statements_about_our_model_in_each_precision(dtype):
         ("Cross-entropy", "float32"),
         ("loss came out", "float32"),
         ("with the loss because", f"`head`) ran with the loss, in {low}"),
-        ("Each backward matmul", "36 of 36"),
+        ("Each backward matmul", "38 of 38"),
         ("optimizer state", "float32"),
         ("for clipping", "float32"),
         ("AdamW's update", "float32"),
