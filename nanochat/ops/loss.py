@@ -100,7 +100,7 @@ def chunk_losses(logits, targets, gradient: bool = False, scale: float = 1.0, *,
 
 
 def chunk_losses_in_one_pass(logits, targets, gradient: bool = False, scale: float = 1.0):
-    """The same, in the form that suits a GPU: nothing is indexed but the logits. Rows that are not scored have
+    """The same, in the form that suits a GPU: nothing is indexed but the logits. A row that is not scored has
     a gradient of zeros.
 
     The softcap keeps exponentials between e^-15 and e^15, so no maximum is subtracted first.
