@@ -7,6 +7,7 @@
 By default none is in use, as on a CPU: then loss.py and gpt.py compute the same in their plain way.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -39,8 +40,8 @@ def use(names):
 def choose(config, machine, dtype: torch.dtype, resolved: dict) -> Kernels:
     """The kernels for a model's configuration on this machine, the same on every process.
 
-    A kernel is used if it agrees with float64 and is faster than the plain way. resolved: what the resumed run
-    resolved at its first start ({}: a new run). What it used stays if it is right here, and nothing is added.
+    A kernel is used if it agrees with float64 and is faster than the plain way. resolved: what the resumed
+    run resolved at its first start ({}: a new run). What it used stays if it is right here; nothing is added.
     """
     device, before = machine.device, None
     if resolved:
@@ -110,7 +111,7 @@ def milliseconds(function, calls: int = 10) -> float:
         function()
         event.record()
     torch.cuda.synchronize()
-    return min(begin.elapsed_time(end) for begin, end in zip(events[:-1], events[1:], strict=True))
+    return min(begin.elapsed_time(end) for begin, end in itertools.pairwise(events))
 
 
 # ------------------------------------------------------------------------------------------------------

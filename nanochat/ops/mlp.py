@@ -1,10 +1,10 @@
-"""The two products of the MLP with its activation in between, for GPUs: nothing but the activation z is kept.
+"""The two products of the MLP with its activation in between, for GPUs: only the activation z is kept.
 
-With u = x @ up.T, z is the square of leaky ReLU of u, and y = z @ down.T. Computed apart, the activation takes
-a kernel that reads u and writes z, and in the backward pass one that reads u and dz and writes du. Here one
-product writes z, and another one writes du. For that it needs z and the sign of u, which takes the place of
-the last bit of z: a bfloat16 number has 8 significant bits, z has 7 and the sign. Without that, u is rounded
-to 8 bits, the square doubles that error, and z is rounded once more: no less in all.
+With u = x @ up.T, z is the square of leaky ReLU of u, and y = z @ down.T. Computed apart, the activation
+takes a kernel that reads u and writes z, and in the backward pass one that reads u and dz and writes du. Here
+one product writes z, and another one writes du. For that it needs z and the sign of u, which takes the place
+of the last bit of z: a bfloat16 number has 8 significant bits, z has 7 and the sign. The plain way rounds u
+to 8 bits, the square doubles that error, and z is rounded once more, which is no less in all.
 """
 
 import torch
