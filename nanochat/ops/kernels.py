@@ -149,17 +149,19 @@ def _loss(config, numbers, dtype):
 
 
 def _head(config, numbers, dtype):
+    import nanochat.ops.loss  # noqa: F401  it registers the operators
+
     gradient, x = numbers(TIMED_ROWS, config.vocab_size), numbers(TIMED_ROWS, config.width)
     dw, rows = torch.ones(config.vocab_size, config.width, device=x.device), slice(0, CHECKED_ROWS)
-    found = torch.addmm(dw, gradient[rows].T, x[rows], out_dtype=dw.dtype, out=dw)
-    error = distance(found, 1 + gradient[rows].double().T @ x[rows].double())
+    torch.ops.nanochat.add_product_(dw, gradient[rows].T, x[rows])
+    error = distance(dw, 1 + gradient[rows].double().T @ x[rows].double())
     product = torch.empty_like(dw, dtype=dtype)
 
     def plainly():
         dw.add_(torch.mm(gradient.T, x, out=product))
 
     def by_kernel():
-        torch.addmm(dw, gradient.T, x, out_dtype=dw.dtype, out=dw)
+        torch.ops.nanochat.add_product_(dw, gradient.T, x)
 
     return error, by_kernel, plainly
 

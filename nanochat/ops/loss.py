@@ -139,16 +139,35 @@ def compiled_chunk_losses():
     return torch.compile(chunk_losses_in_one_pass)
 
 
+def _add_product(total, a, b):
+    """total (V, C) float32 += a (V, rows) @ b (rows, C), of 16 bit."""
+    total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+def _add_product_on_cuda(total, a, b):
+    """The product adds where its tiles are written, in float32; a sum of its own takes a pass over total."""
+    torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+
+operators.register(
+    "add_product_",
+    "(Tensor(a!) total, Tensor a, Tensor b) -> ()",
+    _add_product,
+    lambda total, a, b: None,
+    kernel=_add_product_on_cuda,
+)
+
+
 def head_gradients(gradient, x, weight, dx, dw, product, down: float):
     """From the gradient of a chunk's logits: write that of x to dx (rows, C), and add that of the weight,
-    divided by `down`, to dw (V, C) float32. `product` (V, C) in the dtype of x is memory for the sum. A
-    gradient without rows is not wanted."""
+    divided by `down`, to dw (V, C) float32. `product` (V, C) in the dtype of x is memory for the sum, if the
+    "head" kernel is not in use. A gradient without rows is not wanted."""
     if dx.size(0):
         torch.mm(gradient, weight, out=dx)
     if dw.size(0):
         x = x if down == 1 else x / down
-        if "head" in kernels.IN_USE:  # the product itself adds, in float32
-            torch.addmm(dw, gradient.T, x, out_dtype=dw.dtype, out=dw)
+        if "head" in kernels.IN_USE:
+            torch.ops.nanochat.add_product_(dw, gradient.T, x)
         else:
             dw += torch.mm(gradient.T, x, out=product)
 
@@ -207,7 +226,7 @@ def gradients_in_chunks(
         mask = not _in_one_pass(x.device.type, compiled)  # else the gradients of these rows are zeros
         scored = x.masked_fill(unscored, 0) if mask else x  # zeros add nothing to the weight's gradient
         dw.zero_()
-        product = torch.empty_like(dw, dtype=x.dtype)
+        product = None if "head" in kernels.IN_USE else torch.empty_like(dw, dtype=x.dtype)
         for piece, losses, gradient in _chunks(x, low, targets, True, scale, compiled):
             total += losses.sum()
             head_gradients(gradient, scored[piece], low, dx[piece], dw, product, down)

@@ -101,7 +101,7 @@ def _set_blocks(arguments: dict):
 
 # BLOCK_N, BLOCK_F, warps, stages. Of the smaller tiles an SM runs two at a time, and one computes while the
 # other one begins or ends; with few channels that is much of a tile's time.
-TILES = [(128, 256, 8, 3), (128, 256, 8, 4), (256, 128, 8, 3), (128, 128, 4, 3), (128, 128, 8, 3)]
+TILES = [(128, 256, 8, 3), (128, 256, 8, 4), (128, 128, 4, 3), (128, 128, 8, 3)]
 CONFIGS = [
     triton.Config(
         {"BLOCK_N": n, "BLOCK_F": f, "BLOCK_K": 64, "GROUP": 8},
