@@ -9,6 +9,7 @@
     torchrun --standalone --nproc_per_node=4 -m scripts.bench --what=communication    # bytes a step
     python -m scripts.bench --what=race --minutes=5 --peer=FOLDER    # bits per byte after N minutes
     python -m scripts.bench --what=gpu --peer=FOLDER    # checks and times everything on a GPU in ten minutes
+    python -m scripts.bench --what=traffic --depth=12 --peer=FOLDER    # bytes, launches of a GPU's micro-step
     python -m scripts.bench --json           # one JSON object as the last line
 
 docs/benchmarks.md holds the figures, each with its machine, date and command.
@@ -27,7 +28,7 @@ from nanochat.machine import runtime
 # What to measure
 what: (
     Literal["train", "start", "loader", "optimizer", "checkpoint", "communication"]
-    | Literal["generate", "gpu", "race"]
+    | Literal["generate", "gpu", "race", "traffic"]
 ) = "train"
 json = False  # print one JSON object as the last line
 rounds = 5  # times every variant is measured (race: at most 3) [1..1e4]
@@ -46,7 +47,7 @@ device_batch_size = 8  # rows of a micro-batch, one micro-batch a step [1..2**20
 variants = "bfloat16+compile,bfloat16,float32+compile"  # train: dtypes, with +compile or without
 gradient_dtype: Literal["float32", "bfloat16"] = "float32"  # communication: as in base_train
 dtypes = "bfloat16,float32"  # optimizer, generate: compute dtypes
-peer: str | None = None  # train, start, optimizer, generate, race, gpu: karpathy/nanochat's, for turns
+peer: str | None = None  # karpathy/nanochat: train, start, optimizer, generate, race, gpu, traffic
 parts = ""  # gpu: only these parts, separated by commas (empty = all)
 minutes = 9.5  # gpu: all parts together; what is not done by then is stopped. race: of each run [0.01..1e4]
 shapes = "8x512,32x2048"  # loader: rows of a step x positions of a row
@@ -55,13 +56,13 @@ recipe = "runs/laptop.py"  # start, race: settings of the run
 # Places
 data = "embedded"  # as in base_train; its tokenizer has vocab_size tokens
 base_dir = "~/.cache/nanochat"  # where data and tokenizer are (environment: NANOCHAT_BASE_DIR)
-folder: str | None = None  # checkpoint, race: a folder to write in (none = the system's /tmp)
+folder: str | None = None  # checkpoint, race: to write in (none = the system's /tmp); traffic: gets the code
 device_type: Literal["auto", "cuda", "cpu", "mps"] = "auto"  # auto = cuda, else mps, else cpu
 
 settings = configurator.configure(globals())
 
 MODULES = {"loader": "part", "optimizer": "part", "generate": "part", "checkpoint": "part"}  # else its own
-ON_A_CPU = ("loader", "communication", "race")
+ON_A_CPU = ("loader", "communication", "race", "traffic")
 
 
 def print_row(name: str, row):
@@ -81,6 +82,9 @@ def record(results: dict) -> dict:
 
 
 measure = import_module(f"experiments.{MODULES.get(what, what)}_speed")
+for name, value in getattr(measure, "DEFAULTS", {}).items():
+    if settings.sources[name] == "default":
+        settings.values[name] = value
 results = getattr(measure, what if what in MODULES else "bench")(settings.values)
 if what not in ("gpu", "train"):  # these print their own lines
     for name, row in results.items():

@@ -1,0 +1,339 @@
+"""PyTorch's compiler writes its code for an H100 on a machine without a GPU, and its kernels are counted.
+
+`traffic_speed.py` starts this file once for our model and once for karpathy/nanochat's, each in a process of
+its own, because what stands under "A GPU that is not there" changes torch for the whole process:
+
+    python -m experiments.gpu_codegen JOB    # a JSON object; PYTHONPATH says whose `nanochat` it is
+
+The forward and the backward graph of one micro-step are traced on tensors without data (fake tensors). With
+torch's build for CPUs these are CPU tensors, so while the model runs, it reads "cuda" where it asks a tensor
+for its device. The graphs are then moved to fake CUDA tensors and given to Inductor, which believes that it
+has an H100 and is stopped before Triton compiles. Its schedule says what each kernel reads and writes, by the
+rules of `kernel_bytes.py`. An operator of ours that is written in PyTorch (PYTHON) is run on tensors without
+data, and its calls are counted. The last line of stdout is a JSON object.
+"""
+
+import contextlib
+import copy
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch._functorch.config
+import torch._inductor.config
+import torch._inductor.fx_passes.reinplace
+from functorch.compile import make_boxed_func
+from torch._decomp import decompositions
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.graph import GraphLowering
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from experiments.kernel_bytes import Calls, scheduled, tensors_in
+
+CUDA = torch.device("cuda", 0)
+PYTHON: dict = {}  # our operators that are written in PyTorch: {name: its function}
+
+
+# ------------------------------------------------------------------------------------------------------
+# A GPU that is not there
+
+
+class FakeDriver:
+    """What Triton asks its driver for, of an H100."""
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_active_torch_device(self):
+        return CUDA
+
+
+def pretend():
+    """Change torch so that Inductor writes code for an H100. Nothing can run any more."""
+    import torch._dynamo.device_interface
+    import torch._dynamo.utils
+    import torch._functorch.aot_autograd
+    from triton.runtime import driver
+
+    h100 = SimpleNamespace(
+        name="NVIDIA H100", major=9, minor=0, multi_processor_count=132, total_memory=80 << 30, warp_size=32,
+        max_threads_per_multi_processor=2048, max_threads_per_block=1024, regs_per_multiprocessor=65536,
+        shared_memory_per_block=49152, shared_memory_per_block_optin=232448, L2_cache_size=50 << 20,
+        shared_memory_per_multiprocessor=233472, is_integrated=False, is_multi_gpu_board=False,
+        gcnArchName="", uuid="0", pci_bus_id=0,
+    )  # fmt: skip
+    answers = {
+        "is_available": True, "device_count": 1, "current_device": 0, "get_device_properties": h100,
+        "get_device_capability": (9, 0), "is_initialized": True, "is_bf16_supported": True,
+        "get_compute_capability": 90, "raise_if_triton_unavailable": None, "is_triton_capable": True,
+    }  # fmt: skip
+    nothing = (
+        "_lazy_init",
+        "synchronize",
+        "set_device",
+        "set_rng_state",
+        "get_rng_state",
+        "_exchange_device",
+    )
+    interface = torch._dynamo.device_interface.CudaInterface
+    for name, value in (answers | dict.fromkeys((*nothing, "_maybe_exchange_device"))).items():
+        answer = lambda *_, value=value, **__: value  # noqa: E731
+        for place in (torch.cuda, interface, interface.Worker):
+            if hasattr(place, name):
+                setattr(place, name, answer if place is torch.cuda else staticmethod(answer))
+    driver._active = FakeDriver()
+    for module in (torch._dynamo.utils, torch._functorch.aot_autograd):
+        module.preserve_rng_state = contextlib.nullcontext
+    torch._subclasses.fake_tensor.init_gpu_context = lambda device: None
+    torch._inductor.config.compile_threads = 1
+    torch._inductor.config.fx_graph_cache = False
+    torch._functorch.config.enable_autograd_cache = False
+    torch._inductor.fx_passes.reinplace._inplace_generalized_scatter = lambda x, source, views: x  # asks CUDA
+    torch.Tensor.__invert__ = lambda x: x.bitwise_not()  # ~ asks CUDA
+    torch.compiler.is_compiling = lambda: True
+    torch.compile = lambda function=None, **_: function or (lambda function: function)
+    GraphLowering._compile_to_module = stop
+
+
+class ReadsCuda(TorchFunctionMode):
+    """While it is active, tensors say that they are on CUDA, and what is made there is made on `device`."""
+
+    def __init__(self, device: str):
+        super().__init__()
+        self.device = torch.device(device)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function == torch.Tensor.device.__get__:
+            return CUDA
+        if function is torch.nn.functional.rms_norm and len(args) == 2:
+            return CudasNorm.apply(*args)
+        args, kwargs = tree_map(self._in_its_place, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def _in_its_place(self, value):
+        return self.device if isinstance(value, torch.device) and value.type == "cuda" else value
+
+
+class CudasNorm(torch.autograd.Function):
+    """F.rms_norm without weights. On CUDA it is one operator with a backward pass of its own, on a CPU it is
+    several."""
+
+    @staticmethod
+    def forward(ctx, x, shape):
+        y, r = decompositions._fused_rms_norm(x, shape, None, None)
+        ctx.save_for_backward(x, r)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, r = ctx.saved_tensors
+        dx, _ = decompositions._fused_rms_norm_backward(dy, x, x.shape[-1:], r, None, [True, False])
+        return dx, None
+
+
+@torch.library.custom_op("counted::attention", mutates_args=())
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place of attention, whose kernel is the same for both: y, and the logarithms of its sums."""
+    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("counted::attention_backward", mutates_args=())
+def attention_backward(
+    dy: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, y: torch.Tensor, sums: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+for operator in (attention, attention_backward):
+    operator.register_fake(operator._init_fn)
+attention.register_autograd(
+    lambda ctx, dy, _: attention_backward(dy, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output),
+)
+
+
+# ------------------------------------------------------------------------------------------------------
+# From a function to kernels
+
+written: list = []  # what the last `stop` has found: (kernels, code)
+
+
+def stop(graph):
+    """In place of GraphLowering._compile_to_module, which would run Triton's compiler."""
+    code, _ = graph.codegen()
+    kernels = [scheduled(graph, node) for node in graph.scheduler.nodes]
+    written.append(([k for k in kernels if k], getattr(code, "value", code)))
+    raise RuntimeError("Inductor has written its code")
+
+
+def empty_like(value, device):
+    """A tensor of the same form without its data, on another device. Other values stay as they are."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    return made.requires_grad_(value.requires_grad)
+
+
+def trace(function, args) -> dict:
+    """{"forward": (graph, its inputs), "backward": ...} of function(*args); only tensors' forms matter."""
+    graphs = {}
+
+    def keep(phase):
+        def compiler(graph, inputs):
+            graphs[phase] = copy.deepcopy(graph), inputs
+            return make_boxed_func(graph)
+
+        return compiler
+
+    def as_on_cuda(*args):
+        with ReadsCuda("cpu"):
+            return function(*args)
+
+    traced = aot_function(
+        as_on_cuda,
+        keep("forward"),
+        keep("backward"),
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+        keep_inference_input_mutations=True,
+    )
+    with FakeTensorMode():
+        args = [empty_like(a, "cpu") for a in args]
+        result = traced(*args)
+        if any(a.requires_grad for a in tensors_in(args)):
+            result.backward()
+    return graphs
+
+
+def on_gpu(graph, inputs, backward: bool) -> tuple[list[dict], str]:
+    """The kernels that Inductor makes of a graph, and its code."""
+    for node in graph.graph.nodes:
+        if "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": CUDA}
+        node.meta.pop("val", None)
+        node.meta.pop("tensor_meta", None)
+    graph.recompile()
+    mode = FakeTensorMode()
+    with mode, torch.no_grad():
+        inputs = [empty_like(value, CUDA) for value in inputs]
+        FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*inputs)
+    with torch._guards.tracing(torch._guards.TracingContext(mode)), torch.no_grad():
+        try:
+            compile_fx_inner(graph, inputs, is_backward=backward)
+        except Exception:
+            if not written:
+                raise
+    kernels, code = written.pop()
+    found = []
+    for launch in kernels:
+        name, args = launch.pop("operator", None), launch.pop("arguments", None)
+        inside = calls_inside(PYTHON[name], args) if name in PYTHON else []
+        found += [call | {"inside": name} for call in inside] or [launch]
+    return found, code
+
+
+def of_tensors(function, args):
+    """The function with its tensors as its only arguments, and these. Its other arguments are constants."""
+
+    def called(*tensors):
+        rest = iter(tensors)
+        return function(*[next(rest) if isinstance(a, torch.Tensor) else a for a in args])
+
+    return called, [a for a in args if isinstance(a, torch.Tensor)]
+
+
+def calls_inside(function, args) -> list[dict]:
+    """The kernels of an operator that is written in PyTorch and is called with args."""
+    calls = Calls()
+    torch.compile = calls.compile
+    with ReadsCuda("meta"), calls:
+        function(*[empty_like(a, "meta") for a in args])
+    kernels, of_form = calls.kernels, {}
+    for inner, args in calls.compiled:
+        form = str([(a.shape, a.dtype) if isinstance(a, torch.Tensor) else a for a in args])
+        if form not in of_form:
+            of_form[form], _ = on_gpu(*trace(*of_tensors(inner, args))["forward"], backward=False)
+        kernels += of_form[form]
+    return kernels
+
+
+# ------------------------------------------------------------------------------------------------------
+# The two models
+
+
+def ours(job: dict):
+    """Our model and the function of its micro-step."""
+    from nanochat.gpt import GPT
+    from nanochat.ops import loss
+    from nanochat.plan import scaling
+
+    PYTHON["nanochat::head_and_loss"] = loss.gradients_in_chunks
+    shape = (
+        job[n] for n in ("depth", "aspect_ratio", "head_dim", "max_seq_len", "vocab_size", "window_pattern")
+    )
+    model = GPT(scaling.model_config(*shape))
+    model.init_rotary()
+    for module in model.modules():
+        if hasattr(module, "attend"):
+            module.attend = lambda q, k, v, *_: attention(q, k, v)[0]
+
+    def micro_step(*args):
+        with torch.autocast("cpu", torch.bfloat16), torch.autocast("cuda", torch.bfloat16):
+            return torch.func.functional_call(model, *args)
+
+    return model, micro_step
+
+
+def peer(job: dict):
+    """The peer's model and the function of its micro-step; its attention has FlashAttention 3's interface."""
+    flash = SimpleNamespace(flash_attn_func=lambda q, k, v, **_: attention(q, k, v)[0])
+    sys.modules["nanochat.flash_attention"] = SimpleNamespace(flash_attn=flash)  # it would download a kernel
+    from nanochat.gpt import GPT, GPTConfig
+
+    width = -(-job["depth"] * job["aspect_ratio"] // job["head_dim"]) * job["head_dim"]
+    heads = width // job["head_dim"]
+    model = GPT(
+        GPTConfig(
+            sequence_len=job["max_seq_len"], vocab_size=job["vocab_size"], n_layer=job["depth"],
+            n_head=heads, n_kv_head=heads, n_embd=width, window_pattern=job["window_pattern"],
+        )
+    )  # fmt: skip
+    model.init_weights()  # it casts the embeddings
+    return model, lambda *args: torch.func.functional_call(model, *args)
+
+
+def main():
+    job = json.loads(sys.argv[1])
+    pretend()
+    with torch.device("meta"):
+        model, micro_step = {"ours": ours, "peer": peer}[job["whose"]](job)
+        tokens = [torch.empty(job["device_batch_size"], job["max_seq_len"], dtype=torch.int64)] * 2
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    graphs = trace(
+        lambda *args: micro_step(dict(zip(tensors, args, strict=False)), args[len(tensors) :]),
+        [*tensors.values(), *tokens],
+    )
+    kernels = []
+    for phase, graph in graphs.items():
+        found, code = on_gpu(*graph, phase == "backward")
+        kernels += [{"phase": phase, **launch} for launch in found]
+        if job["folder"]:
+            Path(job["folder"], f"{job['whose']}_{phase}.py").write_text(code)
+    print(json.dumps({"kernels": kernels}))
+
+
+if __name__ == "__main__":
+    main()

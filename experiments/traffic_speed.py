@@ -1,0 +1,118 @@
+"""What one micro-step moves and launches on a GPU, counted on a machine without one:
+`python -m scripts.bench --what=traffic --depth=12 --peer=FOLDER --json`.
+
+PyTorch's compiler writes its code for an H100 (`gpu_codegen.py`), for our model and for karpathy/nanochat's
+of the same shape, and its kernels are counted. On a GPU all but the products waits for memory, so these bytes
+are milliseconds. With --folder=FOLDER the code of both stays there (ours_forward.py and so on), and a table
+of all kernels: their operations, and the bytes a token of each tensor that they read and write.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+
+from experiments.sides import ROOT, peer_folder
+from nanochat import UserError
+from nanochat.files import user_path
+
+# What was timed on a GPU (docs/benchmarks.md)
+DEFAULTS = {
+    "depth": 12, "head_dim": 128, "max_seq_len": 2048, "vocab_size": 32768, "device_batch_size": 32
+}  # fmt: skip
+SHAPE = (*DEFAULTS, "aspect_ratio", "window_pattern")
+# A kernel is of the first kind that one of its operations names
+KINDS = {
+    "loss": {"tanh", "log", "exp", "scatter"},
+    "activation": {"relu", "leaky_relu", "gt", "le"},
+    "look-ups": {"embedding", "index", "_unsafe_masked_index_put_accumulate", "index_put", "sort"},
+    "norms": {"rsqrt", "pow", "div"},  # div: in their backward passes
+    "gates": {"sigmoid"},
+}
+CASTS = {"permute", "prims.convert_element_type", "clone", "reshape"}  # kernels of nothing else
+
+
+def bench(settings: dict) -> dict:
+    """For each side its figures (see `figures`) and its kinds of kernels {kind: bytes a token, launches};
+    with a peer ours over the peer's."""
+    if find_spec("triton") is None:
+        raise UserError("--what=traffic needs Triton, which writes the code: pip install triton (Linux only)")
+    folders = {"ours": ROOT} | ({"peer": peer_folder(settings["peer"])} if settings["peer"] else {})
+    place = user_path("folder", settings["folder"]) if settings["folder"] else None
+    if place:
+        place.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor() as pool:
+        kernels = list(pool.map(lambda side: kernels_of(*side, settings, place), folders.items()))
+    tokens, found = settings["device_batch_size"] * settings["max_seq_len"], {}
+    for side, of_side in zip(folders, kernels, strict=True):
+        for kernel in of_side:
+            kernel["kind"] = kind_of(kernel)
+            kernel["bytes"] = sum([*kernel["reads"].values(), *kernel["writes"].values()]) / tokens
+        found |= {side: figures(of_side), f"{side}_kinds": kinds(of_side)}
+        if place:
+            (place / f"{side}_kernels.tsv").write_text(table(of_side, tokens))
+    if "peer" in found:
+        for name in ("bytes", "launches"):
+            found[f"{name}_over_peer"] = found["ours"][name] / found["peer"][name]
+    return found
+
+
+def kernels_of(side: str, folder: Path, settings: dict, place: Path | None) -> list[dict]:
+    """The kernels of a micro-step, by a process of gpu_codegen.py. Raises RuntimeError if it fails."""
+    job = {name: settings[name] for name in SHAPE} | {"whose": side, "folder": place and str(place)}
+    command = [sys.executable, "-m", "experiments.gpu_codegen", json.dumps(job)]
+    path = os.pathsep.join((str(folder), str(ROOT)))
+    environment = os.environ | {"PYTHONPATH": path, "NANOCHAT_DTYPE": "bfloat16"}
+    done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the process of {side} ended; its message stands above")
+    return json.loads(done.stdout.splitlines()[-1])["kernels"]
+
+
+def kind_of(kernel: dict) -> str:
+    operations = set(kernel["operations"])
+    if kernel["library"] and not kernel["reads"] and not kernel["writes"]:
+        return "products and attention"
+    if "inside" in kernel:
+        return "loss"
+    if kernel["library"] and len(own := [name for name in operations if name.startswith("nanochat.")]):
+        return own[0]
+    kinds = (kind for kind, words in KINDS.items() if words & operations)
+    return next(kinds, "casts" if operations <= CASTS else "other")
+
+
+def figures(kernels: list[dict]) -> dict[str, float]:
+    """Bytes a token: in all, forward, backward, and those of the loss. How many launches of each sort."""
+    parts = {"": kernels}
+    parts |= {f"{phase}_": [k for k in kernels if k["phase"] == phase] for phase in ("forward", "backward")}
+    parts["loss_"] = [k for k in kernels if k["kind"] == "loss"]
+    found = {f"{name}bytes": sum(k["bytes"] for k in part) for name, part in parts.items()}
+    found |= {f"{name}launches": len(part) for name, part in parts.items()}
+    library = sum(kernel["library"] for kernel in kernels)
+    return found | {"triton_launches": len(kernels) - library, "library_calls": library}
+
+
+def kinds(kernels: list[dict]) -> dict[str, dict]:
+    """{kind of kernel: its bytes a token, how many}, most bytes first."""
+    found = {}
+    for kernel in sorted(kernels, key=lambda k: k["kind"]):
+        of_kind = found.setdefault(kernel["kind"], {"bytes": 0, "launches": 0})
+        of_kind["bytes"] += kernel["bytes"]
+        of_kind["launches"] += 1
+    return dict(sorted(found.items(), key=lambda item: -item[1]["bytes"]))
+
+
+def table(kernels: list[dict], tokens: int) -> str:
+    """All kernels, those with most bytes first: a line each, tensors by their names in the code."""
+    lines = ["bytes a token\tphase\tkind\toperations\treads\twrites"]
+    for kernel in sorted(kernels, key=lambda k: -k["bytes"]):
+        tensors = [
+            " ".join(f"{name}:{size / tokens:.0f}" for name, size in kernel[part].items())
+            for part in ("reads", "writes")
+        ]
+        words = kernel["phase"], kernel["kind"], " ".join(kernel["operations"]), *tensors
+        lines.append("\t".join((f"{kernel['bytes']:.0f}", *words)))
+    return "\n".join(lines) + "\n"
