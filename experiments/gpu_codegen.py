@@ -338,7 +338,8 @@ def main():
         kernels += [{"phase": phase, **launch} for launch in found]
         if job["folder"]:
             Path(job["folder"], f"{job['whose']}_{phase}.py").write_text(code)
-    print(json.dumps({"kernels": kernels}))
+    gradients = [p.numel() * p.element_size() for p in model.parameters()]
+    print(json.dumps({"kernels": kernels, "gradients": gradients}))
 
 
 if __name__ == "__main__":
