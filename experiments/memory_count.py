@@ -187,7 +187,7 @@ def _size(node: torch.fx.Node) -> int:
     value = node.meta.get("val")
     if "head_and_loss" in str(node.target):  # what it needs inside, until its results are read
         x, weight = (source.meta["val"] for source in node.args[:2])
-        rows = loss.chunk_rows(x.size(0), weight.size(0), "cpu", x.dtype)
+        rows = loss.chunk_rows(x.size(0), weight.size(0), "cpu", x.dtype, in_one_pass=True)
         return (rows * weight.size(0) + weight.numel()) * x.element_size() + 4 * weight.numel()
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 

@@ -11,6 +11,8 @@ import functools
 import torch
 import torch.nn.functional as F
 
+from nanochat.ops import kernels, operators
+
 SOFTCAP = 15.0  # logits are squashed into (-15, 15), so that no token's probability runs away
 # The gradient of a logit is about as small as a probability, and float16 keeps one digit of 1e-6. So it is
 # multiplied by UP in float16: its largest value, 1/4 (see chunk_losses), becomes 256. The gradient of the
@@ -18,6 +20,10 @@ SOFTCAP = 15.0  # logits are squashed into (-15, 15), so that no token's probabi
 UP, DOWN, MOST_FLOAT16_ROWS = 1024, 32, 2048
 # The most logits of a chunk (a chunk has at least 512 rows): in float32 4 MiB on a CPU, elsewhere half a GiB
 CHUNK_LOGITS = {"cpu": 2**20, "cuda": 2**27, "mps": 2**27}
+# Logits that are read and written once need no float32 memory beside them: 1 GiB in 16 bit. Of a vocabulary
+# of 32,768 these are 16,384 rows. The product that gives x's gradient then has 384 tiles of 128 x 256 at a
+# width of 768, 2.9 for each of an H100's 132 SMs; of 4,096 rows it has 96, and a quarter of the SMs waits.
+ONE_PASS_LOGITS = 2**29
 # Where a compiled model's chunks are compiled too. On a CPU, in the cache, they would be no faster.
 COMPILED_ON = {"cuda"}
 
@@ -55,10 +61,15 @@ def softcapped_cross_entropy(x, weight, targets, reduction="mean"):
 # One chunk
 
 
-def chunk_rows(tokens: int, vocab_size: int, device_type: str, dtype: torch.dtype) -> int:
-    """Tokens whose logits are in memory at a time, nearly the same number for all chunks."""
+def chunk_rows(
+    tokens: int, vocab_size: int, device_type: str, dtype: torch.dtype, in_one_pass: bool = False
+) -> int:
+    """Tokens whose logits are in memory at a time, nearly the same number for all chunks.
+
+    in_one_pass: whether their losses are computed so (see `_in_one_pass`).
+    """
     # Each chunk adds to the whole gradient of the weight: below 512 rows that costs more than the cache gives
-    most = max(512, CHUNK_LOGITS[device_type] // vocab_size)
+    most = max(512, (ONE_PASS_LOGITS if in_one_pass else CHUNK_LOGITS[device_type]) // vocab_size)
     most = min(most, MOST_FLOAT16_ROWS) if dtype == torch.float16 else most
     chunks = max(1, -(-tokens // most))
     return max(1, -(-tokens // chunks))
@@ -89,7 +100,8 @@ def chunk_losses(logits, targets, gradient: bool = False, scale: float = 1.0, *,
 
 
 def chunk_losses_in_one_pass(logits, targets, gradient: bool = False, scale: float = 1.0):
-    """The same, in the form that suits torch.compile on a GPU: nothing is indexed but the logits.
+    """The same, in the form that suits a GPU: nothing is indexed but the logits. A row that is not scored has
+    a gradient of zeros.
 
     The softcap keeps exponentials between e^-15 and e^15, so no maximum is subtracted first.
     """
@@ -101,8 +113,24 @@ def chunk_losses_in_one_pass(logits, targets, gradient: bool = False, scale: flo
     losses = torch.where(targets == -1, 0.0, (total.log() - of_target).squeeze(1))
     if gradient:
         is_target = torch.arange(logits.size(1), device=logits.device) == target
-        logits.copy_((exponentials / total - is_target.float()) * s * (1 - s) * scale)
+        factor = torch.where(targets == -1, 0.0, scale).unsqueeze(1)
+        logits.copy_((exponentials / total - is_target.float()) * s * (1 - s) * factor)
     return losses
+
+
+def _by_kernel(logits, targets, gradient: bool, scale: float):
+    from nanochat.ops import triton_kernels  # the import takes seconds
+
+    return triton_kernels.softcapped_losses_(logits, targets, gradient, scale, SOFTCAP)
+
+
+operators.register(
+    "softcapped_losses_",
+    "(Tensor(a!) logits, Tensor targets, bool gradient, float scale) -> Tensor",
+    chunk_losses_in_one_pass,
+    lambda logits, *_: logits.new_empty(logits.size(0), dtype=torch.float32),
+    kernel=_by_kernel,
+)
 
 
 @functools.cache
@@ -111,26 +139,57 @@ def compiled_chunk_losses():
     return torch.compile(chunk_losses_in_one_pass)
 
 
+def _add_product(total, a, b):
+    """total (V, C) float32 += a (V, rows) @ b (rows, C), of 16 bit."""
+    total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+def _add_product_on_cuda(total, a, b):
+    """The product adds where its tiles are written, in float32; a sum of its own takes a pass over total."""
+    torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+
+operators.register(
+    "add_product_",
+    "(Tensor(a!) total, Tensor a, Tensor b) -> ()",
+    _add_product,
+    lambda total, a, b: None,
+    kernel=_add_product_on_cuda,
+)
+
+
 def head_gradients(gradient, x, weight, dx, dw, product, down: float):
     """From the gradient of a chunk's logits: write that of x to dx (rows, C), and add that of the weight,
-    divided by `down`, to dw (V, C) float32. `product` (V, C) in the dtype of x is memory for the sum. A
-    gradient without rows is not wanted."""
+    divided by `down`, to dw (V, C) float32. `product` (V, C) in the dtype of x is memory for the sum, if the
+    "head" kernel is not in use. A gradient without rows is not wanted."""
     if dx.size(0):
         torch.mm(gradient, weight, out=dx)
     if dw.size(0):
-        dw += torch.mm(gradient.T, x if down == 1 else x / down, out=product)
+        x = x if down == 1 else x / down
+        if "head" in kernels.IN_USE:
+            torch.ops.nanochat.add_product_(dw, gradient.T, x)
+        else:
+            dw += torch.mm(gradient.T, x, out=product)
 
 
 # ------------------------------------------------------------------------------------------------------
 # All chunks
 
 
+def _in_one_pass(device_type: str, compiled: bool) -> bool:
+    """Whether a kernel, or compiled code, reads and writes the logits once."""
+    return "loss" in kernels.IN_USE or (compiled and device_type in COMPILED_ON)
+
+
 def _chunks(x, weight, targets, gradient: bool, scale: float, compiled: bool):
     """Yield for each chunk: its rows, their losses, and their logits (with `gradient`, the gradient of the
     logits), which the next chunk overwrites."""
-    rows = chunk_rows(x.size(0), weight.size(0), x.device.type, x.dtype)
+    in_one_pass = _in_one_pass(x.device.type, compiled)
+    rows = chunk_rows(x.size(0), weight.size(0), x.device.type, x.dtype, in_one_pass)
     memory = x.new_empty(rows, weight.size(0))
-    if compiled and x.device.type in COMPILED_ON:
+    if "loss" in kernels.IN_USE:
+        losses_of = torch.ops.nanochat.softcapped_losses_
+    elif in_one_pass:
         losses_of = compiled_chunk_losses()
     else:
         in_float32 = memory if x.dtype == torch.float32 else torch.empty_like(memory, dtype=torch.float32)
@@ -160,17 +219,18 @@ def gradients_in_chunks(
     The gradient of x is (N, C) in the dtype of x, that of the weight (V, C) float32 (float64 if x is); empty
     if not wanted.
     """
-    scale, down = (UP, DOWN) if x.dtype == torch.float16 else (1, 1)
+    scale, down = _scales(x.device.type, x.dtype)
     dx, dw = _memory_for_gradients(x, weight, of_x, of_weight)
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         total, low, unscored = torch.zeros((), device=x.device), weight.to(x.dtype), (targets == -1)[:, None]
-        scored = x.masked_fill(unscored, 0)  # a row of zeros adds nothing to the weight's gradient
+        mask = not _in_one_pass(x.device.type, compiled)  # else the gradients of these rows are zeros
+        scored = x.masked_fill(unscored, 0) if mask else x  # zeros add nothing to the weight's gradient
         dw.zero_()
-        product = torch.empty_like(dw, dtype=x.dtype)
+        product = None if "head" in kernels.IN_USE else torch.empty_like(dw, dtype=x.dtype)
         for piece, losses, gradient in _chunks(x, low, targets, True, scale, compiled):
             total += losses.sum()
             head_gradients(gradient, scored[piece], low, dx[piece], dw, product, down)
-        return total, dx.masked_fill_(unscored, 0) if of_x else dx, dw
+        return total, dx.masked_fill_(unscored, 0) if mask and of_x else dx, dw
 
 
 def _memory_for_gradients(x, weight, of_x: bool, of_weight: bool):
@@ -179,9 +239,17 @@ def _memory_for_gradients(x, weight, of_x: bool, of_weight: bool):
     return dx, torch.empty(shape, dtype=dtype, device=weight.device)
 
 
-def _units(dtype: torch.dtype) -> tuple[float, float]:
+def _scales(device_type: str, dtype: torch.dtype) -> tuple[float, float]:
+    """What the gradient of a chunk's logits is multiplied by, and what x is divided by for the weight's."""
+    if dtype == torch.float16:
+        return UP, DOWN
+    return (1.0, 1.0) if device_type == "cpu" else (4.0, 1.0)  # the 4 takes a pass, except on a GPU
+
+
+def _units(device_type: str, dtype: torch.dtype) -> tuple[float, float]:
     """The factors still missing in the gradients of x and of the weight."""
-    return (4 / UP, 4 / UP * DOWN) if dtype == torch.float16 else (4.0, 4.0)
+    scale, down = _scales(device_type, dtype)
+    return 4 / scale, 4 / scale * down
 
 
 def _keep_gradients(ctx, inputs, output):
@@ -194,7 +262,8 @@ def _keep_gradients(ctx, inputs, output):
 
 def _multiply_gradients(ctx, of_total, *_):
     """In float32: a 0-dim factor takes the dtype of the tensor it meets, and in float16 1e-9 would be 0."""
-    found = zip(ctx.saved_tensors, _units(ctx.dtypes[0]), ctx.dtypes, ctx.wanted, strict=True)
+    units = _units(of_total.device.type, ctx.dtypes[0])
+    found = zip(ctx.saved_tensors, units, ctx.dtypes, ctx.wanted, strict=True)
     wide = torch.promote_types(ctx.dtypes[0], torch.float32)
     gradients = [
         (kept.to(wide) * (of_total * unit)).to(dtype) if wanted else None

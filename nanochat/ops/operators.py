@@ -10,15 +10,17 @@ import torch.nn as nn
 LIBRARY = torch.library.Library("nanochat", "DEF")
 
 
-def register(name: str, types: str, function, shapes):
-    """Make torch.ops.nanochat.<name> of a function, for tensors on a CPU.
+def register(name: str, types: str, function, shapes, kernel=None):
+    """Make torch.ops.nanochat.<name> of a function, for tensors on a CPU, and of a kernel for those on CUDA.
 
-    types: its arguments and results, as "(Tensor x) -> Tensor". shapes: a function of the same arguments that
-    returns empty results.
+    types: its arguments and results, as "(Tensor x) -> Tensor"; an argument that it writes to is a
+    Tensor(a!). shapes: a function of the same arguments that returns empty results.
     """
     LIBRARY.define(name + types, tags=torch.Tag.pt2_compliant_tag)
     LIBRARY.impl(name, function, "CPU")
     LIBRARY.impl(name, shapes, "Meta")
+    if kernel:
+        LIBRARY.impl(name, kernel, "CUDA")
 
 
 def register_autograd(name: str, keep, gradients):

@@ -87,8 +87,9 @@ def attention_weights(config: GPTConfig, rows: int) -> int:
 def logit_bytes(config: GPTConfig, tokens: int, dtype: torch.dtype, compiled: bool, on_cpu: bool) -> int:
     """Bytes of a chunk's logits, and of the head's gradient, which is summed with them in float32."""
     size, head = torch.finfo(dtype).bits // 8, config.width * config.vocab_size
-    rows = loss.chunk_rows(tokens, config.vocab_size, "cpu" if on_cpu else "cuda", dtype)
-    logit = size if compiled and not on_cpu else EAGER_LOGIT[size]
+    in_one_pass = compiled and not on_cpu
+    rows = loss.chunk_rows(tokens, config.vocab_size, "cpu" if on_cpu else "cuda", dtype, in_one_pass)
+    logit = size if in_one_pass else EAGER_LOGIT[size]
     # Each chunk adds a product to it. The backward pass writes it a second time, multiplied
     return 4 * head + max(rows * config.vocab_size * logit + size * head, 4 * head)
 

@@ -1,0 +1,89 @@
+"""The two products of the MLP with its activation in between, for GPUs: only the activation z is kept.
+
+With u = x @ up.T, z is the square of leaky ReLU of u, and y = z @ down.T. Computed apart, the activation
+takes a kernel that reads u and writes z, and in the backward pass one that reads u and dz and writes du. Here
+one product writes z, and another one writes du. For that it needs z and the sign of u, which takes the place
+of the last bit of z: a bfloat16 number has 8 significant bits, z has 7 and the sign. The plain way rounds u
+to 8 bits, the square doubles that error, and z is rounded once more, which is no less in all.
+"""
+
+import torch
+
+from nanochat.ops import operators
+from nanochat.ops.elementwise import SLOPE
+
+
+def packed_activation(u):
+    """The square of leaky ReLU of u, float32 -> bfloat16 of the same shape, whose last bit is 1 where u < 0.
+
+    It is the nearest such number: even where u is not negative, else odd, so that no sign has a bias.
+    """
+    positive = u >= 0
+    bits = torch.where(positive, u, SLOPE * u).square().view(torch.int32)
+    bits = torch.where(positive, (bits + 0x10000) >> 17 << 1, bits >> 17 << 1 | 1)
+    return bits.to(torch.int16).view(torch.bfloat16)
+
+
+def slope_of_activation(z):
+    """dz/du of a packed activation, bfloat16 -> float32: 2 u = 2 sqrt(z), below 0 2 SLOPE^2 u."""
+    return z.float().sqrt() * torch.where(z.view(torch.int16) & 1 == 1, -2 * SLOPE, 2.0)
+
+
+def _up_activated(x, weight):
+    return packed_activation(x.float() @ weight.float().T)
+
+
+def _down_activated_backward(dy, weight, z):
+    return (dy.float() @ weight.float() * slope_of_activation(z)).to(z.dtype)
+
+
+def _up_activated_kernel(x, weight):
+    from nanochat.ops import triton_kernels  # the import takes seconds
+
+    return triton_kernels.up_activated(x, weight, SLOPE)
+
+
+def _down_activated_backward_kernel(dy, weight, z):
+    from nanochat.ops import triton_kernels
+
+    return triton_kernels.down_activated_backward(dy, weight, z, SLOPE)
+
+
+operators.register(
+    "up_activated",  # x (N, C), weight (F, C), bfloat16 -> z (N, F) = packed_activation(x @ weight.T)
+    "(Tensor x, Tensor weight) -> Tensor",
+    _up_activated,
+    lambda x, weight: x.new_empty(x.size(0), weight.size(0)),
+    kernel=_up_activated_kernel,
+)
+operators.register(
+    "down_activated_backward",  # dy (N, C), weight (C, F), z (N, F) -> du (N, F) = dy @ weight * dz/du
+    "(Tensor dy, Tensor weight, Tensor z) -> Tensor",
+    _down_activated_backward,
+    lambda dy, weight, z: torch.empty_like(z),
+    kernel=_down_activated_backward_kernel,
+)
+
+
+class _MLP(torch.autograd.Function):
+    """x (N, C), up (F, C), down (C, F), all bfloat16 -> y (N, C)."""
+
+    @staticmethod
+    def forward(ctx, x, up, down):
+        z = torch.ops.nanochat.up_activated(x, up)
+        ctx.save_for_backward(x, up, down, z)
+        return z @ down.T
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, up, down, z = ctx.saved_tensors
+        du = torch.ops.nanochat.down_activated_backward(dy, down, z)
+        return du @ up, du.T @ x, dy.T @ z
+
+
+def mlp(x, up, down):
+    """down(square of leaky ReLU of up(x)): x (B, T, C), weights up (F, C) and down (C, F) of any dtype ->
+    (B, T, C) bfloat16. For bfloat16 only, because of the packed activation."""
+    x, up, down = (tensor.to(torch.bfloat16) for tensor in (x, up, down))
+    with torch.autocast(x.device.type, enabled=False):
+        return _MLP.apply(x.flatten(0, 1), up, down).view_as(x)
