@@ -27,8 +27,7 @@ import torch._inductor.fx_passes.reinplace
 from functorch.compile import make_boxed_func
 from torch._decomp import decompositions
 from torch._functorch.aot_autograd import aot_function
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.compile_fx import compile_fx_inner, partition_fn
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -187,8 +186,10 @@ def empty_like(value, device):
     return made.requires_grad_(value.requires_grad)
 
 
-def trace(function, args) -> dict:
-    """{"forward": (graph, its inputs), "backward": ...} of function(*args); only tensors' forms matter."""
+def trace(function, args, parameters: int = 0) -> dict:
+    """{"forward": (graph, its inputs), "backward": ...} of function(*args); only tensors' forms matter. The
+    first args are the model's `parameters`: they are there in the backward pass, so their casts need not be.
+    """
     graphs = {}
 
     def keep(phase):
@@ -202,11 +203,15 @@ def trace(function, args) -> dict:
         with ReadsCuda("cpu"):
             return function(*args)
 
+    def partition(graph, inputs, **options):
+        options["static_lifetime_input_indices"] = list(range(parameters))
+        return partition_fn(graph, inputs, **options)
+
     traced = aot_function(
         as_on_cuda,
         keep("forward"),
         keep("backward"),
-        partition_fn=min_cut_rematerialization_partition,
+        partition_fn=partition,
         decompositions=select_decomp_table(),
         keep_inference_input_mutations=True,
     )
@@ -325,6 +330,7 @@ def main():
     graphs = trace(
         lambda *args: micro_step(dict(zip(tensors, args, strict=False)), args[len(tensors) :]),
         [*tensors.values(), *tokens],
+        parameters=len(tensors),
     )
     kernels = []
     for phase, graph in graphs.items():
@@ -332,7 +338,8 @@ def main():
         kernels += [{"phase": phase, **launch} for launch in found]
         if job["folder"]:
             Path(job["folder"], f"{job['whose']}_{phase}.py").write_text(code)
-    print(json.dumps({"kernels": kernels}))
+    gradients = [p.numel() * p.element_size() for p in model.parameters()]
+    print(json.dumps({"kernels": kernels, "gradients": gradients}))
 
 
 if __name__ == "__main__":

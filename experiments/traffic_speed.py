@@ -45,13 +45,16 @@ def bench(settings: dict) -> dict:
     if place:
         place.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor() as pool:
-        kernels = list(pool.map(lambda side: kernels_of(*side, settings, place), folders.items()))
+        counted = list(pool.map(lambda side: count(*side, settings, place), folders.items()))
     tokens, found = settings["device_batch_size"] * settings["max_seq_len"], {}
-    for side, of_side in zip(folders, kernels, strict=True):
+    for side, answer in zip(folders, counted, strict=True):
+        of_side, gradients = answer["kernels"], answer["gradients"]
         for kernel in of_side:
             kernel["kind"] = kind_of(kernel)
             kernel["bytes"] = sum([*kernel["reads"].values(), *kernel["writes"].values()]) / tokens
         found |= {side: figures(of_side), f"{side}_kinds": kinds(of_side)}
+        # autograd adds each gradient to those of earlier micro-steps: outside of the code, so not in the sums
+        found[side] |= {"adding_bytes": 3 * sum(gradients) / tokens, "adding_launches": len(gradients)}
         if place:
             (place / f"{side}_kernels.tsv").write_text(table(of_side, tokens))
     if "peer" in found:
@@ -60,8 +63,9 @@ def bench(settings: dict) -> dict:
     return found
 
 
-def kernels_of(side: str, folder: Path, settings: dict, place: Path | None) -> list[dict]:
-    """The kernels of a micro-step, by a process of gpu_codegen.py. Raises RuntimeError if it fails."""
+def count(side: str, folder: Path, settings: dict, place: Path | None) -> dict:
+    """The answer of a process of gpu_codegen.py: the kernels of a micro-step, and the bytes of each gradient.
+    Raises RuntimeError if it fails."""
     job = {name: settings[name] for name in SHAPE} | {"whose": side, "folder": place and str(place)}
     command = [sys.executable, "-m", "experiments.gpu_codegen", json.dumps(job)]
     path = os.pathsep.join((str(folder), str(ROOT)))
@@ -69,7 +73,7 @@ def kernels_of(side: str, folder: Path, settings: dict, place: Path | None) -> l
     done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise RuntimeError(f"the process of {side} ended; its message stands above")
-    return json.loads(done.stdout.splitlines()[-1])["kernels"]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def kind_of(kernel: dict) -> str:

@@ -1,0 +1,105 @@
+"""bench --what=traffic: what a GPU's micro-step moves, against counts by hand."""
+
+import pytest
+import torch
+
+from experiments import traffic_speed
+from experiments.kernel_bytes import Calls
+from nanochat import UserError
+
+B, T, V, C = 4, 64, 512, 128
+SETTINGS = {"aspect_ratio": 64, "head_dim": 64, "max_seq_len": T, "vocab_size": V, "window_pattern": "L"}
+SETTINGS |= {"device_batch_size": B, "peer": None, "folder": None}
+# One MLP of width C, whose every kernel is counted below
+PEER = """
+import torch, torch.nn as nn, torch.nn.functional as F
+from types import SimpleNamespace as GPTConfig
+from nanochat.flash_attention import flash_attn
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.up = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False, dtype=torch.bfloat16)
+        self.down = nn.Linear(4 * config.n_embd, config.n_embd, bias=False, dtype=torch.bfloat16)
+        self.embedding = nn.Embedding(config.vocab_size, config.n_embd, dtype=torch.bfloat16)
+
+    def init_weights(self):
+        pass
+
+    def forward(self, idx, targets):
+        x = self.embedding(idx)
+        q = x.unsqueeze(2)
+        x = flash_attn.flash_attn_func(q, q, q, causal=True).squeeze(2)
+        return self.down(F.relu(self.up(x)).square()).sum()
+"""
+
+
+def test_both_models_are_counted(tmp_path):
+    pytest.importorskip("triton")
+    for name, text in {
+        "nanochat/gpt.py": PEER,
+        "nanochat/__init__.py": "",
+        "scripts/base_train.py": "",
+    }.items():
+        (tmp_path / "peer" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "peer" / name).write_text(text)
+    places = {"peer": str(tmp_path / "peer"), "folder": str(tmp_path / "code")}
+    found = traffic_speed.bench(SETTINGS | {"depth": 1, "aspect_ratio": C} | places)
+    # relu(u)^2 reads u and writes its result, 4 C numbers of 2 bytes a token; backward it reads u and the
+    # result's gradient, and writes u's
+    assert found["peer_kinds"]["activation"] == {"bytes": (2 + 3) * 4 * C * 2, "launches": 2}
+    # A look-up reads an int64, a row and writes the row
+    rows = (tmp_path / "code" / "peer_kernels.tsv").read_text().splitlines()[1:]
+    (look_up,) = [row.split("\t") for row in rows if "\tforward\tlook-ups\t" in row]
+    assert int(look_up[0]) == 8 + 2 * C * 2
+    # Two products with a weight each way, two more backward, attention both ways
+    assert found["peer_kinds"]["products and attention"] == {"bytes": 0, "launches": 2 + 4 + 2}
+    assert "triton" in (tmp_path / "code" / "ours_backward.py").read_text()
+    ours, peer = found["ours"], found["peer"]
+    assert found["bytes_over_peer"] == ours["bytes"] / peer["bytes"]
+    assert found["launches_over_peer"] == ours["launches"] / peer["launches"]
+    # The loss moves at least the logits, written by a product, read and their gradient written
+    assert ours["loss_bytes"] >= 2 * V * 2
+    assert ours["bytes"] == ours["forward_bytes"] + ours["backward_bytes"]
+    deeper = traffic_speed.bench(SETTINGS | {"depth": 2, "aspect_ratio": C // 2})  # of the same width
+    for figure in ("norms", "products and attention"):
+        launches = [of["ours_kinds"][figure]["launches"] for of in (found, deeper)]
+        assert 1.5 < launches[1] / launches[0] < 2.1
+    assert 1.7 < deeper["ours_kinds"]["norms"]["bytes"] / found["ours_kinds"]["norms"]["bytes"] < 2.1
+
+
+def test_without_triton_one_sentence_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(traffic_speed, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install triton"):
+        traffic_speed.bench(SETTINGS)
+
+
+def moved(function, *args) -> list[tuple[int, int]]:
+    """Bytes read and written by each call that the function makes."""
+    with Calls() as calls:
+        function(*args)
+    return [(sum(k["reads"].values()), sum(k["writes"].values())) for k in calls.kernels]
+
+
+def test_a_call_reads_its_inputs_and_writes_its_outputs_once():
+    x, y, rows = torch.ones(8, 4), torch.ones(8, 4), torch.tensor([1, 2, 2])
+    assert moved(torch.add, x, y) == [(256, 128)]
+    assert moved(x.add_, y) == [(256, 128)]  # in place: read and written
+    assert moved(x.copy_, y) == [(128, 128)]
+    assert moved(lambda: torch.add(x, y, out=x)) == [(256, 128)]
+    assert moved(torch.embedding, x, rows) == [(3 * 8 + 48, 48)]  # three rows
+    assert moved(torch.mm, x, y.T) == [(0, 0)]  # a product, and a view
+    assert moved(lambda: x.new_empty(3)[1:].view(1, 2)) == []
+
+
+def test_an_operator_of_ours_with_a_product_reads_what_the_table_says():
+    library = torch.library.Library("nanochat", "FRAGMENT")
+    name = "down_activated_backward"
+    if not hasattr(torch.ops.nanochat, name):
+        library.define(f"{name}(Tensor dy, Tensor weight, Tensor z) -> Tensor")
+        library.impl(name, lambda dy, weight, z: dy @ weight, "CPU")
+    z = torch.ones(8, 16)
+    assert moved(torch.ops.nanochat.down_activated_backward, torch.ones(8, 4), torch.ones(4, 16), z)[0] == (
+        512,
+        0,
+    )
