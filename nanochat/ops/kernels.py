@@ -59,14 +59,14 @@ def choose(config, machine, dtype: torch.dtype, resolved: dict) -> Kernels:
             shares[name] = share
     everywhere = set.intersection(*(set(names) for names in machine.all_gather(list(shares))))
     reasons |= {name: "not on every process" for name in shares if name not in everywhere}
-    used = [f"{name} ({share:.2f} x the time)" if share else name for name, share in shares.items()]
-    used = [text for text in used if text.split()[0] in everywhere]
-    reason = ", ".join(used) or "none"
+    names = tuple(name for name in shares if name in everywhere)
+    times = {name: f" ({share:.2f} x the time)" if share else "" for name, share in shares.items()}
+    reason = ", ".join(name + times[name] for name in names) or "none"
     if before is not None:
         reason += ", as at the run's first start"
     if reasons:
         reason += "; not: " + ", ".join(f"{name} ({why})" for name, why in reasons.items())
-    return Kernels(tuple(name for name in shares if name in everywhere), reason)
+    return Kernels(names, reason)
 
 
 def _try(name: str, probe, config, device, dtype, timed: bool) -> tuple[float, str]:

@@ -1,8 +1,8 @@
 """Triton kernels for CUDA: the loss of rows of logits, and the products of the MLP with its activation.
 
-Only kernels.py imports this module, where CUDA and Triton are; tests import it under TRITON_INTERPRET=1, and
-experiments/kernel_code.py compiles it for GPUs that are not there. Each kernel's operator has a plain
-implementation for a CPU that says what it computes: loss.py, mlp.py.
+The operators in loss.py and mlp.py import this module at their first call on CUDA. Their implementations for
+a CPU say what each kernel computes. Tests run the kernels under TRITON_INTERPRET=1, and
+experiments/kernel_code.py compiles them for GPUs that are not there.
 """
 
 import torch

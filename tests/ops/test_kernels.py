@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import nanochat.ops.loss  # noqa: F401  it registers operators
 from nanochat.machine.runtime import Machine
 from nanochat.ops import kernels, mlp
 from nanochat.ops.elementwise import SLOPE
