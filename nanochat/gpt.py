@@ -25,8 +25,9 @@ from torch.utils._pytree import tree_leaves
 
 from nanochat import UserError
 from nanochat.ops.attention import attention, previous_token, visible_from
-from nanochat.ops.elementwise import norm, norm_and_rotate, norm_rotate_and_shift, squared_leaky_relu
+from nanochat.ops.elementwise import norm, norm_and_rotate, norm_rotate_and_shift
 from nanochat.ops.loss import softcap, softcapped_cross_entropy
+from nanochat.ops.mlp import feed_forward
 from nanochat.ops.operators import embedding, look_up, materialized
 from nanochat.ops.subword import SubwordEmbedding
 
@@ -134,7 +135,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(4 * config.width, config.width, bias=False)
 
     def forward(self, x):
-        return self.down(squared_leaky_relu(self.up(x)))
+        return feed_forward(x, self.up, self.down)
 
 
 class Block(nn.Module):

@@ -8,9 +8,10 @@ to 8 bits, the square doubles that error, and z is rounded once more, which is n
 """
 
 import torch
+import torch.nn as nn
 
-from nanochat.ops import operators
-from nanochat.ops.elementwise import SLOPE
+from nanochat.ops import kernels, operators
+from nanochat.ops.elementwise import SLOPE, squared_leaky_relu
 
 
 def packed_activation(u):
@@ -87,3 +88,10 @@ def mlp(x, up, down):
     x, up, down = (tensor.to(torch.bfloat16) for tensor in (x, up, down))
     with torch.autocast(x.device.type, enabled=False):
         return _MLP.apply(x.flatten(0, 1), up, down).view_as(x)
+
+
+def feed_forward(x, up: nn.Module, down: nn.Module):
+    """down(square of leaky ReLU of up(x)), x (B, T, C) -> (B, T, C): by the kernels where they are in use."""
+    if "mlp" in kernels.IN_USE and x.dtype == torch.bfloat16 and x.size(1) > 1 and type(up) is nn.Linear:
+        return mlp(x, up.weight, down.weight)
+    return down(squared_leaky_relu(up(x)))

@@ -13,6 +13,7 @@ from nanochat.data.public import PUBLIC, command
 from nanochat.gpt import GPTConfig
 from nanochat.machine import compiling
 from nanochat.machine.hardware import Hardware
+from nanochat.ops import kernels
 from nanochat.ops.attention import Attention
 from nanochat.ops.attention import choose as choose_attention
 from nanochat.ops.attention import use as use_attention
@@ -45,6 +46,7 @@ class Plan:
     compile_reason: str = ""
     eager_steps: int = 0  # first steps of a compiled run that stay eager, so that the first losses come soon
     attention: Attention | None = None  # its backends (None: not yet decided)
+    kernels: kernels.Kernels = kernels.Kernels()  # those written by hand that are used
     aspect_ratio: int = 0  # width / depth (0: a base model gives both)
     width_reason: str = ""  # where the width is from, if not from 64 x depth or the user
     fp8: bool = False  # the large products of the blocks train in 8 bits
@@ -125,6 +127,7 @@ class Plan:
         kept |= {"eager_steps": self.eager_steps}
         if self.attention:
             kept["attention"] = self.attention.resolved
+            kept["kernels"] = self.kernels.names
         if self.aspect_ratio:
             kept["aspect_ratio"] = self.aspect_ratio
         if self.horizon.minutes:
@@ -166,10 +169,11 @@ class Plan:
         return max(0, self.eager_steps - step) if self.compiled else None
 
     def apply_to(self, model):
-        """Let a model compute as planned: its attention, and which products are in fp8."""
+        """Let a model compute as planned: its attention, kernels, and which products are in fp8."""
         if self.fp8:
             convert_to_fp8(model)
         use_attention(model, self.attention)
+        kernels.use(self.kernels.names)
 
     def check(self, accept: str):
         """Raise UserError if this run must not begin. `accept` is the setting of that name."""
@@ -342,6 +346,7 @@ def on_machine(
     plan = replace(plan, compiled=compiled, compile_reason=reason).with_largest_micro_batch()
     backends = choose_attention(plan.config, machine, plan.hardware.dtype, compiled, divided_rows, resolved)
     plan = replace(plan, attention=backends, eager_steps=eager_steps(plan, settings["compile"], resolved))
+    plan = replace(plan, kernels=kernels.choose(plan.config, machine, plan.hardware.dtype, resolved))
     tried = device.type != "cpu" and plan.device_batch_size != resolved.get("device_batch_size")
     if tried and not settings["plan"] and not plan.refusal(settings["accept"]):
         plan = trial.with_tried_micro_batch(plan, machine, divided_rows, reduction)
