@@ -282,9 +282,10 @@ def calls_inside(function, args) -> list[dict]:
 def ours(job: dict):
     """Our model and the function of its micro-step."""
     from nanochat.gpt import GPT
-    from nanochat.ops import loss
+    from nanochat.ops import kernels, loss
     from nanochat.plan import scaling
 
+    kernels.use(job["kernels"])
     PYTHON["nanochat::head_and_loss"] = loss.gradients_in_chunks
     shape = (
         job[n] for n in ("depth", "aspect_ratio", "head_dim", "max_seq_len", "vocab_size", "window_pattern")
