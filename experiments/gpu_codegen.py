@@ -293,7 +293,7 @@ def ours(job: dict):
     from nanochat.ops import kernels, loss
     from nanochat.plan import scaling
 
-    kernels.use(kernels.PROBES)  # all of them
+    kernels.use(job["kernels"])
     PYTHON["nanochat::head_and_loss"] = loss.gradients_in_chunks
     shape = (
         job[n] for n in ("depth", "aspect_ratio", "head_dim", "max_seq_len", "vocab_size", "window_pattern")

@@ -21,6 +21,7 @@ PRODUCTS |= {"counted::attention", "counted::attention_backward"}
 # Our operators with a product in them: the arguments that they read beside its factors. Whatever they write
 # is the product's result.
 WITH_PRODUCT = {"nanochat::up_activated": (), "nanochat::down_activated_backward": ("z",)}
+WITH_PRODUCT |= {"nanochat::add_product_": ()}
 LOOK_UPS = {"aten::embedding", "aten::index", "aten::index_select", "aten::gather"}
 ONLY_WRITES = {"aten::copy_", "aten::zero_", "aten::fill_"}  # of operators that change their first argument
 NO_KERNEL = {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided"}

@@ -5,6 +5,9 @@ PyTorch's compiler writes its code for an H100 (`gpu_codegen.py`), for our model
 of the same shape, and its kernels are counted. On a GPU all but the products waits for memory, so these bytes
 are milliseconds. With --folder=FOLDER the code of both stays there (ours_forward.py and so on), and a table
 of all kernels: their operations, and the bytes a token of each tensor that they read and write.
+
+On a GPU a run times our kernels by hand and uses those that are faster (`kernels.choose`). Here all are in
+use, or those that --parts names: --parts=loss,head; --parts=none.
 """
 
 import json
@@ -18,12 +21,13 @@ from pathlib import Path
 from experiments.sides import ROOT, peer_folder
 from nanochat import UserError
 from nanochat.files import user_path
+from nanochat.ops.kernels import PROBES
 
 # What was timed on a GPU (docs/benchmarks.md)
 DEFAULTS = {
     "depth": 12, "head_dim": 128, "max_seq_len": 2048, "vocab_size": 32768, "device_batch_size": 32
 }  # fmt: skip
-SHAPE = (*DEFAULTS, "aspect_ratio", "window_pattern")
+JOB = (*DEFAULTS, "aspect_ratio", "window_pattern", "kernels")
 # A kernel is of the first kind that one of its operations names
 KINDS = {
     "loss": {"tanh", "log", "exp", "scatter"},
@@ -40,12 +44,18 @@ def bench(settings: dict) -> dict:
     with a peer ours over the peer's."""
     if find_spec("triton") is None:
         raise UserError("--what=traffic needs Triton, which writes the code: pip install triton (Linux only)")
+    used = list(PROBES) if not settings["parts"] else settings["parts"].split(",")
+    used = [] if used == ["none"] else used
+    if unknown := set(used) - set(PROBES):
+        raise UserError(f"--parts={unknown.pop()}: the kernels by hand are {', '.join(PROBES)} (or none)")
     folders = {"ours": ROOT} | ({"peer": peer_folder(settings["peer"])} if settings["peer"] else {})
-    place = user_path("folder", settings["folder"]) if settings["folder"] else None
+    place = user_path("folder", settings["folder"]).resolve() if settings["folder"] else None
     if place:
         place.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor() as pool:
-        counted = list(pool.map(lambda side: count(*side, settings, place), folders.items()))
+        counted = list(
+            pool.map(lambda side: count(*side, settings | {"kernels": used}, place), folders.items())
+        )
     tokens, found = settings["device_batch_size"] * settings["max_seq_len"], {}
     for side, answer in zip(folders, counted, strict=True):
         of_side, gradients = answer["kernels"], answer["gradients"]
@@ -66,7 +76,7 @@ def bench(settings: dict) -> dict:
 def count(side: str, folder: Path, settings: dict, place: Path | None) -> dict:
     """The answer of a process of gpu_codegen.py: the kernels of a micro-step, and the bytes of each gradient.
     Raises RuntimeError if it fails."""
-    job = {name: settings[name] for name in SHAPE} | {"whose": side, "folder": place and str(place)}
+    job = {name: settings[name] for name in JOB} | {"whose": side, "folder": place and str(place)}
     command = [sys.executable, "-m", "experiments.gpu_codegen", json.dumps(job)]
     path = os.pathsep.join((str(folder), str(ROOT)))
     environment = os.environ | {"PYTHONPATH": path, "NANOCHAT_DTYPE": "bfloat16"}

@@ -48,7 +48,7 @@ variants = "bfloat16+compile,bfloat16,float32+compile"  # train: dtypes, with +c
 gradient_dtype: Literal["float32", "bfloat16"] = "float32"  # communication: as in base_train
 dtypes = "bfloat16,float32"  # optimizer, generate: compute dtypes
 peer: str | None = None  # karpathy/nanochat: train, start, optimizer, generate, race, gpu, traffic
-parts = ""  # gpu: only these parts, separated by commas (empty = all)
+parts = ""  # gpu: only these parts, traffic: only these kernels by hand, after commas (empty = all)
 minutes = 9.5  # gpu: all parts together; what is not done by then is stopped. race: of each run [0.01..1e4]
 shapes = "8x512,32x2048"  # loader: rows of a step x positions of a row
 recipe = "runs/laptop.py"  # start, race: settings of the run

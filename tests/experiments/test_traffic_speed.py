@@ -9,7 +9,7 @@ from nanochat import UserError
 
 B, T, V, C = 4, 64, 512, 128
 SETTINGS = {"aspect_ratio": 64, "head_dim": 64, "max_seq_len": T, "vocab_size": V, "window_pattern": "L"}
-SETTINGS |= {"device_batch_size": B, "peer": None, "folder": None}
+SETTINGS |= {"device_batch_size": B, "peer": None, "folder": None, "parts": ""}
 # One MLP of width C, whose every kernel is counted below
 PEER = """
 import torch, torch.nn as nn, torch.nn.functional as F
@@ -66,6 +66,12 @@ def test_both_models_are_counted(tmp_path):
         launches = [of["ours_kinds"][figure]["launches"] for of in (found, deeper)]
         assert 1.5 < launches[1] / launches[0] < 2.1
     assert 1.7 < deeper["ours_kinds"]["norms"]["bytes"] / found["ours_kinds"]["norms"]["bytes"] < 2.1
+
+
+def test_a_kernel_that_does_not_exist_is_refused():
+    pytest.importorskip("triton")
+    with pytest.raises(UserError, match="loss, head"):
+        traffic_speed.bench(SETTINGS | {"parts": "los"})
 
 
 def test_without_triton_one_sentence_says_what_to_install(monkeypatch):
