@@ -233,8 +233,7 @@ class GPT(nn.Module):
         Attention.boundaries or their numbers (B, T) int64, a token sees its own document only.
         """
         embedding_rows, head_rows = self.tables()
-        places = slice(idx.size(1)) if cache is None else cache.places(idx.size(1))
-        x, branch, rows_of_head, *rotary = self.begin(embedding_rows, head_rows, idx, places)
+        x, branch, rows_of_head, *rotary = self.begin(embedding_rows, head_rows, idx, cache)
         visible = visible_from(documents)
         for i, (block, x0) in enumerate(zip(self.blocks, self.for_each_block(x), strict=True)):
             value_embedding = None
@@ -250,21 +249,22 @@ class GPT(nn.Module):
         """x0 as an input of each block."""
         return [x0] * len(self.blocks)
 
-    def begin(self, embedding_rows, head_rows, idx, places):
-        """What comes before the blocks: x, branch, rows_of_head (B, T, C) each, and the rotary tables."""
+    def begin(self, embedding_rows, head_rows, idx, cache):
+        """Before the blocks: x, branch, rows_of_head (B, T, C) each, and the rotary tables (T, 1, D)."""
+        places = slice(idx.size(1)) if cache is None else cache.places(idx.size(1))
         x = norm(look_up(embedding_rows, idx))  # (B, T, C)
         if torch.is_autocast_enabled(x.device.type):  # so the residual stream runs in the compute dtype too
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        # (T, 1, D) each: the same for all heads
         # Not in a comprehension: there torch.compile takes T for a constant, and compiles once for each T
         cos, sin = self.cos[places].to(x.dtype), self.sin[places].to(x.dtype)
         cos, sin = torch.cat((cos, cos), -1).unsqueeze(-2), torch.cat((-sin, sin), -1).unsqueeze(-2)
         # The last layer's value embeddings are rows of the head: a token that is attended to raises its logit
         rows_of_head = norm(look_up(head_rows, idx)).to(x.dtype)
+        # 0 * x and not zeros: a branch without gradients would be compiled as another kind of block
         return x, 0 * x, rows_of_head, cos, sin
 
     def end(self, x, branch, head_rows, targets, reduction, positions):
-        """What comes after the blocks: logits or the loss."""
+        """After the blocks: logits or the loss."""
         x = norm(x + branch)
         if positions is not None:
             x = x.flatten(0, 1)[positions]  # (N, C)
@@ -306,8 +306,9 @@ def check_dtypes(model: nn.Module, dtype: torch.dtype):
         return
 
     def check(name, *values):
-        for tensor in tree_leaves(values):
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.dtype != dtype:
+        tensors = [t for t in tree_leaves(values) if torch.is_tensor(t) and not isinstance(t, nn.Parameter)]
+        for tensor in tensors:  # a table is a parameter; its rows are cast
+            if tensor.is_floating_point() and tensor.dtype != dtype:
                 raise UserError(
                     f"{name} computes in {tensor.dtype} in place of {dtype}: in nanochat/gpt.py, a float32 "
                     "parameter or table meets x without .to(x.dtype); add it, or take check_dtypes out of "

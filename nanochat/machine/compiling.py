@@ -51,20 +51,25 @@ def cannot_compile(device: torch.device) -> str:
     return ""
 
 
-def compile_parts(model: nn.Module, dynamic: bool = False) -> nn.Module:
-    """A gpt.GPT with the same parameters and compiled parts: what comes before the blocks, the blocks, and what
-    comes after them. The model itself stays eager.
+def compile_parts(model: nn.Module, dynamic: bool = False, backend: str | Callable = "inductor") -> nn.Module:
+    """A gpt.GPT with the same parameters and compiled parts: what comes before the blocks, the blocks, and
+    what comes after them. The model itself stays eager.
 
-    Blocks that compute the same share their code: with value embeddings or without, with a window or without.
-    So the time it takes does not grow with the depth. dynamic: one code for all numbers of rows and positions.
+    Blocks of a kind share their code: with value embeddings or without, with a window or without. So the time
+    it takes does not grow with the depth. dynamic: one code for all numbers of rows and positions.
     """
-    set_up_compiler()
-    blocks = nn.ModuleList(torch.compile(block, dynamic=dynamic) for block in model.blocks)
-    compiled = copy.copy(model)
+    # Here, because they take seconds to load
+    from torch._dynamo import config as dynamo
+    from torch._functorch import config as functorch
+
+    functorch.autograd_cache_allow_custom_autograd_functions = True  # else torch keeps no such code on disk
+    dynamo.recompile_limit = 32  # kinds of blocks, each for training and for evaluation
+    compiled, options = copy.copy(model), {"dynamic": dynamic, "backend": backend}
+    blocks = nn.ModuleList(torch.compile(block, **options) for block in model.blocks)
     compiled._modules = model._modules | {"blocks": blocks}
     for name in ("begin", "end"):
-        setattr(compiled, name, torch.compile(getattr(model, name), dynamic=dynamic))
-    sum_up = torch.compile(lambda *gradients: sum(gradients), dynamic=dynamic)
+        setattr(compiled, name, torch.compile(getattr(model, name), **options))
+    sum_up = torch.compile(lambda *gradients: sum(gradients), **options)
     compiled.for_each_block = lambda x: ForEach.apply(x, len(blocks), sum_up)
     return compiled
 
@@ -81,15 +86,6 @@ class ForEach(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         return ctx.sum_up(*gradients), None, None
-
-
-def set_up_compiler():
-    import torch._functorch.config
-
-    # Else torch would keep no compiled code on disk in which there is an autograd.Function
-    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-    # Variants of a block: with each window, with value embeddings, for training and for evaluation
-    torch._dynamo.config.recompile_limit = 32
 
 
 def compile_after(model: nn.Module, steps: int | None, calls: int = 1, say=lambda text: None) -> Callable:
