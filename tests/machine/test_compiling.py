@@ -99,7 +99,7 @@ def test_without_gradients_one_code_does_for_all_shapes():
     counters.clear()
     model, graphs = make_model(4), []
     run = compiling.compile_parts(model, dynamic=True, backend="aot_eager")
-    for rows, positions in ((2, 16), (4, 8), (3, 12), (8, 4)):
+    for rows, positions in ((3, 12), (4, 8), (5, 14), (8, 4)):  # not 16, as the heads
         tokens = torch.randint(61, (rows, positions), generator=torch.Generator().manual_seed(2))
         with torch.no_grad():
             losses = run(tokens, tokens.clone(), reduction="none")
