@@ -64,7 +64,10 @@ def compile_parts(model: nn.Module, dynamic: bool = False, backend: str | Callab
 
     functorch.autograd_cache_allow_custom_autograd_functions = True  # else torch keeps no such code on disk
     dynamo.recompile_limit = 32  # kinds of blocks, each for training and for evaluation
-    compiled, options = copy.copy(model), {"dynamic": dynamic, "backend": backend}
+    options = {"dynamic": dynamic, "backend": backend}
+    if not hasattr(model, "begin"):  # a model of your own
+        return torch.compile(model, **options)
+    compiled = copy.copy(model)
     blocks = nn.ModuleList(torch.compile(block, **options) for block in model.blocks)
     compiled._modules = model._modules | {"blocks": blocks}
     for name in ("begin", "end"):

@@ -1,10 +1,14 @@
-"""When code is compiled, and code that runs eager at first."""
+"""When code is compiled, which parts of it, and code that runs eager at first."""
 
+import os
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers import make_plan
+from helpers import ROOT, make_plan
 from torch._dynamo.utils import counters
 
 from nanochat.gpt import GPT, GPTConfig
@@ -106,3 +110,30 @@ def test_without_gradients_one_code_does_for_all_shapes():
             torch.testing.assert_close(losses, model(tokens, tokens, reduction="none"), rtol=1e-4, atol=1e-5)
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] == graphs[-1]
+
+
+MICRO_STEP = """
+import torch
+from torch._dynamo.utils import counters
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.machine.compiling import compile_parts
+model = GPT(GPTConfig(3, 32, 2, 61, 16))
+model.init_weights()
+tokens = torch.arange(32).view(2, 16)
+compile_parts(model)(tokens, tokens.clone()).backward()
+found = counters["aot_autograd"]
+print(*(found["autograd_cache_" + name] for name in ("hit", "miss", "bypass")))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
+def test_the_next_process_finds_all_compiled_code_on_disk(tmp_path):
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    counts = []
+    for _ in range(2):
+        command = [sys.executable, "-c", MICRO_STEP]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        counts.append([int(n) for n in done.stdout.split()])
+    (_, compiled, _), second = counts
+    assert compiled > 0 and second == [compiled, 0, 0]
