@@ -19,6 +19,7 @@ from nanochat.data.loader import TrainLoader
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import open_tokenizer
 from nanochat.machine import precision
+from nanochat.machine.compiling import compile_parts
 from nanochat.machine.precision import name_of
 
 
@@ -53,7 +54,7 @@ def compiled_backward() -> dict:
         functorch.backward_pass_autocast, model = mode, our_model()
         try:
             with precision.autocast(torch.device("cpu"), torch.bfloat16):
-                loss = torch.compile(model, dynamic=False)(*byte_rows(64, 99))
+                loss = compile_parts(model)(*byte_rows(64, 99))
             loss.backward()
         finally:
             functorch.backward_pass_autocast = before

@@ -94,6 +94,7 @@ def train(config, weights, batches, machine, dtype, compiled, backend="inductor"
     from nanochat import optim
     from nanochat.diagnostics import scaled_rates, training_step
     from nanochat.gpt import GPT
+    from nanochat.machine.compiling import compile_parts
     from nanochat.ops import attention
 
     model = GPT(config)
@@ -107,7 +108,7 @@ def train(config, weights, batches, machine, dtype, compiled, backend="inductor"
     optimizer = optim.MuonAdamW(groups, dtype, 0 if compiled and backend == "inductor" else None)
     fp16 = dtype == torch.float16
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=fp16)
-    step_model = torch.compile(model, dynamic=False, backend=backend) if compiled else model
+    step_model = compile_parts(model, backend=backend) if compiled else model
     found = []
     for inputs, targets in batches:
         where = inputs.to(device), targets.to(device)

@@ -99,6 +99,7 @@ class Ours:
         from nanochat import optim
         from nanochat.gpt import GPT
         from nanochat.machine import precision, runtime
+        from nanochat.machine.compiling import compile_parts
         from nanochat.ops import attention
 
         self.machine = runtime.start(job["device"], seed=0)
@@ -118,7 +119,7 @@ class Ours:
         groups = optim.parameter_groups(model, self.plan.rates, self.plan.weight_decay)
         self.optimizer = optim.MuonAdamW(groups, self.dtype, 0 if job["compile"] else None)
         self.scaler = precision.make_scaler(self.device, self.dtype)
-        self.train_model = torch.compile(model, dynamic=False) if job["compile"] else model
+        self.train_model = compile_parts(model) if job["compile"] else model
         self.rows, self.micro_steps = self.plan.device_batch_size, self.plan.grad_accum_steps
 
     def facts(self) -> dict:

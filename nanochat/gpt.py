@@ -28,7 +28,7 @@ from nanochat.ops.attention import attention, previous_token, visible_from
 from nanochat.ops.elementwise import norm, norm_and_rotate, norm_rotate_and_shift
 from nanochat.ops.loss import softcap, softcapped_cross_entropy
 from nanochat.ops.mlp import feed_forward
-from nanochat.ops.operators import embedding, look_up, materialized
+from nanochat.ops.operators import embedding, look_up
 from nanochat.ops.subword import SubwordEmbedding
 
 ROPE_BASE = 100_000  # RoPE: longer wavelengths than the usual 10,000
@@ -148,15 +148,23 @@ class Block(nn.Module):
         gates = config.width // math.gcd(config.width, GATED_CHANNELS)
         self.x_before_gate = nn.Linear(min(GATE_INPUTS, config.width), gates, bias=False)
 
-    def forward(self, x, x0, value_embedding, rotary, cache=None, visible=None):
+    def forward(self, x, branch, x0, value_embedding, rotary, cache=None, visible=None):
+        """(x, branch) -> (x, branch): their sum is the residual stream, (B, T, C).
+
+        The MLP's output is added where the next block begins: blocks are compiled one by one, and so the sum
+        is a part of the first kernel there. value_embedding: None, (B, T, C), or a table and idx.
+        """
+        x = x + branch
         before = previous_token(x, visible) if cache is None else cache.previous_token(x)  # (B, T, C)
         before = gated(before, self.x_before_gate(x0[..., :GATE_INPUTS]))
         # x0 residual: late layers still see the token itself
         x = x + self.x0_scale.to(x.dtype) * x0
         # Smear: add a share of the stream of the token before, so pairs of tokens are seen without attention
         x = torch.addcmul(x, self.x_before_scale.to(x.dtype), before)
+        if isinstance(value_embedding, tuple):
+            value_embedding = look_up(*value_embedding).to(x.dtype)
         x = x + self.attention(norm(x), value_embedding, rotary, cache, visible)
-        return x + self.mlp(norm(x))
+        return x, self.mlp(norm(x))
 
 
 class GPT(nn.Module):
@@ -225,27 +233,40 @@ class GPT(nn.Module):
         indices into the B * T positions: logits (N, V) of these alone. With `documents`, from
         Attention.boundaries or their numbers (B, T) int64, a token sees its own document only.
         """
-        places = slice(idx.size(1)) if cache is None else cache.places(idx.size(1))
         embedding_rows, head_rows = self.tables()
+        x, branch, rows_of_head, *rotary = self.begin(embedding_rows, head_rows, idx, cache)
+        visible = visible_from(documents)
+        for i, (block, x0) in enumerate(zip(self.blocks, self.for_each_block(x), strict=True)):
+            value_embedding = None
+            if str(i) in self.value_embeddings:
+                value_embedding = self.value_embeddings[str(i)].weight, idx
+            elif self.config.has_value_embedding(i):
+                value_embedding = rows_of_head
+            layer_cache = None if cache is None else cache.layers[i]
+            x, branch = block(x, branch, x0, value_embedding, rotary, layer_cache, visible)
+        return self.end(x, branch, head_rows, targets, reduction, positions)
+
+    def for_each_block(self, x0):
+        """x0 as an input of each block."""
+        return [x0] * len(self.blocks)
+
+    def begin(self, embedding_rows, head_rows, idx, cache):
+        """Before the blocks: x, branch, rows_of_head (B, T, C) each, and the rotary tables (T, 1, D)."""
+        places = slice(idx.size(1)) if cache is None else cache.places(idx.size(1))
         x = norm(look_up(embedding_rows, idx))  # (B, T, C)
         if torch.is_autocast_enabled(x.device.type):  # so the residual stream runs in the compute dtype too
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        # (T, 1, D) each: the same for all heads
         # Not in a comprehension: there torch.compile takes T for a constant, and compiles once for each T
         cos, sin = self.cos[places].to(x.dtype), self.sin[places].to(x.dtype)
-        rotary = torch.cat((cos, cos), -1).unsqueeze(-2), torch.cat((-sin, sin), -1).unsqueeze(-2)
-        x = materialized(x)
-        x0, visible = x, visible_from(documents)
+        cos, sin = torch.cat((cos, cos), -1).unsqueeze(-2), torch.cat((-sin, sin), -1).unsqueeze(-2)
         # The last layer's value embeddings are rows of the head: a token that is attended to raises its logit
-        rows_of_head = norm(look_up(head_rows, idx)).to(x.dtype)  # (B, T, C)
-        for i, block in enumerate(self.blocks):
-            value_embedding = None  # (B, T, C)
-            if str(i) in self.value_embeddings:
-                value_embedding = look_up(self.value_embeddings[str(i)].weight, idx).to(x.dtype)
-            elif self.config.has_value_embedding(i):
-                value_embedding = rows_of_head
-            x = block(x, x0, value_embedding, rotary, None if cache is None else cache.layers[i], visible)
-        x = norm(x)
+        rows_of_head = norm(look_up(head_rows, idx)).to(x.dtype)
+        # 0 * x and not zeros: a branch without gradients would be compiled as another kind of block
+        return x, 0 * x, rows_of_head, cos, sin
+
+    def end(self, x, branch, head_rows, targets, reduction, positions):
+        """After the blocks: logits or the loss."""
+        x = norm(x + branch)
         if positions is not None:
             x = x.flatten(0, 1)[positions]  # (N, C)
         if targets is None:
@@ -286,8 +307,9 @@ def check_dtypes(model: nn.Module, dtype: torch.dtype):
         return
 
     def check(name, *values):
-        for tensor in tree_leaves(values):
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.dtype != dtype:
+        tensors = [t for t in tree_leaves(values) if torch.is_tensor(t) and not isinstance(t, nn.Parameter)]
+        for tensor in tensors:  # a table is a parameter; its rows are cast
+            if tensor.is_floating_point() and tensor.dtype != dtype:
                 raise UserError(
                     f"{name} computes in {tensor.dtype} in place of {dtype}: in nanochat/gpt.py, a float32 "
                     "parameter or table meets x without .to(x.dtype); add it, or take check_dtypes out of "

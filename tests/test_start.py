@@ -10,6 +10,7 @@ from helpers import ROOT, command, insert, losses, python_m
 
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine import precision, runtime
+from nanochat.machine.compiling import compile_parts
 from nanochat.ops import attention
 
 AFTER_STEP_1 = """
@@ -27,7 +28,8 @@ def test_an_eager_run_takes_its_first_step_without_compiler_plots_and_wandb(tree
 
 
 def test_torch_can_keep_the_compiled_model_for_the_next_start():
-    """torch keeps no graph with a higher-order operator in it, such as one made from an autograd.Function."""
+    """torch keeps no graph with a higher-order operator in it, other than those of autograd.Functions, which
+    compile_parts allows."""
     machine = runtime.start("cpu", seed=0)
     model = runtime.materialize(GPT(GPTConfig(2, 32, 2, 300, 32, "SL")), machine.device, 0)
     attention.use(model, attention.choose(model.config, machine, torch.bfloat16, True, False, {}))
@@ -39,12 +41,11 @@ def test_torch_can_keep_the_compiled_model_for_the_next_start():
 
     tokens = torch.arange(64).view(2, 32)
     with precision.autocast(machine.device, torch.bfloat16):
-        torch.compile(model, dynamic=False, fullgraph=True, backend=backend)(
-            tokens, tokens.clone()
-        ).backward()
+        compile_parts(model, backend=backend)(tokens, tokens.clone()).backward()
     names = [str(target) for target in found]
     assert "nanochat.attention_in_blocks" in " ".join(names)
-    assert not [target for target in found if isinstance(target, torch._ops.HigherOrderOperator)]
+    higher = {str(target) for target in found if isinstance(target, torch._ops.HigherOrderOperator)}
+    assert higher <= {"autograd_function_apply"}
 
 
 # ------------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Bits per byte, the loss in a unit that does not depend on the tokenizer, and the loss by position."""
 
-import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from nanochat import UserError
+from nanochat.machine.compiling import compile_parts
 from nanochat.machine.precision import autocast
 
 # Tokens of context: 1-16, 17-64, 65-256 and so on, up to the longest row that max_seq_len allows, 2^20 tokens
@@ -38,11 +38,12 @@ def bits_per_byte(
     Bits per byte = sum of nats / ln 2 / bytes of the scored tokens. A longer token has a higher loss and
     more bytes.
     """
-    losses = _compiled_losses() if pays_to_compile(compiled, token_bytes.device) else token_losses
+    if pays_to_compile(compiled, token_bytes.device):
+        model = compile_parts(model, dynamic=True)  # one code for all the shapes of batches
     nats, counts = [], []  # of each batch; on the device until the end, so that nothing waits for it
     with autocast(token_bytes.device, dtype):
         for inputs, targets in batches:
-            nats.append(_by_position(losses(model, inputs, targets).view_as(targets)))
+            nats.append(_by_position(model(inputs, targets, reduction="none").view_as(targets)))
             scored = targets >= 0
             scored_bytes = token_bytes[targets.clamp_min(0)].mul(scored).sum()
             counts.append(torch.cat([_by_position(scored), scored_bytes[None]]))
@@ -59,21 +60,10 @@ def bits_per_byte(
     return Evaluation(sum(nats) / math.log(2) / scored_bytes if scored_bytes else math.nan, by_position)
 
 
-def token_losses(model, inputs, targets):
-    """The loss of each target in nats, (B * T,) float32; 0 where the target is -1."""
-    return model(inputs, targets, reduction="none")
-
-
 def pays_to_compile(compiled: bool, device: torch.device) -> bool:
     """Whether to compile the evaluation if training is `compiled`. On a CPU compiling takes 20 s and gains
     nothing: without gradients, loss.py is as fast there as compiled code (docs/benchmarks.md)."""
     return compiled and device.type != "cpu"
-
-
-@functools.cache
-def _compiled_losses():
-    """One graph for all shapes: a graph for each of the batches' many shapes would take long to compile."""
-    return torch.compile(token_losses, dynamic=True)
 
 
 def _by_position(values):

@@ -1,11 +1,13 @@
 """torch.compile: whether it pays, and code that runs eager at first and compiled from then on."""
 
+import copy
 import gc
 import os
 import shutil
 from collections.abc import Callable
 
 import torch
+import torch.nn as nn
 
 from nanochat.machine import memory
 
@@ -49,33 +51,73 @@ def cannot_compile(device: torch.device) -> str:
     return ""
 
 
-def compile_after(function: Callable, steps: int | None, calls: int = 1, say=lambda text: None) -> Callable:
-    """A function or module that runs eager for `steps` steps of `calls` calls each, and compiled after that.
+def compile_parts(model: nn.Module, dynamic: bool = False, backend: str | Callable = "inductor") -> nn.Module:
+    """A gpt.GPT with the same parameters and compiled parts: what comes before the blocks, the blocks, and
+    what comes after them. The model itself stays eager.
 
-    steps: 0 = compiled from the first call, None = never compiled: the function itself. say: print, for the
+    Blocks of a kind share their code: with value embeddings or without, with a window or without. So the time
+    it takes does not grow with the depth. dynamic: one code for all numbers of rows and positions.
+    """
+    # Here, because they take seconds to load
+    from torch._dynamo import config as dynamo
+    from torch._functorch import config as functorch
+
+    functorch.autograd_cache_allow_custom_autograd_functions = True  # else torch keeps no such code on disk
+    dynamo.recompile_limit = 32  # kinds of blocks, each for training and for evaluation
+    options = {"dynamic": dynamic, "backend": backend}
+    if not hasattr(model, "begin"):  # a model of your own
+        return torch.compile(model, **options)
+    compiled = copy.copy(model)
+    blocks = nn.ModuleList(torch.compile(block, **options) for block in model.blocks)
+    compiled._modules = model._modules | {"blocks": blocks}
+    for name in ("begin", "end"):
+        setattr(compiled, name, torch.compile(getattr(model, name), **options))
+    sum_up = torch.compile(lambda *gradients: sum(gradients), **options)
+    compiled.for_each_block = lambda x: ForEach.apply(x, len(blocks), sum_up)
+    return compiled
+
+
+class ForEach(torch.autograd.Function):
+    """x as `uses` inputs of compiled code, whose gradients are summed in one pass over memory. PyTorch would
+    add them one by one."""
+
+    @staticmethod
+    def forward(ctx, x, uses: int, sum_up: Callable):
+        ctx.sum_up = sum_up
+        return tuple(x.view_as(x) for _ in range(uses))
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return ctx.sum_up(*gradients), None, None
+
+
+def compile_after(model: nn.Module, steps: int | None, calls: int = 1, say=lambda text: None) -> Callable:
+    """A model that runs eager for `steps` steps of `calls` calls each, and compiled after that.
+
+    steps: 0 = compiled from the first call, None = never compiled: the model itself. say: print, for the
     step that compiles, which takes longer.
     """
     if steps is None:
-        return function
+        return model
     if steps == 0:
-        return torch.compile(function, dynamic=False)
-    return CompileAfter(function, steps * calls, say)
+        return compile_parts(model)
+    return CompileAfter(model, steps * calls, say)
 
 
 class CompileAfter:
     """See `compile_after`."""
 
-    def __init__(self, function: Callable, calls: int, say: Callable):
-        self.function, self.eager_calls, self.calls, self.say = function, calls, 0, say
+    def __init__(self, model: nn.Module, calls: int, say: Callable):
+        self.model, self.eager_calls, self.calls, self.say = model, calls, 0, say
 
     def __call__(self, *args, **kwargs):
         if self.calls == self.eager_calls:
             self.say("compiling: the next step takes longer")
-            self.function = torch.compile(self.function, dynamic=False)
+            self.model = compile_parts(self.model)
         if self.calls == self.eager_calls + 1:
             freeze_garbage()  # the compiler's objects
         self.calls += 1
-        return self.function(*args, **kwargs)
+        return self.model(*args, **kwargs)
 
 
 def freeze_garbage():

@@ -75,12 +75,3 @@ def _gradients(ctx, gradient):
 
 
 register_autograd("rows_of_table", _keep, _gradients)
-
-
-def materialized(x):
-    """x itself. Compiled code keeps it in memory, where it would else compute it again at each use."""
-    return torch.ops.nanochat.materialized(x) if torch.compiler.is_compiling() else x
-
-
-register("materialized", "(Tensor x) -> Tensor", torch.clone, torch.empty_like)
-register_autograd("materialized", lambda ctx, inputs, output: None, lambda ctx, gradient: gradient)

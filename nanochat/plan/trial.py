@@ -12,6 +12,7 @@ import torch
 from nanochat import UserError
 from nanochat.gpt import GPT
 from nanochat.machine import precision, runtime
+from nanochat.machine.compiling import compile_parts
 from nanochat.machine.transfers import to_device
 from nanochat.plan import memory
 
@@ -58,7 +59,7 @@ def smaller(plan) -> int:
 def _fits(plan, machine, model, boundaries, reduction) -> bool:
     """Whether two micro-steps fit into memory. They leave no trace."""
     before = runtime.random_state(machine.device)
-    step = torch.compile(model, dynamic=False) if plan.compiled else model
+    step = compile_parts(model) if plan.compiled else model
     try:
         # Several processes have the gradients a second time, in DDP's buckets
         buckets = [torch.empty_like(p) for p in model.parameters() if machine.world_size > 1]

@@ -1,11 +1,19 @@
-"""When code is compiled, and code that runs eager at first."""
+"""When code is compiled, which parts of it, and code that runs eager at first."""
 
+import os
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
+import pytest
 import torch
-from helpers import make_plan
+from helpers import ROOT, make_plan
+from torch._dynamo.utils import counters
 
+from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine import compiling
+from nanochat.ops.attention import attention
 from nanochat.plan.planning import eager_steps
 
 CPU = torch.device("cpu")
@@ -43,3 +51,89 @@ def test_a_compiled_run_begins_eager_where_it_can_wait_and_memory_suffices():
     assert eager_steps(tight, "auto", {"eager_steps": 10}) == 10  # as it began
     assert eager_steps(fits, "auto", {"eager_steps": 0}) == 0
     assert eager_steps(fits, "auto", {"compiled": True}) == 0  # of an earlier version
+
+
+def make_model(depth, window_pattern="L", spelled=False):
+    """A model whose blocks all do something: fresh ones add zeros."""
+    model = GPT(GPTConfig(depth, 32, 2, 61, 16, window_pattern, spelled))
+    generator = torch.Generator().manual_seed(0)
+    model.init_weights(generator)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn(p.shape, generator=generator))
+    return model
+
+
+def loss_and_gradients(model, run, *arguments, **options):
+    model.zero_grad()
+    loss = run(*arguments, **options)
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+TOKENS = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("depth, pattern, spelled", [(3, "L", False), (4, "SL", False), (2, "L", True)])
+@pytest.mark.parametrize("in_documents", [False, True])
+def test_compiled_parts_compute_what_the_model_computes(depth, pattern, spelled, in_documents):
+    model = make_model(depth, pattern, spelled)
+    documents = attention.boundaries(TOKENS, 3) if in_documents else None
+    found = [
+        loss_and_gradients(model, run, TOKENS, TOKENS.clone(), documents=documents)
+        for run in (model, compiling.compile_parts(model, backend="aot_eager"))
+    ]
+    for expected, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_code_does_not_grow_with_the_depth():
+    graphs = []
+    for depth in (4, 10):
+        torch.compiler.reset()
+        counters.clear()
+        model = make_model(depth)
+        loss_and_gradients(model, compiling.compile_parts(model, backend="aot_eager"), TOKENS, TOKENS.clone())
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1]
+
+
+def test_without_gradients_one_code_does_for_all_shapes():
+    torch.compiler.reset()
+    counters.clear()
+    model, graphs = make_model(4), []
+    run = compiling.compile_parts(model, dynamic=True, backend="aot_eager")
+    for rows, positions in ((3, 12), (4, 8), (5, 14), (8, 4)):  # not 16, as the heads
+        tokens = torch.randint(61, (rows, positions), generator=torch.Generator().manual_seed(2))
+        with torch.no_grad():
+            losses = run(tokens, tokens.clone(), reduction="none")
+            torch.testing.assert_close(losses, model(tokens, tokens, reduction="none"), rtol=1e-4, atol=1e-5)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[-1]
+
+
+MICRO_STEP = """
+import torch
+from torch._dynamo.utils import counters
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.machine.compiling import compile_parts
+model = GPT(GPTConfig(3, 32, 2, 61, 16))
+model.init_weights()
+tokens = torch.arange(32).view(2, 16)
+compile_parts(model)(tokens, tokens.clone()).backward()
+found = counters["aot_autograd"]
+print(*(found["autograd_cache_" + name] for name in ("hit", "miss", "bypass")))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
+def test_the_next_process_finds_all_compiled_code_on_disk(tmp_path):
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    counts = []
+    for _ in range(2):
+        command = [sys.executable, "-c", MICRO_STEP]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        counts.append([int(n) for n in done.stdout.split()])
+    (_, compiled, _), second = counts
+    assert compiled > 0 and second == [compiled, 0, 0]

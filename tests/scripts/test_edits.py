@@ -19,8 +19,8 @@ class ChangedBlock(Block):
         {make}
 
     def forward(self, x, *arguments, **options):
-        x = super().forward(x, *arguments, **options)
-        return {use}
+        x, branch = super().forward(x, *arguments, **options)
+        return {use}, branch
 
 
 def init_weights(self, generator=None, plain=GPT.init_weights):
