@@ -17,8 +17,10 @@ import contextlib
 import copy
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 import torch._functorch.config
@@ -225,9 +227,9 @@ def trace(function, args, parameters: int = 0) -> dict:
     )
     with FakeTensorMode():
         args = [empty_like(a, "cpu") for a in args]
-        result = traced(*args)
-        if any(a.requires_grad for a in tensors_in(args)):
-            result.backward()
+        results = [result for result in tensors_in(traced(*args)) if result.requires_grad]
+        if results:
+            torch.autograd.backward(results, [torch.empty_like(result) for result in results])
     return graphs
 
 
@@ -287,8 +289,18 @@ def calls_inside(function, args) -> list[dict]:
 # The two models
 
 
-def ours(job: dict):
-    """Our model and the function of its micro-step."""
+class Part(NamedTuple):
+    """What is compiled by itself: a function of a module's parameters {name: tensor} and of tensors."""
+
+    name: str
+    function: Callable
+    module: torch.nn.Module
+    tensors: list
+    times: int = 1  # in a micro-step
+
+
+def ours(job: dict) -> tuple[torch.nn.Module, list[Part]]:
+    """Our model and its parts, as compiling.compile_parts compiles them."""
     from nanochat.gpt import GPT
     from nanochat.ops import kernels, loss
     from nanochat.plan import scaling
@@ -304,11 +316,56 @@ def ours(job: dict):
         if hasattr(module, "attend"):
             module.attend = lambda q, k, v, *_: attention(q, k, v)[0]
 
-    def micro_step(*args):
-        with torch.autocast("cpu", torch.bfloat16), torch.autocast("cuda", torch.bfloat16):
-            return torch.func.functional_call(model, *args)
+    def in_bfloat16(function):
+        def called(*args):
+            with torch.autocast("cpu", torch.bfloat16), torch.autocast("cuda", torch.bfloat16):
+                return function(*args)
 
-    return model, micro_step
+        return called
+
+    def block_part(i: int, times: int) -> Part:
+        table = str(i) in model.value_embeddings
+        inputs = [x, x, x, *rotary]
+        if table:
+            inputs += [idx, model.value_embeddings[str(i)].weight]
+        elif model.config.has_value_embedding(i):
+            inputs += [x]
+
+        def run(parameters, x, branch, x0, cos, sin, *value):
+            value = (value[1], value[0]) if table else value[0] if value else None
+            args = x, branch, x0, value, (cos, sin)
+            return torch.func.functional_call(model.blocks[i], parameters, args)
+
+        return Part(f"block_{i}", in_bfloat16(run), model.blocks[i], inputs, times)
+
+    B, T = job["device_batch_size"], job["max_seq_len"]
+    idx = torch.empty(B, T, dtype=torch.int64)
+    x = torch.empty(B, T, model.config.width, dtype=torch.bfloat16, requires_grad=True)
+    rotary = [torch.empty(T, 1, model.config.head_dim, dtype=torch.bfloat16)] * 2
+    tables = [model.embedding.weight, model.head.weight]
+    nothing = torch.nn.Module()
+    kinds = {}
+    for i in range(job["depth"]):
+        kind = str(i) in model.value_embeddings, model.config.has_value_embedding(i), model.config.windows[i]
+        kinds.setdefault(kind, []).append(i)
+
+    def begin(buffers, *args):
+        model.cos, model.sin = buffers["cos"], buffers["sin"]
+        return model.begin(*args, None)
+
+    rotary_tables = torch.nn.Module()
+    rotary_tables.register_buffer("cos", model.cos)
+    rotary_tables.register_buffer("sin", model.sin)
+    parts = [Part("begin", in_bfloat16(begin), rotary_tables, [*tables, idx])]
+    parts += [block_part(layers[0], len(layers)) for layers in kinds.values()]
+
+    def end(_, x, branch, head, targets):
+        return model.end(x, branch, head, targets, "mean", None)
+
+    parts.append(Part("end", in_bfloat16(end), nothing, [x, x, tables[1], idx]))
+    gradients = [x.detach()] * job["depth"]
+    parts.append(Part("gradient_of_x0", lambda _, *args: sum(args), nothing, gradients))
+    return model, parts
 
 
 def peer(job: dict):
@@ -326,27 +383,40 @@ def peer(job: dict):
         )
     )  # fmt: skip
     model.init_weights()  # it casts the embeddings
-    return model, lambda *args: torch.func.functional_call(model, *args)
+    tokens = [torch.empty(job["device_batch_size"], job["max_seq_len"], dtype=torch.int64)] * 2
+
+    def run(parameters, *tokens):
+        return torch.func.functional_call(model, parameters, tokens)
+
+    return model, [Part("model", run, model, tokens)]
 
 
 def main():
     job = json.loads(sys.argv[1])
     pretend()
     with torch.device("meta"):
-        model, micro_step = {"ours": ours, "peer": peer}[job["whose"]](job)
-        tokens = [torch.empty(job["device_batch_size"], job["max_seq_len"], dtype=torch.int64)] * 2
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    graphs = trace(
-        lambda *args: micro_step(dict(zip(tensors, args, strict=False)), args[len(tensors) :]),
-        [*tensors.values(), *tokens],
-        parameters=len(tensors),
-    )
+        model, parts = {"ours": ours, "peer": peer}[job["whose"]](job)
     kernels = []
-    for phase, graph in graphs.items():
-        found, code = on_gpu(*graph, phase == "backward")
-        kernels += [{"phase": phase, **launch} for launch in found]
-        if job["folder"]:
-            Path(job["folder"], f"{job['whose']}_{phase}.py").write_text(code)
+    for part in parts:
+        own = dict(part.module.named_parameters()) | dict(part.module.named_buffers())
+        # Parameters first: they are there in the backward pass, too
+        is_parameter = [isinstance(tensor, torch.nn.Parameter) for tensor in part.tensors]
+        order = sorted(range(len(part.tensors)), key=lambda i: not is_parameter[i])
+        others = [part.tensors[i] for i in order]
+
+        def run(*args, part=part, own=own, order=order):
+            mine, rest = args[: len(own)], args[len(own) :]
+            return part.function(
+                dict(zip(own, mine, strict=True)), *[rest[order.index(i)] for i in range(len(rest))]
+            )
+
+        alive = len(own) + sum(is_parameter)
+        for phase, graph in trace(run, [*own.values(), *others], alive).items():
+            found, code = on_gpu(*graph, phase == "backward")
+            phase = "backward" if part.name.startswith("gradient") else phase
+            kernels += [{"phase": phase, "part": part.name, **launch} for launch in found] * part.times
+            if job["folder"]:
+                Path(job["folder"], f"{job['whose']}_{part.name}_{phase}.py").write_text(code)
     gradients = [p.numel() * p.element_size() for p in model.parameters()]
     print(json.dumps({"kernels": kernels, "gradients": gradients}))
 
