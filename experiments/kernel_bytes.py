@@ -15,6 +15,7 @@ from torch._inductor.dependencies import MemoryDep
 from torch._inductor.ir import MultiOutput
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"}
 PRODUCTS |= {"counted::attention", "counted::attention_backward"}
@@ -127,6 +128,10 @@ def scheduled(graph, node) -> dict | None:
     return call | {"operator": origin.target._schema.name, "arguments": args}
 
 
+def _ranges(dependency):
+    return {name: ValueRanges(0, size - 1) for name, size in dependency.ranges.items()}
+
+
 def _moved_by_kernel(graph, node) -> tuple[dict[str, int], dict[str, int]]:
     """Inductor's own count_bytes takes whole tensors where a kernel reads a part of them, and at most 1e9
     elements of each in a fused kernel, which is too few for logits. Dependencies other than MemoryDep only
@@ -138,10 +143,16 @@ def _moved_by_kernel(graph, node) -> tuple[dict[str, int], dict[str, int]]:
         return made and made.defining_op in inner and {user.node for user in made.users} <= inner
 
     def sizes(dependencies):
-        elements = collections.Counter()
+        elements, seen = collections.Counter(), set()
         for d in dependencies:
-            if isinstance(d, MemoryDep) and not stays_inside(d.name):
-                elements[d.name] += int(math.prod(d.size) if d.is_indirect() else d.get_numel())
+            if not isinstance(d, MemoryDep) or stays_inside(d.name):
+                continue
+            number = int(math.prod(d.size) if d.is_indirect() else d.get_numel())
+            # The same elements in another order, such as halves that change places, are read once
+            found = d.name, number, d if d.is_indirect() else str(bound_sympy(d.index, _ranges(d)))
+            if found not in seen:
+                elements[d.name] += number
+            seen.add(found)
         whole = {name: int(graph.get_numel(name)) for name in elements}
         return {name: min(n, whole[name]) * graph.get_dtype(name).itemsize for name, n in elements.items()}
 
