@@ -26,8 +26,7 @@ def register(name: str, types: str, function, shapes, kernel=None):
 def register_autograd(name: str, keep, gradients):
     """Give an operator its backward pass: setup_context and backward of torch.library.register_autograd.
 
-    Not a torch.autograd.Function: torch's cache takes no compiled code that has one, so each start would
-    compile the backward pass again.
+    Not a torch.autograd.Function: torch.compile would look inside.
     """
     torch.library.register_autograd(f"nanochat::{name}", gradients, setup_context=keep, lib=LIBRARY)
 
