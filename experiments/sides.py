@@ -113,7 +113,7 @@ class Side:
             return "its message stands above"
         self.process.wait()
         self.errors.seek(0)
-        lines = [line.strip()[:200] for line in self.errors.read().splitlines() if line.strip()]
+        lines = [line.strip()[:200] for line in self.errors.read().splitlines() if line.strip(" ^~")]
         return " / ".join(lines[-LAST_LINES:])
 
     def end(self):

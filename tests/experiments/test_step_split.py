@@ -117,7 +117,7 @@ KERNELS = {
     "products": [
         "nvjet_sm90_tst_192x192_64x3_1x2_h_bz_coopB_splitK_NTN",
         "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment",
-        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_256x128_32x3_nn_align2>(cutlass_80_ten",
+        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_256x128_32x3_nn_align2>",
         "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>",
         "triton_tem_fused_mm_3",
         "aten::mm",
@@ -125,8 +125,8 @@ KERNELS = {
     "attention": [
         "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 64, 64, cutlass::bfloat16_t>>",
         "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x4x1_kernel0_0",
-        "void cudnn::fusion::compute_dot_do_o_specialized<true, 128>(void const*, void const*, void*, void*, un",
-        "void cudnn::fusion::convert_dq_to_16bits<true>(void const*, void*, unsigned int, unsigned int, unsigne",
+        "void cudnn::fusion::compute_dot_do_o_specialized<true, 128>(void const*, void const*, void*)",
+        "void cudnn::fusion::convert_dq_to_16bits<true>(void const*, void*, unsigned int)",
         "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel)",
         "triton_tem_fused_flex_attention_backward_4",
     ],
@@ -145,7 +145,7 @@ KERNELS = {
         "Memcpy HtoD (Pinned -> Device)",
         "Memset (Device)",
         "void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda>",
-        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array>",
     ],
     "element-wise": [
         "triton_poi_fused__scaled_dot_product_cudnn_attention_add_cat_mul_5",
