@@ -21,6 +21,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 
 from experiments import gpu_variants
 from experiments.gpu_turns import Report, Turns
@@ -34,7 +35,8 @@ class Part:
     """A Python program that does one thing: `arguments` follow `python`, then the job as JSON.
 
     The last line that it prints is a JSON object with figures, of which `ok` and `skipped` mean something
-    here. It is expected to take expected_s, and stopped after limit_s. Checks run side by side.
+    here. It is expected to take expected_s, and stopped after limit_s. Checks run side by side. needs: "cuda",
+    and packages.
     """
 
     name: str
@@ -42,25 +44,31 @@ class Part:
     limit_s: float
     arguments: tuple[str, ...]
     is_check: bool = False
-    needs_cuda: bool = False
+    needs: tuple[str, ...] = ()
+
+    def missing(self, device: str) -> str:
+        """Why it cannot run; empty if it can."""
+        lacks = [name for name in self.needs if not (device == name if name == "cuda" else find_spec(name))]
+        return f"needs {' and '.join(lacks)}" if lacks else ""
 
 
-def call(name: str, path: str, expected_s: float, is_check=False, needs_cuda=False, **keywords) -> Part:
+def call(name: str, path: str, expected_s: float, is_check=False, needs=(), **keywords) -> Part:
     """A part that calls `module.function` of this folder with the job and keywords."""
     arguments = "-m", "experiments.gpu_speed", path, json.dumps(keywords)
-    return Part(name, expected_s, 3 * expected_s, arguments, is_check, needs_cuda)
+    return Part(name, expected_s, 3 * expected_s, arguments, is_check, needs)
 
 
+TEXT = "pyarrow", "tiktoken", "safetensors"  # what a run of base_train needs besides torch and numpy
 # Name, function, expected seconds
 PARTS = [
     call("machine", "gpu_parts.machine", 10),
-    call("save_evaluate_sample", "gpu_inference.save_evaluate_sample", 50, depth=12),
+    call("save_evaluate_sample", "gpu_inference.save_evaluate_sample", 50, needs=("safetensors",), depth=12),
     call("ceilings", "gpu_ceilings.ceilings", 45, depths=[12, 24]),
-    call("base_train_d12", "gpu_correctness.base_train_speed", 60, needs_cuda=True, depth=12),
+    call("base_train_d12", "gpu_correctness.base_train_speed", 60, needs=("cuda", *TEXT), depth=12),
     call("losses", "gpu_correctness.losses", 95, is_check=True),
     call("attention", "gpu_correctness.attention", 35, is_check=True),
-    call("waits", "gpu_correctness.waits", 50, is_check=True),
-    call("resume", "gpu_correctness.resume", 55, is_check=True),
+    call("waits", "gpu_correctness.waits", 50, is_check=True, needs=TEXT),
+    call("resume", "gpu_correctness.resume", 55, is_check=True, needs=TEXT),
 ]
 GROUPS = ("d12", "d24", "levers", "windows", "fp8")  # behind the machine, before the other parts
 NAMES = ("machine", *GROUPS, *(part.name for part in PARTS[1:]))
@@ -123,8 +131,8 @@ def run_parts(report: Report, parts: list[Part], job: dict, start=Running):
     checks = {}
     try:
         for part in sorted(parts, key=lambda part: part.is_check):
-            if part.needs_cuda and job["device"] != "cuda":
-                report.take(part.name, {"ok": True, "seconds": 0.0, "skipped": "needs CUDA"})
+            if lacks := part.missing(job["device"]):
+                report.take(part.name, {"ok": True, "seconds": 0.0, "skipped": lacks})
             elif why := report.cannot_end(part.expected_s):
                 report.take(part.name, {"ok": False, "seconds": 0.0, "error": why})
             elif part.is_check:

@@ -71,7 +71,8 @@ class Side:
     alive: ClassVar[set] = set()
 
     def __init__(self, whose: str, job: dict, folder: Path = ROOT, quiet=False, limit_s: float | None = None):
-        environment = os.environ | {"PYTHONPATH": str(folder), "NANOCHAT_DTYPE": job["dtype"]}
+        path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"PYTHONPATH": path, "NANOCHAT_DTYPE": job["dtype"]}
         environment |= job.get("environment", {})
         self.errors = tempfile.TemporaryFile("w+", errors="replace") if quiet else None  # noqa: SIM115
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors, "text": True}

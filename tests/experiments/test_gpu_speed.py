@@ -57,7 +57,7 @@ def test_a_part_that_raises_hangs_or_prints_nothing_does_not_stop_the_others(tmp
         program("says nothing", "pass"),
         program("works", "import sys; print('noise'); print('{\"figure\": 2}')"),
         program("is wrong", 'print(\'{"ok": false, "found": 1}\')'),
-        program("on a GPU", "raise SystemExit(1)", needs_cuda=True),
+        program("on a GPU", "raise SystemExit(1)", needs=("cuda", "json", "nocturnal")),
     ]
     run_parts(found, parts, CPU)
     results = found.results
@@ -68,7 +68,7 @@ def test_a_part_that_raises_hangs_or_prints_nothing_does_not_stop_the_others(tmp
     assert results["hangs"]["error"] == "stopped after 1.5 s" and 1.5 <= results["hangs"]["seconds"] < 10
     assert results["dies"]["error"] == "exit status -11" and "error" in results["says nothing"]
     assert results["works"]["figure"] == 2 and results["is wrong"]["found"] == 1
-    assert results["on a GPU"]["skipped"] == "needs CUDA"
+    assert results["on a GPU"]["skipped"] == "needs cuda and nocturnal"
     state = Path(f"/proc/{child.read_text()}/stat")  # what the part had started ended with it
     assert not state.exists() or state.read_text().split()[2] == "Z"
 
@@ -219,7 +219,7 @@ def test_as_many_are_prepared_at_once_as_fit_into_the_memory_and_the_rest_after_
 def test_what_is_missing_is_skipped():
     fp8 = variant("d12") | {"settings": {"fp8": True}}
     results, _, _ = run({"fp8": [fp8], "pair": [variant("peer", "peer")], "none": []}, {}, peer=None)
-    assert all(row["ok"] for row in results.values()) and results["fp8"]["skipped"] == "needs CUDA"
+    assert all(row["ok"] for row in results.values()) and results["fp8"]["skipped"] == "needs cuda"
     assert "--peer=FOLDER" in results["pair"]["skipped"] and "skipped" in results["none"]
 
 

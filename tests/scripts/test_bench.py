@@ -149,13 +149,14 @@ def test_gpu_gives_an_object_with_each_part_on_the_last_line():
     last = lines.pop()
     assert list(last["parts"]) == ["machine", "fp8", "base_train_d12"] and last["what"] == "gpu"
     assert [{"part": name} | row for name, row in last["parts"].items()] == lines
-    assert last["parts"]["base_train_d12"] == {"ok": True, "seconds": 0.0, "skipped": "needs CUDA"}
+    assert last["parts"]["base_train_d12"] == {"ok": True, "seconds": 0.0, "skipped": "needs cuda"}
 
 
 def test_the_record_names_the_gpu_that_was_measured():
     """CUDA is a stand-in, so the parts fail; no time is left for most."""
     code = (
-        "import runpy, sys, torch; torch.cuda.is_available = lambda: True; torch.cuda.device_count = lambda: 1\n"
+        "import runpy, sys, torch\n"
+        "torch.cuda.is_available = lambda: True; torch.cuda.device_count = lambda: 1\n"
         "torch.cuda.get_device_name = lambda device: 'Imagined 9000'; torch.cuda.set_device = id\n"
         "sys.argv = ['bench', '--what=gpu', '--json', '--minutes=0.01']\n"
         "runpy.run_module('scripts.bench', run_name='__main__')"
