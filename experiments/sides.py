@@ -4,7 +4,7 @@
 is another package in each. The first line of stdin is the job, a JSON object; every further line is an order.
 Every answer is one line of JSON. What the code prints by itself goes to stderr.
 
-    {"do": "first"}                          the first step, which compiles, and a second one: seconds of both
+    {"do": "first"}                          a step of one micro-step, which compiles, and a whole one: seconds
     {"do": "steps", "count": 3}              seconds a step, the last loss, the peak of memory
     {"do": "trace", "path": "F", "count": 2} so many profiled steps, written as a Chrome trace
     {"do": "update"}                         seconds of one optimizer step, on gradients that stay the same
@@ -391,9 +391,11 @@ class GpuLock:
 
 def first(side, batches) -> dict:
     """What is not yet compiled after the first step is after the second. Without the time that it waited."""
-    lock = GpuLock(batches.lock) if batches.lock else None
+    lock, began = GpuLock(batches.lock) if batches.lock else None, time.perf_counter()
     with lock.while_computing(batches.compile) if lock else contextlib.nullcontext():
-        first_step_s = steps(side, batches, 1)["step_s"] - (lock.waited_s if lock else 0)
+        side.step(itertools.islice(batches, 1))
+        synchronize(side.device)
+        first_step_s = time.perf_counter() - began - (lock.waited_s if lock else 0)
         second = steps(side, batches, 1)
     gc.collect()
     gc.freeze()

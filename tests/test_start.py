@@ -31,7 +31,7 @@ import importlib.abc, runpy, sys
 
 class Missing(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name.split(".")[0] in {"pyarrow", "wandb", "matplotlib", "huggingface_hub", "tokenizers", "triton"}:
+        if name.split(".")[0] in {"pyarrow", "wandb", "matplotlib", "huggingface_hub", "triton"}:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Missing())
