@@ -35,8 +35,8 @@ class Part:
     """A Python program that does one thing: `arguments` follow `python`, then the job as JSON.
 
     The last line that it prints is a JSON object with figures, of which `ok` and `skipped` mean something
-    here. It is expected to take expected_s, and stopped after limit_s. Checks run side by side. needs: packages,
-    and "cuda".
+    here. It is expected to take expected_s, and stopped after limit_s. Checks run side by side. needs: names
+    of packages, and "cuda".
     """
 
     name: str

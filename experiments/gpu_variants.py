@@ -12,8 +12,6 @@ from experiments.gpu_parts import DEPTHS, model_job
 from experiments.sides import ROOT, Side
 from experiments.step_split import time_split
 
-LEVERS = "loss", "mlp"  # kernels written by hand, each of which a variant uses alone
-
 
 def groups(job: dict) -> dict[str, list[dict]]:
     """{group: the variants that take turns}, in order of importance. The first of a group is the base."""
@@ -29,7 +27,7 @@ def groups(job: dict) -> dict[str, list[dict]]:
         return ours(name, window_pattern="SSSL", attention=asked)
 
     flash = job.get("flash", [])
-    levers = [ours(name, kernels=name) for name in LEVERS] if find_spec("nanochat.ops.kernels") else []
+    levers = [ours(name, kernels=name) for name in kernels_by_hand()]
     if flash:
         levers.append(ours("cudnn", attention={"full": "cudnn", "flash": ""}))
     windows = [window(name, name) for name in (("banded", "blocks") if job["small"] else ("varlen", "flex"))]
@@ -41,6 +39,15 @@ def groups(job: dict) -> dict[str, list[dict]]:
         "windows": windows,
         "fp8": [ours(f"d{depth}", depth, fp8=True) for depth in DEPTHS],
     }
+
+
+def kernels_by_hand() -> list[str]:
+    """The names of those that can be used one by one."""
+    if not find_spec("nanochat.ops.kernels"):
+        return []
+    from nanochat.ops import kernels
+
+    return list(kernels.PROBES)
 
 
 def missing(variant: dict, job: dict) -> str:
@@ -101,7 +108,7 @@ def figures(side, turns: list[dict]) -> dict:
         row["expected_gib"] = facts["expected_bytes"] / 2**30
         if last["peak_bytes"]:
             row["expected_over_peak"] = facts["expected_bytes"] / last["peak_bytes"]
-    return row | {name: facts[name] for name in ("rows_halved_to", "because") if name in facts}
+    return row | {name: facts[name] for name in ("kernels", "rows_halved_to", "because") if name in facts}
 
 
 # ------------------------------------------------------------------------------------------------------

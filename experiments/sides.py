@@ -4,7 +4,7 @@
 is another package in each. The first line of stdin is the job, a JSON object; every further line is an order.
 Every answer is one line of JSON. What the code prints by itself goes to stderr.
 
-    {"do": "first"}                          a step of one micro-step, which compiles, and a whole one: seconds
+    {"do": "first"}                          seconds of one micro-step, which compiles, and of a whole step
     {"do": "steps", "count": 3}              seconds a step, the last loss, the peak of memory
     {"do": "trace", "path": "F", "count": 2} so many profiled steps, written as a Chrome trace
     {"do": "update"}                         seconds of one optimizer step, on gradients that stay the same
@@ -146,9 +146,9 @@ class Ours:
 
         self.machine = runtime.start(job["device"], seed=0)
         self.device = self.machine.device
-        choose_kernels(job.get("kernels"))
         self.dtype, _ = precision.resolve_dtype(job["dtype"], self.device)
         self.plan = our_plan(job, self.machine, self.dtype)
+        self.kernels = use_kernels(job, self.plan.config, self.machine, self.dtype)
         with torch.device("meta"):
             model = GPT(self.plan.config)
         self.model = runtime.materialize(model, self.device, 0)
@@ -179,6 +179,7 @@ class Ours:
             "peak_flops": plan.hardware.peak_flops,
             "expected_bytes": plan.expected_bytes,
             "attention": self.attention.reason,
+            "kernels": self.kernels,
         }
 
     def step(self, batches) -> torch.Tensor:
@@ -208,12 +209,22 @@ class Ours:
         return lambda rows, tokens: generate_batch(model, [PROMPT] * rows, tokens, **SAMPLING)
 
 
-def choose_kernels(names: str | None):
-    """Use these kernels written by hand, "loss,mlp" say, and no others. "": none; None: the default."""
-    if names is not None and find_spec("nanochat.ops.kernels"):
-        from nanochat.ops import kernels
+def use_kernels(job: dict, config, machine, dtype) -> str:
+    """Use the kernels written by hand that job["kernels"] names, "loss,mlp" say ("": none; "auto": those that
+    base_train chooses). Returns what is used, and why."""
+    if not find_spec("nanochat.ops.kernels"):
+        return "none in this checkout"
+    from nanochat.ops import kernels
 
-        kernels.choose(names)
+    asked = job.get("kernels", "auto")
+    if asked != "auto":
+        kernels.use([name for name in asked.split(",") if name])
+        return f"{asked or 'none'}, as asked for"
+    lock = GpuLock(job["lock"]).while_computing(compiles=False) if "lock" in job else contextlib.nullcontext()
+    with lock:  # it measures how fast they are
+        chosen = kernels.choose(config, machine, dtype, {})
+    kernels.use(chosen.names)
+    return chosen.reason
 
 
 def our_plan(job: dict, machine, dtype):
