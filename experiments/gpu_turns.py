@@ -168,8 +168,8 @@ class Turns:
         sizes = [self.job["sizes"][depth] for depth in depths if self.job.get("sizes")]
         kept = sum(size["kept_gib"] for size in sizes)
         most = max((size["peak_gib"] - size["kept_gib"] for size in sizes), default=0)
-        has_cores = len(self.live) < max(2, 3 * (os.cpu_count() or 1) // 4)
-        return has_cores and kept + most <= (self.job.get("memory_gib") or math.inf)
+        has_cores = len(self.live) < max(2, 3 * (os.cpu_count() or 1) // 4)  # for compilers
+        return (has_cores or self.job["small"]) and kept + most <= (self.job.get("memory_gib") or math.inf)
 
     def take_turns(self, runners: list[Runner]):
         """Each makes some steps, ROUNDS times, and is profiled. Each gets its row, and ends."""

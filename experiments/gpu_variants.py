@@ -54,7 +54,7 @@ def missing(variant: dict, job: dict) -> str:
     """Why a variant cannot run; empty if it can."""
     if variant["side"] == "peer" and not job["peer"]:
         return "give --peer=FOLDER, a checkout of karpathy/nanochat"
-    return "needs cuda" if "fp8" in variant["settings"] and job["device"] != "cuda" else ""
+    return "needs cuda" if variant["settings"].keys() & {"fp8", "kernels"} and job["device"] != "cuda" else ""
 
 
 def prepare(variant: dict, job: dict, limit_s: float) -> Side:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from experiments import gpu_parts, gpu_variants, sides
-from experiments.gpu_speed import Part, bench, run_parts
+from experiments.gpu_speed import PARTS, Part, bench, run_parts
 from experiments.gpu_turns import Report, Turns
 from nanochat import UserError
 from nanochat.machine import runtime
@@ -124,15 +124,18 @@ def test_an_unknown_part_and_a_folder_that_is_not_the_peers_are_refused(tmp_path
 class Stand:
     """A side that is ready, whose steps take known times."""
 
-    def __init__(self, name: str, clock: Clock, said: list, step_s: list[float], **facts):
+    def __init__(self, name: str, clock: Clock, said: list, step_s: list[float], ready_at=0.0, **facts):
         self.name, self.clock, self.said, self.step_s = name, clock, said, iter(step_s)
+        self.ready_at = ready_at
         self.facts = {"rows": 4, "micro_steps": 2, "parameters": 7e6, "flops_per_token": 1e9} | facts
         self.facts |= {"first_step_s": 9.0, "attention": "SDPA", "step_s": step_s[0], "peak_bytes": 0}
         self.job = {"total_batch_size": 1000, "max_seq_len": 125, "depth": 12, "vocab_size": 320}
 
     def do(self, order: str, count: int = 0, limit_s: float = 0, **more) -> dict:
         self.said.append(f"{self.name} {order}")
+        self.clock.now = max(self.clock.now, self.ready_at)
         if order != "steps":
+            self.clock.now += {"trace": 10}.get(order, 0)
             return {}
         step_s = next(self.step_s)
         if step_s < 0:
@@ -214,6 +217,37 @@ def test_as_many_are_prepared_at_once_as_fit_into_the_memory_and_the_rest_after_
     results, lines, said = run(groups, times, sizes=size, memory_gib=30)  # one at a time
     assert said == [f"{name} {do}" for name in "abc" for do in (*2 * ["steps", "release"], "ends")]
     assert all(row["ok"] for row in results.values())
+
+
+def test_five_minutes_suffice_for_the_figures_of_a_machine_like_the_first(monkeypatch):
+    """One H200 and 16 cores: a d12 is ready after 70 s, a d24 after 115 s, with cold caches."""
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    clock, said = Clock(), []
+    found, _ = report(5, clock=clock)
+
+    class Start:
+        def __init__(self, part, job):
+            self.expected_s = part.expected_s
+
+        def finish(self, limit_s: float) -> dict:
+            clock.now += self.expected_s
+            return {"ok": True, "seconds": 0}
+
+    def prepare(variant: dict, job: dict, limit_s: float):
+        step_s, ready_at = (1.05, 80) if variant["depth"] == 12 else (2.8, 125)
+        return Stand(variant["name"], clock, said, [step_s, step_s], ready_at)
+
+    job = {"device": "cuda", "small": False, "peer": "FOLDER"}
+    groups = gpu_variants.groups(job)
+    levers = [variant("none"), variant("loss"), variant("mlp")]
+    run_parts(found, PARTS[:1], job, Start)
+    with Turns(found, job, prepare) as turns:
+        turns.run(groups | {"levers": levers})
+    run_parts(found, PARTS[1:], job, Start)
+    rows = [row for group in groups for row in found.results[group]["variants"].values()]
+    assert len(rows) == 11 and {row["turns"] for row in rows} == {2}
+    assert found.results["save_evaluate_sample"]["ok"] and clock.now < 300
+    assert "not run" in found.results["ceilings"]["error"] and said.count("ours trace") == 1
 
 
 def test_what_is_missing_is_skipped():
