@@ -1,7 +1,8 @@
 """What all parts of `python -m scripts.bench --what=gpu` share, and the first of them: the machine.
 
 A part is a function of the job (gpu_speed.py makes it: device, small, peer and places) that returns its
-figures, ready for JSON. It may raise whatever it likes: each runs in a process of its own.
+figures, ready for JSON; `ok` and `skipped` mean something there. It may raise whatever it likes: each runs in
+a process of its own.
 """
 
 import contextlib
@@ -19,10 +20,6 @@ from experiments.sides import our_plan
 
 PACKAGES = ["triton", "flash-attn", "flash_attn_3", "flash-attn-4", "kernels", "torchao", "numpy"]
 DEPTHS = 12, 24
-
-
-class Skipped(Exception):
-    """A part that cannot run here; the message says why."""
 
 
 def each(**actions) -> dict:

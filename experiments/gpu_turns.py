@@ -8,12 +8,11 @@ are measured keep the others from the GPU (sides.GpuLock), and later groups have
 import json
 import math
 import os
-import shutil
 import statistics
 import tempfile
 import threading
 import time
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -96,24 +95,11 @@ class Runner:
 class Turns:
     """The variants of a job, by group. `prepare` makes a Side that has made its first steps."""
 
-    def __init__(self, report: Report, job: dict, prepare=gpu_variants.prepare):
-        self.report, self.prepare = report, prepare
-        self.place = Path(tempfile.mkdtemp(prefix="bench-gpu-"))
-        self.job = job | {"lock": str(self.place / "gpu")}
-        self.lock = GpuLock(self.job["lock"])
+    def __init__(self, report: Report, job: dict, pool, prepare=gpu_variants.prepare):
+        self.report, self.job, self.pool, self.prepare = report, job, pool, prepare
         self.waiting: list[Runner] = []  # not started, in order
         self.live: list[Runner] = []  # they have memory
-        self.pool = ThreadPoolExecutor(64)
         self.splits: list[Future] = []  # of (group, variant's name, where its time goes)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        for side in list(Side.alive):
-            side.end()
-        self.pool.shutdown(cancel_futures=True)
-        shutil.rmtree(self.place, ignore_errors=True)
 
     def run(self, groups: dict[str, list[dict]]):
         """Measure each group as soon as its variants are ready, in this order if several are."""
@@ -126,6 +112,17 @@ class Turns:
                 runner.row = {"skipped": why}
             else:
                 self.waiting.append(runner)
+        with tempfile.TemporaryDirectory(prefix="bench-gpu-") as place:
+            self.place = Path(place)
+            self.job = self.job | {"lock": str(self.place / "gpu")}
+            self.lock = GpuLock(self.job["lock"])
+            self.measure(todo)
+            for split in as_completed(self.splits):
+                name, who, found = split.result()
+                self.report.results[name]["variants"][who]["time_split"] = rounded(found)
+                self.report.say(part=name, variant=who, time_split=found)
+
+    def measure(self, todo: dict[str, list[Runner]]):
         while todo:
             self.start()
             ready = [name for name, runners in todo.items() if all(runner.is_over for runner in runners)]
@@ -138,10 +135,6 @@ class Turns:
             self.take_turns([runner for runner in todo[name] if runner in self.live])
             if all(runner.row for runner in todo[name]):
                 self.finish(name, todo.pop(name), self.report.clock() - began)
-        for split in as_completed(self.splits):
-            name, who, found = split.result()
-            self.report.results[name]["variants"][who]["time_split"] = rounded(found)
-            self.report.say(part=name, variant=who, time_split=found)
 
     def start(self):
         """Start, in order, those for which there is memory and time."""

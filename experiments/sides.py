@@ -30,7 +30,9 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,8 +63,9 @@ def peer_folder(checkout: str | Path) -> Path:
 
 
 class Side:
-    """A process of this file. `facts`: what its model says of itself. Raises RuntimeError if it ends, and
-    MemoryError if the GPU's memory does not suffice.
+    """A process of this file. `facts`: what its model says of itself; or what a function returns, if `whose`
+    is its name, "module.function": it gets the job, and job["arguments"] as keywords. Raises RuntimeError if
+    the process ends, and MemoryError if the GPU's memory does not suffice.
 
     quiet: what it writes goes to a file, and its last lines to the message of an error. limit_s: the most
     seconds that the process waits for an answer; then it is ended. alive: all that were not.
@@ -72,7 +75,7 @@ class Side:
 
     def __init__(self, whose: str, job: dict, folder: Path = ROOT, quiet=False, limit_s: float | None = None):
         path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-        environment = os.environ | {"PYTHONPATH": path, "NANOCHAT_DTYPE": job["dtype"]}
+        environment = os.environ | {"PYTHONPATH": path, "NANOCHAT_DTYPE": job.get("dtype", "")}
         environment |= job.get("environment", {})
         self.errors = tempfile.TemporaryFile("w+", errors="replace") if quiet else None  # noqa: SIM115
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors, "text": True}
@@ -129,6 +132,18 @@ class Side:
         self.end()
         self.process.communicate()
         Side.alive.discard(self)
+
+
+@contextlib.contextmanager
+def threads():
+    """A pool of threads that wait for sides. What is alive at its end is ended."""
+    pool = ThreadPoolExecutor(64)
+    try:
+        yield pool
+    finally:
+        for side in list(Side.alive):
+            side.end()
+        pool.shutdown(cancel_futures=True)
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -497,6 +512,9 @@ def main():
         print(json.dumps(values), file=answers, flush=True)
 
     try:
+        if sys.argv[1] not in ("ours", "peer"):
+            module, _, name = sys.argv[1].rpartition(".")
+            return answer(getattr(import_module(module), name)(job, **job["arguments"]))
         side = {"ours": Ours, "peer": Peer}[sys.argv[1]](job)
         batches = Batches(job, side.rows, side.micro_steps, side.device)
         answer(side.facts())
