@@ -123,6 +123,7 @@ class Turns:
                 self.report.say(part=name, variant=who, time_split=found)
 
     def measure(self, todo: dict[str, list[Runner]]):
+        """Until no group is left."""
         while todo:
             self.start()
             ready = [name for name, runners in todo.items() if all(runner.is_over for runner in runners)]
@@ -144,7 +145,7 @@ class Turns:
             if why := self.report.cannot_end(PREPARE_S[depth] + TURNS_S[depth]):
                 runner.row = {"error": why}
                 continue
-            limit_s = min(3 * PREPARE_S[depth], self.report.left())
+            limit_s = self.report.left() / 2  # one that hangs leaves time for those that wait for it
             runner.future = self.pool.submit(self.make_ready, runner, limit_s)
             self.live.append(runner)
 

@@ -249,6 +249,22 @@ def test_a_variant_that_fails_stops_no_other():
     assert {"b ends", "c ends", "d ends"} <= set(said)
 
 
+def test_a_variant_that_hangs_leaves_time_for_the_one_that_waits_for_it(pool):
+    """`hangs` answers when its limit is over, as Side.ask does."""
+    clock, said = Clock(), []
+    found, _ = report(4, clock=clock)
+
+    def prepare(variant: dict, job: dict, limit_s: float):
+        if variant["name"] == "hangs":
+            clock.now += limit_s
+            raise RuntimeError(f"stopped after {limit_s:.3g} s")
+        return Stand("works", clock, said, [1.0, 1.0])
+
+    Turns(found, CPU | {"small": False}, pool, prepare).run({"a": [variant("hangs"), variant("works")]})
+    rows = found.results["a"]["variants"]
+    assert "stopped after 120 s" in rows["hangs"]["error"] and rows["works"]["turns"] == 2
+
+
 def test_nothing_is_prepared_or_measured_for_which_the_time_does_not_suffice():
     """d24 is expected to take 160 s, d12 90 s; a turn of `slow` takes over 100 s."""
     times = {"small": [1.0, 1.0], "large": [1.0], "slow": [20.0, 20.0, 20.0]}
