@@ -395,19 +395,23 @@ class GpuLock:
             if not weights or torch.cuda.memory_allocated() < 4 * weights:  # gradients and states too
                 self.give()
 
-        handler = torch._dynamo.callback.callback_handler if compiles else None
-        if handler:
-            torch._functorch.config.force_non_lazy_backward_lowering = True  # both passes before the first
-            handler.register_start_callback(give)
-            handler.register_end_callback(self.take)
-        else:
+        if not compiles:
             self.take()
+            try:
+                yield
+            finally:
+                self.give()
+            return
+        handler = torch._dynamo.callback.callback_handler
+        handler.register_start_callback(give)
+        handler.register_end_callback(self.take)
         try:
-            yield
+            # Both passes are compiled before the first runs, and leaves activations in memory
+            with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+                yield
         finally:
-            if handler:
-                handler.remove_start_callback(give)
-                handler.remove_end_callback(self.take)
+            handler.remove_start_callback(give)
+            handler.remove_end_callback(self.take)
             self.give()
 
 

@@ -400,6 +400,19 @@ def test_one_at_a_time_computes_and_what_measures_goes_first(tmp_path):
     assert order == ["measures", "has measured", "computes"]
 
 
+def test_a_side_has_the_gpu_while_it_computes_and_not_while_it_compiles(tmp_path):
+    lock, held = sides.GpuLock(str(tmp_path / "gpu")), []
+
+    def backend(graph, inputs):
+        held.append(("compiles", lock.held))
+        return lambda *args: (held.append(("computes", lock.held)), graph(*args))[1]
+
+    with lock.while_computing(compiles=True):
+        for function in (torch.sin, torch.cos):
+            torch.compile(lambda x, function=function: function(x), backend=backend)(torch.ones(1))
+    assert held == 2 * [("compiles", False), ("computes", True)] and not lock.held
+
+
 def test_the_kernels_of_a_profile_are_two_tables(tmp_path):
     trace = tmp_path / "trace.json"
     timed = {"ph": "X", "ts": 0, "dur": 4000, "tid": 1}
