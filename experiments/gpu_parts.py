@@ -1,7 +1,8 @@
-"""Parts of `python -m scripts.bench --what=gpu`: the machine, and the speed of training steps.
+"""What all parts of `python -m scripts.bench --what=gpu` share, and the first of them: the machine.
 
 A part is a function of the job (gpu_speed.py makes it: device, small, peer and places) that returns its
-figures, ready for JSON. It may raise whatever it likes: each runs in a process of its own.
+figures, ready for JSON; `ok` and `skipped` mean something there. It may raise whatever it likes: each runs in
+a process of its own.
 """
 
 import contextlib
@@ -9,22 +10,16 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import statistics
 import subprocess
 import sysconfig
-import tempfile
 from pathlib import Path
 
 import torch
 
-from experiments.sides import Side
-from experiments.step_split import time_split
+from experiments.sides import our_plan
 
 PACKAGES = ["triton", "flash-attn", "flash_attn_3", "flash-attn-4", "kernels", "torchao", "numpy"]
-
-
-class Skipped(Exception):
-    """A part that cannot run here; the message says why."""
+DEPTHS = 12, 24
 
 
 def each(**actions) -> dict:
@@ -38,6 +33,22 @@ def each(**actions) -> dict:
     return found
 
 
+def model_job(job: dict, depth: int, **settings) -> dict:
+    """The job of sides.py: a model as base_train makes it, or a tiny one for tests on a CPU.
+
+    d24 takes half of the tokens a step, to save time; the update is 1 % of its step.
+    """
+    shape = {"aspect_ratio": 64, "head_dim": 128, "max_seq_len": 2048, "vocab_size": 32768}
+    rows = job.get("sizes", {}).get(str(depth), {}).get("rows", -1)
+    tokens = 2**19 if depth < 20 else 2**18
+    batch = {"rows": rows, "total_batch_size": tokens, "dtype": "bfloat16", "compile": True}
+    if job["small"]:
+        depth = depth // 6
+        shape = {"aspect_ratio": 32, "head_dim": 32, "max_seq_len": 64, "vocab_size": 320}
+        batch = {"rows": 2, "total_batch_size": 256, "dtype": "float32", "compile": False}
+    return {"device": job["device"], "depth": depth, "window_pattern": "L"} | shape | batch | settings
+
+
 # ------------------------------------------------------------------------------------------------------
 # The machine
 
@@ -45,9 +56,11 @@ def each(**actions) -> dict:
 def machine(job: dict) -> dict:
     """What there is: GPU, driver, memory, versions, the peak that MFU is measured against."""
     from nanochat.machine import hardware, runtime
+    from nanochat.ops import attention_backends
 
     here = runtime.start(job["device"], seed=0)
     peak, source = hardware.peak_flops(here.device, torch.bfloat16)
+    sizes = {str(depth): size(model_job(job, depth), here) for depth in DEPTHS}
     found = {
         "device": runtime.device_name(here.device),
         "torch": torch.__version__,
@@ -71,8 +84,20 @@ def machine(job: dict) -> dict:
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
             "nvidia_smi": nvidia_smi(),
+            "flash": [v for v in ("FA3", "FA4") if not attention_backends.activate_flash(v)],
         }
-    return found
+    return found | {"sizes": sizes}
+
+
+def size(step_job: dict, here) -> dict:
+    """Rows of a micro-batch as the plan has them, and GiB of the GPU while the model trains, and between."""
+    plan = our_plan(step_job, here, torch.bfloat16)
+    kept = 12 * plan.parameters["total"]  # float32 weights and states of the optimizer
+    return {
+        "rows": plan.device_batch_size,
+        "peak_gib": 1 + plan.expected_bytes / 2**30,  # 1: CUDA and cuBLAS
+        "kept_gib": 1 + kept / 2**30,
+    }
 
 
 def version_of(package: str) -> str | None:
@@ -89,136 +114,3 @@ def nvidia_smi() -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError) as error:
         return f"no answer: {error}"
-
-
-# ------------------------------------------------------------------------------------------------------
-# Training steps, ours and the peer's
-
-
-def model_job(job: dict, depth: int, **more) -> dict:
-    """The job of sides.py: a model as base_train makes it, or a tiny one for tests on a CPU."""
-    shape = {"aspect_ratio": 64, "head_dim": 128, "max_seq_len": 2048, "vocab_size": 32768}
-    batch = {"rows": -1, "total_batch_size": 2**19, "dtype": "bfloat16", "compile": True}
-    if job["small"]:
-        depth = depth // 6
-        shape = {"aspect_ratio": 32, "head_dim": 32, "max_seq_len": 64, "vocab_size": 256}
-        batch = {"rows": 2, "total_batch_size": 256, "dtype": "float32", "compile": False}
-    return {"device": job["device"], "depth": depth, "window_pattern": "L"} | shape | batch | more
-
-
-def halving(step_job: dict, run) -> dict:
-    """run(step_job), with half the rows as long as they do not fit. The result says what was halved."""
-    said: dict = {}
-    while True:
-        try:
-            return run(step_job) | said
-        except MemoryError as error:
-            tried = step_job["rows"] if step_job["rows"] > 0 else 32
-            if tried == 1:
-                raise
-            step_job = step_job | {"rows": tried // 2}
-            said = {"rows_halved_to": tried // 2, "because": str(error)[:200]}
-
-
-def speed(job: dict, depth: int, trace: bool = False, **more) -> dict:
-    """Tokens a second of whole optimizer steps by the clock, MFU, memory beside the plan's estimate.
-
-    trace: also where the time of two profiled steps goes, by kind of kernel.
-    """
-
-    def run(step_job: dict) -> dict:
-        with Side("ours", step_job) as side:
-            side.facts |= side.do("first")
-            side.do("steps", count=1)
-            row = figures(step_job, side.facts, side.do("steps", count=4 if depth < 20 else 3))
-            return row | ({"time_split": split(side)} if trace else {})
-
-    return halving(model_job(job, depth, **more), run)
-
-
-def split(side: Side) -> dict:
-    """Where the time of two profiled steps goes; an error leaves the other figures as they are."""
-    try:
-        with tempfile.TemporaryDirectory() as place:
-            steps = side.do("trace", path=f"{place}/trace.json")["steps"]
-            return time_split(f"{place}/trace.json", steps)
-    except (RuntimeError, MemoryError, ValueError, KeyError, OSError) as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-
-
-def figures(step_job: dict, facts: dict, answer: dict) -> dict:
-    """The figures of a side from its facts and the times of its steps."""
-    step_s = answer["step_s"]
-    rate = step_job["total_batch_size"] / step_s
-    row = {
-        "tok_per_sec": rate,
-        "step_s": step_s,
-        "model": f"d{step_job['depth']}, {facts['parameters'] / 1e6:,.0f} M parameters",
-        "micro_batch": f"{facts['rows']} x {step_job['max_seq_len']}, {facts['micro_steps']} a step",
-        "first_step_s": facts["first_step_s"],
-        "attention": facts["attention"],
-    }
-    if "peak_flops" in facts:
-        row["mfu"] = rate * facts["flops_per_token"] / facts["peak_flops"]
-    if answer["peak_bytes"]:
-        row["peak_gib"] = answer["peak_bytes"] / 2**30
-        row["reserved_gib"] = answer["reserved_bytes"] / 2**30
-    if "expected_bytes" in facts:
-        row["expected_gib"] = facts["expected_bytes"] / 2**30
-        if answer["peak_bytes"]:
-            row["expected_over_peak"] = facts["expected_bytes"] / answer["peak_bytes"]
-    return row
-
-
-def beside_peer(job: dict, depth: int) -> dict:
-    """Ours and the peer's take turns on the same device: same tokens, micro-batch, shape, both compiled.
-
-    Between turns each gives the memory back that its tensors do not use, so the first step of a turn warms
-    up and does not count.
-    """
-
-    def run(step_job: dict) -> dict:
-        with Side("ours", step_job) as ours:
-            ours.facts |= ours.do("first")
-            ours.do("release")
-            with Side("peer", step_job | {"rows": ours.facts["rows"]}, Path(job["peer"])) as theirs:
-                theirs.facts |= theirs.do("first")
-                return take_turns(step_job, ours, theirs, rounds=2 if depth < 20 else 1)
-
-    return halving(model_job(job, depth), run)
-
-
-def take_turns(step_job: dict, ours: Side, theirs: Side, rounds: int) -> dict:
-    """The figures of both sides and the ratio of their speeds."""
-    sides = {"ours": ours, "peer": theirs}
-    times: dict = {name: [] for name in sides}
-    theirs.do("release")
-    for _ in range(rounds):
-        for name, side in sides.items():
-            side.do("steps", count=1)
-            times[name].append(side.do("steps", count=2))
-            side.do("release")
-    rows = {}
-    for name, side in sides.items():
-        middle = statistics.median(answer["step_s"] for answer in times[name])
-        rows[name] = figures(step_job, side.facts, times[name][-1] | {"step_s": middle})
-    ratios = [b["step_s"] / a["step_s"] for a, b in zip(*times.values(), strict=True)]
-    return {"ours_over_peer": statistics.median(ratios), "of_each_round": ratios, **rows}
-
-
-def warm_up(job: dict, depths: list[int], peer_depth: int) -> dict:
-    """Compile the models while the checks of correctness run, so that later parts find them in the cache."""
-    taken = {}
-
-    def compile_(name: str, *of_side) -> dict:
-        with contextlib.suppress(RuntimeError, MemoryError), Side(*of_side) as side:
-            taken[name] = side.do("first")["first_step_s"]
-            return {"rows": side.facts["rows"]}
-        return {}
-
-    for depth in depths:
-        step_job = model_job(job, depth)
-        step_job |= compile_(f"d{depth}", "ours", step_job)
-        if job["peer"] and depth == peer_depth:
-            compile_(f"peer's d{depth}", "peer", step_job, Path(job["peer"]))
-    return {"first_step_s": taken}

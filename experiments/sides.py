@@ -4,9 +4,9 @@
 is another package in each. The first line of stdin is the job, a JSON object; every further line is an order.
 Every answer is one line of JSON. What the code prints by itself goes to stderr.
 
-    {"do": "first"}                          the first step, which compiles: its seconds
+    {"do": "first"}                          seconds of one micro-step, which compiles, and of a whole step
     {"do": "steps", "count": 3}              seconds a step, the last loss, the peak of memory
-    {"do": "trace", "path": "FILE"}          two profiled steps, written as a Chrome trace
+    {"do": "trace", "path": "F", "count": 2} so many profiled steps, written as a Chrome trace
     {"do": "update"}                         seconds of one optimizer step, on gradients that stay the same
     {"do": "write", "rows": 8, "tokens": 9}  seconds to write so many tokens in each row; no steps after it
     {"do": "release"}                        gives unused memory back, so that the other side has it
@@ -14,24 +14,35 @@ Every answer is one line of JSON. What the code prints by itself goes to stderr.
 A step is that of either training script: micro-steps forward and backward, then one update. Tokens are
 random: their values do not change how long a step takes. They lie in page-locked memory and are copied to
 the GPU at each micro-step, as a data loader does.
+
+With "lock" in the job, a file, several sides prepare side by side on one GPU: see GpuLock.
 """
 
 import contextlib
 import gc
+import itertools
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-PROFILED_STEPS = 2
+LAST_LINES = 6  # of what a process wrote before it ended, in a message
+MEMORY_GIB = 56  # of a GPU that a plan may use, so that cards of 80 and of 141 GB run the same rows
 PROMPT = list(range(1, 17))  # ids
 SAMPLING = {"temperature": 0.8, "top_k": 50}
 
@@ -52,40 +63,87 @@ def peer_folder(checkout: str | Path) -> Path:
 
 
 class Side:
-    """A process of this file. `facts`: what its model says of itself. Raises RuntimeError if it ends, and
-    MemoryError if the GPU's memory does not suffice."""
+    """A process of this file. `facts`: what its model says of itself; or what a function returns, if `whose`
+    is its name, "module.function": it gets the job, and job["arguments"] as keywords. Raises RuntimeError if
+    the process ends, and MemoryError if the GPU's memory does not suffice.
 
-    def __init__(self, whose: str, job: dict, folder: Path = ROOT):
-        environment = os.environ | {"PYTHONPATH": str(folder), "NANOCHAT_DTYPE": job["dtype"]}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    quiet: what it writes goes to a file, and its last lines to the message of an error. limit_s: the most
+    seconds that the process waits for an answer; then it is ended. alive: all that were not.
+    """
+
+    alive: ClassVar[set] = set()
+
+    def __init__(self, whose: str, job: dict, folder: Path = ROOT, quiet=False, limit_s: float | None = None):
+        path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"PYTHONPATH": path, "NANOCHAT_DTYPE": job.get("dtype", "")}
+        environment |= job.get("environment", {})
+        self.errors = tempfile.TemporaryFile("w+", errors="replace") if quiet else None  # noqa: SIM115
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors, "text": True}
         command = [sys.executable, __file__, whose]
         self.whose = whose
-        self.process = subprocess.Popen(command, cwd=folder, env=environment, **pipes)
+        self.process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **pipes)
+        Side.alive.add(self)
         try:
-            self.facts = self.ask(job)
+            self.facts = self.ask(job, limit_s)
         except BaseException:
             self.__exit__()
             raise
 
-    def ask(self, order: dict) -> dict:
-        with contextlib.suppress(BrokenPipeError):
-            print(json.dumps(order), file=self.process.stdin, flush=True)
-        answer = json.loads(self.process.stdout.readline() or "null")
-        if answer is None:
-            raise RuntimeError(f"the process of {self.whose} ended; its message stands above")
+    def ask(self, order: dict, limit_s: float | None = None) -> dict:
+        late = threading.Event()
+        timer = threading.Timer(limit_s or threading.TIMEOUT_MAX, lambda: (late.set(), self.end()))
+        timer.daemon = True
+        timer.start()
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                print(json.dumps(order), file=self.process.stdin, flush=True)
+            line = self.process.stdout.readline()
+        finally:
+            timer.cancel()
+        if late.is_set():
+            raise RuntimeError(f"stopped after {limit_s:.3g} s")
+        if not line:
+            raise RuntimeError(f"the process of {self.whose} ended; {self._last_lines()}")
+        answer = json.loads(line)
         if "out_of_memory" in answer:
             raise MemoryError(answer["out_of_memory"])
         return answer
 
-    def do(self, order: str, **more) -> dict:
-        return self.ask({"do": order, **more})
+    def do(self, order: str, limit_s: float | None = None, **more) -> dict:
+        return self.ask({"do": order, **more}, limit_s)
+
+    def _last_lines(self) -> str:
+        if self.errors is None:
+            return "its message stands above"
+        self.process.wait()
+        self.errors.seek(0)
+        lines = [line.strip()[:200] for line in self.errors.read().splitlines() if line.strip(" ^~")]
+        return " / ".join(lines[-LAST_LINES:])
+
+    def end(self):
+        """End it and the processes that it has started, compilers say."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exception):
-        self.process.kill()
+        self.end()
         self.process.communicate()
+        Side.alive.discard(self)
+
+
+@contextlib.contextmanager
+def threads():
+    """A pool of threads that wait for sides. What is alive at its end is ended."""
+    pool = ThreadPoolExecutor(64)
+    try:
+        yield pool
+    finally:
+        for side in list(Side.alive):
+            side.end()
+        pool.shutdown(cancel_futures=True)
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -106,6 +164,7 @@ class Ours:
         self.device = self.machine.device
         self.dtype, _ = precision.resolve_dtype(job["dtype"], self.device)
         self.plan = our_plan(job, self.machine, self.dtype)
+        self.kernels = use_kernels(job, self.plan.config, self.machine, self.dtype)
         with torch.device("meta"):
             model = GPT(self.plan.config)
         self.model = runtime.materialize(model, self.device, 0)
@@ -114,7 +173,10 @@ class Ours:
 
             convert_to_fp8(model)
         place = self.plan.config, self.machine, self.dtype, job["compile"]
-        self.attention = attention.choose(*place, documents=False, resolved={})
+        asked = job.get("attention", {})  # {kind: backend}, as in a checkpoint's `resolved`
+        self.attention = attention.choose(*place, documents=False, resolved={"attention": asked})
+        if any(self.attention.resolved[kind] != name for kind, name in asked.items()):
+            raise RuntimeError(f"this attention cannot run here: {self.attention.reason}")
         attention.use(model, self.attention)
         groups = optim.parameter_groups(model, self.plan.rates, self.plan.weight_decay)
         self.optimizer = optim.MuonAdamW(groups, self.dtype, 0 if job["compile"] else None)
@@ -133,6 +195,7 @@ class Ours:
             "peak_flops": plan.hardware.peak_flops,
             "expected_bytes": plan.expected_bytes,
             "attention": self.attention.reason,
+            "kernels": self.kernels,
         }
 
     def step(self, batches) -> torch.Tensor:
@@ -162,6 +225,24 @@ class Ours:
         return lambda rows, tokens: generate_batch(model, [PROMPT] * rows, tokens, **SAMPLING)
 
 
+def use_kernels(job: dict, config, machine, dtype) -> str:
+    """Use the kernels written by hand that job["kernels"] names, "loss,mlp" say ("": none; "auto": those that
+    base_train chooses). Returns what is used, and why."""
+    if not find_spec("nanochat.ops.kernels"):
+        return "none in this checkout"
+    from nanochat.ops import kernels
+
+    asked = job.get("kernels", "auto")
+    if asked != "auto":
+        kernels.use([name for name in asked.split(",") if name])
+        return f"{asked or 'none'}, as asked for"
+    lock = GpuLock(job["lock"]).while_computing(compiles=False) if "lock" in job else contextlib.nullcontext()
+    with lock:  # it measures how fast they are
+        chosen = kernels.choose(config, machine, dtype, {})
+    kernels.use(chosen.names)
+    return chosen.reason
+
+
 def our_plan(job: dict, machine, dtype):
     """The plan of a long run of base_train with the job's shape: text and tokens have no end."""
     import configurator
@@ -177,7 +258,7 @@ def our_plan(job: dict, machine, dtype):
     hardware = survey(machine, dtype)
     if machine.device.type == "cuda":  # as on a GPU where nothing else runs, so that all parts plan the same
         memory = torch.cuda.get_device_properties(machine.device).total_memory
-        hardware = replace(hardware, memory=int(0.98 * memory))
+        hardware = replace(hardware, memory=min(int(0.98 * memory), MEMORY_GIB * 2**30))
     plan = planning.derive(settings, tokenizer, text, hardware)
     return replace(plan, compiled=job["compile"]).with_largest_micro_batch()
 
@@ -243,6 +324,7 @@ class Batches:
 
     def __init__(self, job: dict, rows: int, micro_steps: int, device: torch.device):
         shape, self.device, self.pin = (rows, job["max_seq_len"] + 1), device, device.type == "cuda"
+        self.lock, self.compile = job.get("lock"), job["compile"]
         draw = torch.Generator().manual_seed(0)
         tokens = [torch.randint(job["vocab_size"], shape, generator=draw) for _ in range(micro_steps)]
         self.pairs = [(self._ready(t[:, :-1]), self._ready(t[:, 1:])) for t in tokens]
@@ -262,20 +344,101 @@ def synchronize(device: torch.device):
         {"cuda": torch.cuda, "mps": torch.mps}[device.type].synchronize()
 
 
+class GpuLock:
+    """The right to compute on the GPU, for processes that prepare side by side: a lock on a file.
+
+    One has it while its compiled code runs, so that only one has activations in memory, and none while it
+    compiles, which takes a CPU. The process that measures goes first: a file `.wanted` says that it waits.
+    """
+
+    def __init__(self, path: str):
+        self.file, self.wanted = open(path, "w"), Path(f"{path}.wanted")  # noqa: SIM115
+        self.held, self.waited_s = False, 0.0
+
+    def take(self, *_, urgent: bool = False):
+        import fcntl
+
+        began = time.perf_counter()
+        while not self.held:
+            with contextlib.suppress(BlockingIOError):
+                if urgent or not self.wanted.exists():
+                    fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    self.held = True
+                    break
+            time.sleep(0.02)
+        self.waited_s += time.perf_counter() - began
+
+    def give(self):
+        import fcntl
+
+        if self.held:
+            release()
+            fcntl.flock(self.file, fcntl.LOCK_UN)
+            self.held = False
+
+    @contextlib.contextmanager
+    def while_measuring(self):
+        """Have it as soon as the process that computes gives it back, whoever else waits."""
+        self.wanted.touch()
+        try:
+            self.take(urgent=True)
+            yield
+        finally:
+            self.give()
+            self.wanted.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def while_computing(self, compiles: bool):
+        """Have it whenever the body computes. With activations in memory it stays while a kernel compiles."""
+        weights = torch.cuda.memory_allocated()  # 0 without a GPU
+
+        def give(*_):
+            if not weights or torch.cuda.memory_allocated() < 4 * weights:  # gradients and states too
+                self.give()
+
+        if not compiles:
+            self.take()
+            try:
+                yield
+            finally:
+                self.give()
+            return
+        handler = torch._dynamo.callback.callback_handler
+        handler.register_start_callback(give)
+        handler.register_end_callback(self.take)
+        try:
+            # Both passes are compiled before the first runs, and leaves activations in memory
+            with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+                yield
+        finally:
+            handler.remove_start_callback(give)
+            handler.remove_end_callback(self.take)
+            self.give()
+
+
 # ------------------------------------------------------------------------------------------------------
 # Orders
 
 
 def first(side, batches) -> dict:
-    step_s = steps(side, batches, 1)["step_s"]
+    """What is not yet compiled after the first step is after the second. Without the time that it waited."""
+    lock, began = GpuLock(batches.lock) if batches.lock else None, time.perf_counter()
+    with lock.while_computing(batches.compile) if lock else contextlib.nullcontext():
+        side.step(itertools.islice(batches, 1))
+        synchronize(side.device)
+        first_step_s = time.perf_counter() - began - (lock.waited_s if lock else 0)
+        second = steps(side, batches, 1)
     gc.collect()
     gc.freeze()
-    return {"first_step_s": step_s}
+    return second | {"first_step_s": first_step_s, "kept_bytes": release()["bytes"]}
 
 
-def steps(side, batches, count: int) -> dict:
+def steps(side, batches, count: int, warm_up: bool = False) -> dict:
     """Run whole steps and time them together by the clock. The device is waited for at the end alone, as
-    base_train waits for no step before it has given the next one."""
+    base_train waits for no step before it has given the next one. warm_up: one of a single micro-step first,
+    which gets back the memory that was released."""
+    if warm_up:
+        side.step(itertools.islice(batches, 1))
     synchronize(side.device)
     began = time.perf_counter()
     for _ in range(count):
@@ -291,20 +454,20 @@ def steps(side, batches, count: int) -> dict:
     return {"step_s": step_s, "loss": loss, "peak_bytes": peak, "reserved_bytes": reserved}
 
 
-def trace(side, batches, path: str) -> dict:
-    """Two steps under torch.profiler, without stacks and shapes, which would slow them down."""
+def trace(side, batches, path: str, count: int) -> dict:
+    """Steps under torch.profiler, without stacks, which would slow them down."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if side.device.type == "cuda":
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=kinds) as profile:
-        side.step(batches)  # the first step under a profiler waits for it
+    with torch.profiler.profile(activities=kinds, record_shapes=True) as profile:
+        side.step(itertools.islice(batches, 1))  # the first step under a profiler waits for it
         synchronize(side.device)
         with torch.profiler.record_function("profiled steps"):
-            for _ in range(PROFILED_STEPS):
+            for _ in range(count):
                 side.step(batches)
             synchronize(side.device)
     profile.export_chrome_trace(path)
-    return {"steps": PROFILED_STEPS}
+    return {"steps": count}
 
 
 def update(side, batches) -> dict:
@@ -334,22 +497,29 @@ def write(side, batches, rows: int, tokens: int) -> dict:
     return {"seconds": seconds}
 
 
-def release(side, batches) -> dict:
-    """Memory that no tensor uses goes back to the GPU. Weights and state stay."""
-    if side.device.type == "cuda":
-        torch.cuda.empty_cache()
-    return {}
+def release(side=None, batches=None) -> dict:
+    """Memory that no tensor uses goes back to the GPU. Weights and state stay: so many bytes."""
+    if not torch.cuda.is_initialized():
+        return {"bytes": 0}
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return {"bytes": torch.cuda.memory_reserved()}
 
 
 def main():
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # print() of either side must not stand between the answers
     job = json.loads(sys.stdin.readline())
+    if job.get("nice"):
+        os.nice(job["nice"])  # those that are measured first compile first
 
     def answer(values: dict):
         print(json.dumps(values), file=answers, flush=True)
 
     try:
+        if sys.argv[1] not in ("ours", "peer"):
+            module, _, name = sys.argv[1].rpartition(".")
+            return answer(getattr(import_module(module), name)(job, **job["arguments"]))
         side = {"ours": Ours, "peer": Peer}[sys.argv[1]](job)
         batches = Batches(job, side.rows, side.micro_steps, side.device)
         answer(side.facts())

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 KINDS = (
-    "products", "attention forward", "attention backward", "head and loss", "norms and element-wise",
-    "embedding", "optimizer", "clip", "data", "log", "rest",
+    "products", "products of the head", "products of gates", "attention forward", "attention backward",
+    "loss", "activation", "element-wise forward", "element-wise backward", "embedding", "casts",
+    "additions and copies", "optimizer", "clip", "data", "log", "rest",
 )  # fmt: skip
+MOST_OF_A_GATE = 64  # rows or columns of the smallest matrix in a product of gates; a head has more
 # Python, dispatch and waiting: what runs there itself is no work on numbers
 BETWEEN = re.compile(
     r"^(step \d+|profiled|Torch-Compiled|CompiledFunction|## Call|TorchDynamo|autograd::engine)"
@@ -23,23 +25,30 @@ BETWEEN = re.compile(
 # The first pattern that is found in a kernel's name decides. Names of attention kernels hold the words of
 # matrix products too ("cutlass"), so they come first. Inductor names its kernels after all operators that it
 # fused, also after those that only read the result: a triton_poi kernel with "attention" in its name is
-# element-wise. tests/experiments/test_gpu_speed.py has names as they are.
+# element-wise. tests/experiments/test_step_split.py has names as they are.
 NAMES = [
-    ("copies", r"^(Memcpy|Memset)|direct_copy_kernel|CatArrayBatchedCopy|^aten::(copy_|cat|clone)$"),
-    ("attention", r"^triton_tem_fused_\w*flex_attention"),
+    (
+        "additions and copies",
+        r"^(Memcpy|Memset)|direct_copy_kernel|CatArrayBatchedCopy|CUDAFunctor_add<|FillFunctor"
+        r"|^aten::(copy_|cat|clone|zero_|fill_)$",
+    ),
+    ("optimizer", r"multi_tensor_apply_kernel"),
+    ("attention", r"^triton_tem_fused_\w*flex_attention|convert_dq_to_16bits|compute_dot_do_o"),
     ("products", r"^triton_(tem|mm|bmm)"),
     ("loss", r"^cpp_fused.*(log_softmax|nll_loss|tanh)|^nanochat::head|^HeadAndLoss|^aten::tanh"),
     ("attention", r"^cpp_fused.*softmax"),
     ("embedding", r"^cpp_fused\w*embedding|^aten::(embedding|index_select)|^EmbeddingBackward"),
     ("element-wise", r"^cpp_"),
     ("loss", r"^triton_.*(softmax|nll_loss|tanh|_exp_)"),  # exp of logits: loss.py
+    ("activation", r"^triton_.*relu"),
+    ("casts", r"^triton_poi_fused__to_copy(_t|_transpose|_view)*_\d+$"),
     ("element-wise", r"^triton_"),
     ("attention", r"flash|fmha|sdpa|attention|_mha_"),
     (
         "products",
         r"gemm|gemv|nvjet|cutlass|xmma|splitk|cublas|_scaled_mm|aten::(mm|addmm|bmm|baddbmm)_?$|mkldnn",
     ),
-    ("loss", r"softmax|nll_loss|cross_entropy|tanh"),
+    ("loss", r"softmax|loss|cross_entropy|tanh"),
 ]
 PATTERNS = [(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in NAMES]
 WORK = {"kernel", "gpu_memcpy", "gpu_memset"}  # categories of a GPU's events
@@ -56,26 +65,30 @@ class Piece(NamedTuple):
     calls: tuple  # the events that led to it, the outermost first, its own last
 
 
-def time_split(path: Path, steps: int = 1) -> dict:
-    """Milliseconds of one of `steps` profiled steps, by kind of work and of the names that took longest.
+def time_split(path: Path, steps: int = 1, head=(0, 0), most: int = 8) -> dict:
+    """Milliseconds of one of `steps` profiled steps by kind of work, and the `most` longest kernels.
 
-    On a GPU `rest` is when nothing ran. Raises ValueError if the file has no step.
+    On a GPU `rest` is when nothing ran. head: tokens of a micro-batch and of the vocabulary, which tell the
+    products of the head from others, if the trace has shapes. Raises ValueError if the file has no step.
     """
     events, mark = read(path)
     pieces = pieces_of_step(events, mark)
-    spent, names = dict.fromkeys(KINDS, 0.0), {}
+    spent, rows = dict.fromkeys(KINDS, 0.0), {}
     for piece in pieces:
-        ms, name = (piece.end - piece.start) / 1000, piece.name.split(" [")[0][:90]
-        spent[kind_of_piece(piece)] += ms
-        names[name] = names.get(name, 0.0) + ms
-    spent["rest"] += mark["dur"] / 1000 - sum(spent.values())
-    longest = sorted(names, key=lambda name: -names[name])[:8]
+        ms, kind = (piece.end - piece.start) / 1000 / steps, kind_of_piece(piece, head)
+        spent[kind] += ms
+        row = rows.setdefault((piece.name.split(" [")[0], kind), {"ms": 0.0, "launches": 0.0})
+        row["ms"] += ms
+        row["launches"] += 1 / steps
+    step_ms = mark["dur"] / steps / 1000
+    spent["rest"] += step_ms - sum(spent.values())
+    rows = [row | {"kind": kind, "name": name} for (name, kind), row in rows.items()]
     return {
-        "step_ms": mark["dur"] / steps / 1000,
-        "ms": {kind: ms / steps for kind, ms in spent.items()},
-        "share": {kind: 1000 * ms / mark["dur"] for kind, ms in spent.items()},
+        "step_ms": step_ms,
+        "ms": spent,
+        "share": {kind: ms / step_ms for kind, ms in spent.items()},
         "kernels": len(pieces) / steps,
-        "longest_ms": {name: names[name] / steps for name in longest},
+        "longest": sorted(rows, key=lambda row: -row["ms"])[:most],
     }
 
 
@@ -95,11 +108,12 @@ def read(path: Path) -> tuple[list[dict], dict]:
 
 
 def kind_of(name: str) -> str:
-    """products, attention, loss, embedding, copies, or element-wise for all else: norms, rotary, casts."""
+    """products, attention, loss, activation, casts, embedding, additions and copies, or element-wise for all
+    else: norms, rotary."""
     return next((kind for kind, pattern in PATTERNS if pattern.search(name)), "element-wise")
 
 
-def kind_of_piece(piece: Piece) -> str:
+def kind_of_piece(piece: Piece, head: tuple[int, int]) -> str:
     """One of KINDS."""
     names = [event["name"] for event in piece.calls]
     for name in names:
@@ -108,17 +122,34 @@ def kind_of_piece(piece: Piece) -> str:
         if name.startswith(("Optimizer.step#", "Optimizer.zero_grad#")):
             return "optimizer"
     kinds = [kind_of(name) for name in names]
+    is_product = kinds[-1] == "products" or names[-1] in ("aten::linear", "aten::matmul")
     if "attention" in kinds:
         return f"attention {way(names)}"
     if "loss" in kinds:
-        return "head and loss"
+        return "products of the head" if is_product else "loss"
+    if is_product and "bmm" not in piece.name:
+        return kind_of_product(piece, head)
     if "bmm" in piece.name:
         return f"attention {way(names)}"
     if "embedding" in kinds or "EmbeddingBackward" in "".join(names):
         return "embedding"
-    if kinds[-1] == "products" or names[-1] in ("aten::linear", "aten::matmul"):
-        return "products"
-    return "rest" if BETWEEN.match(piece.name) else "norms and element-wise"
+    if BETWEEN.match(piece.name):
+        return "rest"
+    return f"element-wise {way(names)}" if kinds[-1] == "element-wise" else kinds[-1]
+
+
+def kind_of_product(piece: Piece, head: tuple[int, int]) -> str:
+    """By its sizes, which a trace with shapes has in the event of the operator."""
+    sizes: tuple = ()
+    for event in piece.calls:
+        name, shapes = event["name"], event.get("args", {}).get("Input Dims", [])
+        first = 1 if "addmm" in name else 0
+        matrices = [shape for shape in shapes[first : first + 2] if len(shape) == 2]
+        if kind_of(name) == "products" and len(matrices) == 2:
+            sizes = *matrices[0], matrices[1][1]
+    if sizes and all(sizes.count(size) >= head.count(size) for size in head):
+        return "products of the head"
+    return "products of gates" if sizes and min(sizes) <= MOST_OF_A_GATE else "products"
 
 
 def way(names: list[str]) -> str:

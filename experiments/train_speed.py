@@ -134,8 +134,9 @@ def in_words(row: dict) -> str:
 def table(found: dict) -> list[str]:
     """The split of a step as lines of Markdown: its kinds of work, then what took longest."""
     lines = [f"One profiled step, {found['step_ms']:.1f} ms:", "", "| kind | ms | share |", "|:--|--:|--:|"]
-    rows = found["ms"] | {f"`{name}`": ms for name, ms in found["longest_ms"].items()}
-    return lines + [f"| {name} | {ms:.1f} | {ms / found['step_ms']:.1%} |" for name, ms in rows.items()]
+    rows = [(kind, ms) for kind, ms in found["ms"].items() if ms]
+    rows += [(f"`{row['name'][:90]}`", row["ms"]) for row in found["longest"]]
+    return lines + [f"| {name} | {ms:.1f} | {ms / found['step_ms']:.1%} |" for name, ms in rows]
 
 
 # ------------------------------------------------------------------------------------------------------

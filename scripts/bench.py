@@ -8,7 +8,7 @@
     python -m scripts.bench --what=checkpoint --depth=12    # how long a save stalls a step
     torchrun --standalone --nproc_per_node=4 -m scripts.bench --what=communication    # bytes a step
     python -m scripts.bench --what=race --minutes=5 --peer=FOLDER    # bits per byte after N minutes
-    python -m scripts.bench --what=gpu --peer=FOLDER    # checks and times everything on a GPU in ten minutes
+    python -m scripts.bench --what=gpu --peer=FOLDER    # times and checks everything on a GPU
     python -m scripts.bench --what=traffic --depth=12 --peer=FOLDER    # bytes, launches of a GPU's micro-step
     python -m scripts.bench --json           # one JSON object as the last line
 
@@ -49,14 +49,14 @@ gradient_dtype: Literal["float32", "bfloat16"] = "float32"  # communication: as 
 dtypes = "bfloat16,float32"  # optimizer, generate: compute dtypes
 peer: str | None = None  # karpathy/nanochat: train, start, optimizer, generate, race, gpu, traffic
 parts = ""  # gpu: only these parts, traffic: only these kernels by hand, after commas (empty = all)
-minutes = 9.5  # gpu: all parts together; what is not done by then is stopped. race: of each run [0.01..1e4]
+minutes = 9.5  # gpu: all parts together; what cannot end by then is not run. race: of each run [0.01..1e4]
 shapes = "8x512,32x2048"  # loader: rows of a step x positions of a row
 recipe = "runs/laptop.py"  # start, race: settings of the run
 
 # Places
 data = "embedded"  # as in base_train; its tokenizer has vocab_size tokens
 base_dir = "~/.cache/nanochat"  # where data and tokenizer are (environment: NANOCHAT_BASE_DIR)
-folder: str | None = None  # checkpoint, race: to write in (none = the system's /tmp); traffic: gets the code
+folder: str | None = None  # to write in: checkpoint, race (none = /tmp); gpu: tables; traffic: code
 device_type: Literal["auto", "cuda", "cpu", "mps"] = "auto"  # auto = cuda, else mps, else cpu
 
 settings = configurator.configure(globals())

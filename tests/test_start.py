@@ -27,6 +27,37 @@ def test_an_eager_run_takes_its_first_step_without_compiler_plots_and_wandb(tree
     assert done.returncode == 0 and "loaded set()" in done.stdout, done.stdout + done.stderr
 
 
+WITHOUT = """
+import importlib.abc, runpy, sys
+
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.split(".")[0] in {"pyarrow", "wandb", "matplotlib", "huggingface_hub", "triton"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+"""
+PLAN = """
+sys.argv = ["base_train", "--plan", "--depth=4", "--device=H100", "--world_size=2"]
+runpy.run_module("scripts.base_train", run_name="__main__")
+"""
+CHECK = """
+from experiments import gpu_ceilings, gpu_correctness, gpu_inference, gpu_parts, gpu_speed, sides
+from nanochat.data import conversations, loader
+job = {"device": "cpu", "small": True, "peer": None}
+step_job = gpu_parts.model_job(job, 12)
+side = sides.Ours(step_job)
+print(gpu_parts.machine(job), side.step(sides.Batches(step_job, side.rows, side.micro_steps, side.device)))
+"""
+
+
+@pytest.mark.parametrize("program", [PLAN, CHECK], ids=["plan", "check"])
+def test_a_checkout_plans_and_measures_steps_without_packages_that_these_do_not_need(program):
+    command = [sys.executable, "-c", WITHOUT + program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_torch_can_keep_the_compiled_model_for_the_next_start():
     """torch keeps no graph with a higher-order operator in it, other than those of autograd.Functions, which
     compile_parts allows."""

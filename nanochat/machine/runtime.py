@@ -250,10 +250,12 @@ def materialize(model: torch.nn.Module, device: torch.device, seed: int) -> torc
 def git_commit(checkout: Path = PROJECT) -> str | None:
     """The commit of this project, with "+" if files differ from it; None if its folder is no git checkout."""
     command = ["git", "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"]
-    where = {"cwd": checkout, "env": os.environ | {"GIT_CEILING_DIRECTORIES": str(checkout.parent)}}
+    # Neither a repository above the project nor that of a git hook, which GIT_DIR names
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(checkout.parent)}
+    environment = {k: v for k, v in environment.items() if k not in ("GIT_DIR", "GIT_WORK_TREE")}
     try:
         return subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=5, **where
+            command, capture_output=True, text=True, check=True, timeout=5, cwd=checkout, env=environment
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None

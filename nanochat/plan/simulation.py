@@ -3,8 +3,8 @@
     python -m scripts.base_train --depth=24 --plan --world_size=64 --device=H100
 
 The plan is the one that planning.py would make there. Memory, FLOPs and bytes are counted. The efficiencies
-below turn counts into seconds; they are figures of others or assumptions. Of this code only d12 on one H200
-was measured (docs/benchmarks.md). docs/scale.md has a table for many sizes, and says where this design stops.
+below turn counts into seconds: ours where this code was measured, d12 on one H200 (docs/benchmarks.md), else
+figures of others or assumptions. docs/scale.md has a table for many sizes, and says where this design stops.
 """
 
 import functools
@@ -28,9 +28,10 @@ PUBLIC_VOCABULARY = 32_768  # tokens; base_train's default for public text
 ENOUGH_TEXT = 10**15  # tokens: a simulated run never reads its text twice
 
 # Share of the peak that the forward and backward passes reach, by depth: what karpathy/nanochat measured on
-# 8 x H100 (its bfloat16 runs, whole steps). Between these depths it is interpolated. Ours reached 0.448 at
-# d12 on one H200; larger models were not measured.
+# 8 x H100 (its bfloat16 runs, whole steps). Between these depths it is interpolated. OUR_MFU: whole steps of
+# this code on a GPU of that name (2026-11-26); there it replaces the other's figure.
 MFU = {8: 0.40, 12: 0.41, 18: 0.46, 24: 0.50}
+OUR_MFU = {"H200": {12: 0.448}}
 # Times as many tokens a second with fp8, by depth: the same project's log of 2026-02-02 (no gain at d12)
 FP8_GAIN = {12: 1.0, 26: 1.17}
 LINK_EFFICIENCY = 0.7  # share of a link's rate that a large exchange reaches; assumed
@@ -103,6 +104,11 @@ def at(points: dict[int, float], depth: int) -> float:
     return float(numpy.interp(depth, *zip(*sorted(points.items()), strict=True)))
 
 
+def mfu(device: GPU, depth: int) -> float:
+    """Share of the GPU's peak that the forward and backward passes reach: ours if it is known."""
+    return at(MFU | OUR_MFU.get(device.name, {}), depth)
+
+
 # ------------------------------------------------------------------------------------------------------
 # The run
 
@@ -158,7 +164,7 @@ def simulate(settings: dict) -> Simulation:
     gradient_bytes = 2 if settings["gradient_dtype"] == "bfloat16" else 4
     exchange = exchanged_bytes(plan.config, world_size, gradient_bytes)
     gain = at(FP8_GAIN, plan.config.depth) if plan.fp8 else 1.0
-    rate = at(MFU, plan.config.depth) * device.peak_flops  # FLOP/s of a GPU
+    rate = mfu(device, plan.config.depth) * device.peak_flops  # FLOP/s of a GPU
     seconds = {
         "forward and backward": plan.flops_per_token * plan.total_batch_size / world_size / rate / gain,
         "optimizer": optimizer_flops(plan.config, world_size) / rate,
@@ -224,7 +230,7 @@ def page(settings: dict) -> str:
         sections["the run"]["cost"] = (
             f"{price * found.hours:,.2f} at {price:g} an hour for all {hardware.world_size} GPUs together"
         )
-    assumed = f"{100 * at(MFU, plan.config.depth):.0f} % of the peak in forward, backward and optimizer"
+    assumed = f"{100 * mfu(device, plan.config.depth):.0f} % of the peak in forward, backward and optimizer"
     if plan.fp8:
         assumed += f", x {at(FP8_GAIN, plan.config.depth):.2f} with fp8"
     sections["the run"]["assumed"] = (

@@ -1,90 +1,341 @@
-"""`bench --what=gpu` goes on after a part that fails, and sorts the time of a step by kind of work."""
+"""`bench --what=gpu` prepares side by side, measures in turns, ends in time, and goes on after what fails."""
 
 import json
+import re
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from experiments import gpu_parts, sides
-from experiments.gpu_speed import Part, bench, run_parts
+from experiments import gpu_parts, gpu_variants, sides
+from experiments.gpu_speed import PARTS, Part, bench, run_part, run_parts
+from experiments.gpu_turns import Report, Turns
 from nanochat import UserError
 from nanochat.machine import runtime
 
 CPU = {"device": "cpu", "small": True, "peer": None}
 
 
-def program(name: str, code: str, limit_s: float = 30.0, **more) -> Part:
-    """A stand-in for a part: a Python program without torch."""
-    return Part(name, limit_s, ("-c", code), **more)
+class Clock:
+    """Seconds that pass only when something is said to take them."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
-def run(*parts: Part, minutes: float = 1.0, job: dict = CPU) -> tuple[dict, list[dict]]:
-    lines = []
-    results = run_parts(list(parts), job, minutes, lambda line: lines.append(json.loads(line)))
-    return results, lines
+def report(minutes: float = 1.0, **more) -> tuple[Report, list[dict]]:
+    lines: list[dict] = []
+    return Report(minutes, lambda line: lines.append(json.loads(line)), **more), lines
 
 
-def test_a_part_that_raises_hangs_or_prints_nothing_does_not_stop_the_others(tmp_path):
-    child = tmp_path / "child"
-    hangs = (
-        "import os, subprocess, time\n"
-        f"p = subprocess.Popen(['sleep', '60']); open({str(child)!r}, 'w').write(str(p.pid))\n"
-        "time.sleep(60)"
-    )
-    began = time.monotonic()
-    results, lines = run(
-        program("raises", "print('begun'); raise ValueError('no such kernel')"),
-        program("hangs", hangs, limit_s=1.5),
-        program("dies", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"),
-        program("says nothing", "pass"),
-        program("works", "import sys; print('noise'); print('{\"figure\": 2}')"),
-        program("is wrong", 'print(\'{"ok": false, "found": 1}\')'),
-    )
-    assert time.monotonic() - began < 30
-    assert [line["part"] for line in lines] == list(results)
+# ------------------------------------------------------------------------------------------------------
+# Parts
+
+
+@pytest.fixture
+def pool():
+    with sides.threads() as pool:
+        yield pool
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """Functions that stand in for parts, by their source: makes a part of each."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def parts(code: str, **more) -> list[Part]:
+        (tmp_path / "stand_ins.py").write_text(code)
+        names = re.findall(r"^def (\w+)", code, re.MULTILINE)
+        return [Part(name, f"stand_ins.{name}", 20, **more) for name in names]
+
+    return parts
+
+
+def test_a_part_that_raises_hangs_or_dies_does_not_stop_the_others(programs, pool):
+    parts = programs("""
+import os, signal, time
+
+def raises(job):
+    print("begun")
+    raise ValueError("no such kernel")
+
+def hangs(job):
+    time.sleep(600)
+
+def dies(job):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+def has_no_memory(job):
+    raise RuntimeError("CUDA out of memory")
+
+def works(job):
+    print("noise")
+    return {"figure": 2}
+
+def is_wrong(job):
+    return {"ok": False, "found": 1}
+""")
+    parts[1] = replace(parts[1], expected_s=1)
+    parts.append(replace(parts[0], name="on a GPU", needs=("cuda", "json", "nocturnal")))
+    found, lines = report()
+    run_parts(found, parts, CPU, pool)
+    results = found.results
     assert lines == [{"part": name} | row for name, row in results.items()]
-    assert [row["ok"] for row in results.values()] == [False, False, False, False, True, False]
-    assert "ValueError: no such kernel" in results["raises"]["last_lines"]
-    assert results["hangs"]["error"] == "stopped after 1.5 s" and 1.5 <= results["hangs"]["seconds"] < 10
-    assert results["dies"]["error"] == "exit status -11" and "error" in results["says nothing"]
-    assert results["works"]["figure"] == 2 and results["is wrong"]["found"] == 1
-    state = Path(f"/proc/{child.read_text()}/stat")  # what the part had started ended with it
+    assert [row["ok"] for row in results.values()] == [False, False, False, False, True, False, True]
+    assert "ValueError: no such kernel" in results["raises"]["error"]
+    assert results["hangs"]["error"].endswith("stopped after 3 s") and results["hangs"]["seconds"] >= 3
+    assert "ended" in results["dies"]["error"] and "out of memory" in results["has_no_memory"]["error"]
+    assert results["works"]["figure"] == 2 and results["is_wrong"]["found"] == 1
+    assert results["on a GPU"]["skipped"] == "needs cuda and nocturnal"
+
+
+def test_what_a_part_has_started_ends_with_it(programs, pool, tmp_path):
+    (part,) = programs(f"""
+import os, pathlib, subprocess, time
+
+def starts(job):
+    child = subprocess.Popen(["sleep", "600"])
+    note = pathlib.Path({str(tmp_path / "note")!r})
+    note.write_text(str(child.pid))
+    note.rename({str(tmp_path / "child")!r})
+    time.sleep(600)
+""")
+    running = pool.submit(run_part, part, CPU, 600)
+    while not (tmp_path / "child").exists():
+        assert not running.done()
+        time.sleep(0.02)
+    for side in sides.Side.alive:
+        side.end()
+    assert "ended" in running.result()["error"]
+    state = Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
     assert not state.exists() or state.read_text().split()[2] == "Z"
 
 
-def test_what_is_missing_is_skipped_and_what_has_no_time_left_is_not_ok():
-    results, _ = run(
-        program("long", "import time; time.sleep(60)"),
-        program("late", "print('{}')"),
-        program("on a GPU", "raise SystemExit(1)", needs="cuda"),
-        program("with the peer", "raise SystemExit(1)", needs="peer"),
-        minutes=2 / 60,
-    )
-    assert not results["long"]["ok"] and results["long"]["error"].startswith("stopped after")
-    assert results["late"] == {"ok": False, "seconds": 0.0, "error": "not run: no time is left"}
-    assert results["on a GPU"]["ok"] and results["on a GPU"]["skipped"] == "needs CUDA"
-    assert results["with the peer"]["ok"] and "--peer=FOLDER" in results["with the peer"]["skipped"]
+def test_checks_run_side_by_side_after_the_figures(programs, pool, tmp_path):
+    """Each check waits for the other's note."""
+    parts = programs(f"""
+import pathlib, time
+notes = pathlib.Path({str(tmp_path)!r})
+
+def a(job, mine="a.note", other="b.note"):
+    (notes / mine).touch()
+    while not (notes / other).exists():
+        time.sleep(0.02)
+    return {{}}
+
+def b(job):
+    return a(job, "b.note", "a.note")
+
+def figure(job):
+    assert not list(notes.glob("*.note"))
+    return {{}}
+""")
+    found, lines = report()
+    run_parts(found, [*(replace(part, is_check=True) for part in parts[:2]), parts[2]], CPU, pool)
+    assert all(row["ok"] for row in found.results.values()) and lines[0]["part"] == "figure"
+    assert {line["part"] for line in lines[1:]} == {"a", "b"}
 
 
-def test_what_runs_beside_the_checks_has_ended_before_the_first_figure(tmp_path):
-    note = f"open({str(tmp_path / 'notes')!r}, 'a').write"
-    results, _ = run(
-        program("beside", f"import time; time.sleep(0.5); {note}('beside '); print('{{}}')", kind="beside"),
-        program("check", f"{note}('check '); print('{{}}')", kind="check"),
-        program("figure", f"{note}('figure'); print('{{}}')"),
-    )
-    assert all(row["ok"] for row in results.values()) and list(results) == ["beside", "check", "figure"]
-    assert (tmp_path / "notes").read_text() == "check beside figure"
+def test_no_part_is_started_that_cannot_end_in_the_time_left(pool):
+    clock, started = Clock(), []
+
+    def run(part: Part, job: dict, limit_s: float) -> dict:
+        assert limit_s == 90 - clock.now
+        started.append(part.name)
+        clock.now += 40
+        return {"ok": True, "seconds": 40}
+
+    found, _ = report(minutes=1.5, clock=clock)
+    parts = [Part(name, "", seconds) for name, seconds in {"a": 80, "b": 60, "c": 45}.items()]
+    run_parts(found, parts, CPU | {"device": "cuda"}, pool, run)
+    assert started == ["a", "c"]  # after a 50 s are left
+    assert found.results["b"] == {
+        "ok": False, "seconds": 0.0, "error": "not run: it takes about 60 s, and 50 s are left"
+    }  # fmt: skip
 
 
 def test_an_unknown_part_and_a_folder_that_is_not_the_peers_are_refused(tmp_path):
-    settings = {"parts": "machine, speed_d13", "peer": None}
-    with pytest.raises(UserError, match=r"no part is called speed_d13; .* speed_d12"):
+    settings = {"parts": "machine, d13", "peer": None}
+    with pytest.raises(UserError, match=r"no part is called d13; .* d12"):
         bench(settings)
     with pytest.raises(UserError, match="--peer is a folder of karpathy/nanochat"):
         bench(settings | {"parts": "", "peer": str(tmp_path)})
+
+
+# ------------------------------------------------------------------------------------------------------
+# Variants
+
+
+class Stand:
+    """A side that is ready, whose steps take known times."""
+
+    def __init__(self, name: str, clock: Clock, said: list, step_s: list[float], ready_at=0.0, **facts):
+        self.name, self.clock, self.said, self.step_s = name, clock, said, iter(step_s)
+        self.ready_at = ready_at
+        self.facts = {"rows": 4, "micro_steps": 2, "parameters": 7e6, "flops_per_token": 1e9} | facts
+        self.facts |= {"first_step_s": 9.0, "attention": "SDPA", "step_s": step_s[0], "peak_bytes": 0}
+        self.job = {"total_batch_size": 1000, "max_seq_len": 125, "depth": 12, "vocab_size": 320}
+
+    def do(self, order: str, count: int = 0, limit_s: float = 0, **more) -> dict:
+        self.said.append(f"{self.name} {order}")
+        self.clock.now = max(self.clock.now, self.ready_at)
+        if order != "steps":
+            self.clock.now += {"trace": 10}.get(order, 0)
+            return {}
+        step_s = next(self.step_s)
+        if step_s < 0:
+            raise MemoryError("CUDA out of memory")
+        self.clock.now += count * step_s
+        return {"step_s": step_s, "peak_bytes": 2 * 2**30, "reserved_bytes": 3 * 2**30}
+
+    def __exit__(self, *exception):
+        self.said.append(f"{self.name} ends")
+
+
+def variant(name: str, side: str = "ours", depth: int = 12) -> dict:
+    return {"name": name, "side": side, "depth": depth, "settings": {}}
+
+
+def run(groups: dict[str, list[dict]], times: dict[str, list[float]], minutes: float = 10, **job):
+    """Runs groups of stand-ins: (results, lines, what was asked of whom). Of no times: it fails."""
+    clock, said = Clock(), []
+    found, lines = report(minutes, clock=clock)
+
+    def prepare(variant: dict, job: dict, limit_s: float):
+        if not times[variant["name"]]:
+            raise RuntimeError("no such kernel")
+        facts = {"peak_flops": 1e13, "expected_bytes": 3 * 2**30} if variant["side"] == "ours" else {}
+        return Stand(variant["name"], clock, said, times[variant["name"]], **facts)
+
+    with sides.threads() as pool:
+        turns = Turns(found, CPU | {"peer": "FOLDER"} | job, pool, prepare)
+        turns.run(groups)
+    assert not turns.place.exists()
+    return found.results, lines, said
+
+
+def test_variants_take_turns_and_the_ratio_is_that_of_neighbouring_turns():
+    pair = [variant("peer", "peer"), variant("ours")]
+    times = {"peer": [0.6, 1.2], "ours": [0.5, 0.8], "none": [2.0, 2.0], "loss": [1.0, 1.0]}
+    groups = {"pair": pair, "levers": [variant("none"), variant("loss")]}
+    results, lines, said = run(groups, times)
+    in_turns = [f"{name} {do}" for name in ("peer", "ours") for do in ("steps", "release")]
+    assert said[:10] == [*in_turns, *in_turns, "peer ends", "ours ends"]
+    ours, peer = (results["pair"]["variants"][name] for name in ("ours", "peer"))
+    assert ours["of_each_round"] == [1.2, 1.5] and results["pair"]["ours_over_peer"] == 1.35
+    assert ours["tok_per_sec"] == pytest.approx(1000 / 0.65, rel=1e-3)  # the median of 0.5 and 0.8 s
+    assert ours["mfu"] == pytest.approx(1000 / 0.65 * 1e9 / 1e13, rel=1e-3)
+    assert (ours["peak_gib"], ours["expected_over_peak"]) == (2, 1.5)
+    assert peer["tok_per_sec"] == pytest.approx(1000 / 0.9, rel=1e-3) and "mfu" not in peer
+    assert results["levers"]["variants"]["loss"]["over_base"] == 2
+    of_turns = [(line["variant"], line["turn"], line["step_s"]) for line in lines if "turn" in line]
+    assert of_turns[:4] == [("peer", 1, 0.6), ("ours", 1, 0.5), ("peer", 2, 1.2), ("ours", 2, 0.8)]
+    assert sum(line.get("ready", False) for line in lines) == 4
+
+
+def test_a_variant_that_fails_stops_no_other():
+    times = {"a": [], "b": [1.0, -1], "c": [1.0, 2.0], "d": [1.0, 1.0]}
+    groups = {"one": [variant("a"), variant("b"), variant("c")], "two": [variant("d")]}
+    results, _, said = run(groups, times)
+    one = results["one"]["variants"]
+    assert "no such kernel" in one["a"]["error"] and "out of memory" in one["b"]["error"]
+    assert one["c"]["turns"] == 2 and results["two"]["ok"] and not results["one"]["ok"]
+    assert {"b ends", "c ends", "d ends"} <= set(said)
+
+
+def test_a_variant_that_hangs_leaves_time_for_the_one_that_waits_for_it(pool):
+    """`hangs` answers when its limit is over, as Side.ask does."""
+    clock, said = Clock(), []
+    found, _ = report(4, clock=clock)
+
+    def prepare(variant: dict, job: dict, limit_s: float):
+        if variant["name"] == "hangs":
+            clock.now += limit_s
+            raise RuntimeError(f"stopped after {limit_s:.3g} s")
+        return Stand("works", clock, said, [1.0, 1.0])
+
+    Turns(found, CPU | {"small": False}, pool, prepare).run({"a": [variant("hangs"), variant("works")]})
+    rows = found.results["a"]["variants"]
+    assert "stopped after 120 s" in rows["hangs"]["error"] and rows["works"]["turns"] == 2
+
+
+def test_nothing_is_prepared_or_measured_for_which_the_time_does_not_suffice():
+    """d24 is expected to take 160 s, d12 90 s; a turn of `slow` takes over 100 s."""
+    times = {"small": [1.0, 1.0], "large": [1.0], "slow": [20.0, 20.0, 20.0]}
+    groups = {"a": [variant("small")], "b": [variant("large", depth=24)], "c": [variant("slow")]}
+    results, _, said = run(groups, times, minutes=2)
+    assert results["a"]["variants"]["small"]["turns"] == 2
+    assert results["b"]["variants"]["large"]["error"] == "not run: it takes about 160 s, and 120 s are left"
+    slow = results["c"]["variants"]["slow"]
+    assert slow["turns"] == 1 and slow["step_s"] == 20 and "large steps" not in said
+
+
+def test_as_many_are_prepared_at_once_as_fit_into_the_memory_and_the_rest_after_them():
+    size = {"12": {"rows": 4, "kept_gib": 4, "peak_gib": 34}}
+    times = {name: [1.0, 1.0] for name in "abc"}
+    groups = {"a": [variant("a"), variant("b")], "c": [variant("c")]}
+    results, lines, said = run(groups, times, sizes=size, memory_gib=40)  # 4 + 34 of two; 4 + 4 + 34 of three
+    assert [line["variant"] for line in lines if "ready" in line][2:] == ["c"]
+    results, lines, said = run(groups, times, sizes=size, memory_gib=30)  # one at a time
+    assert said == [f"{name} {do}" for name in "abc" for do in (*2 * ["steps", "release"], "ends")]
+    assert all(row["ok"] for row in results.values())
+
+
+def test_five_minutes_suffice_for_the_figures_of_a_machine_like_the_first(monkeypatch, pool):
+    """One H200 and 16 cores: a d12 is ready after 70 s, a d24 after 115 s, with cold caches."""
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    clock, said = Clock(), []
+    found, _ = report(5, clock=clock)
+
+    def run(part: Part, job: dict, limit_s: float) -> dict:
+        clock.now += part.expected_s
+        return {"ok": True, "seconds": part.expected_s}
+
+    def prepare(variant: dict, job: dict, limit_s: float):
+        step_s, ready_at = (1.05, 80) if variant["depth"] == 12 else (2.8, 125)
+        return Stand(variant["name"], clock, said, [step_s, step_s], ready_at)
+
+    job = {"device": "cuda", "small": False, "peer": "FOLDER"}
+    groups = gpu_variants.groups(job)
+    levers = [variant("none"), variant("loss"), variant("mlp")]
+    run_parts(found, PARTS[:1], job, pool, run)
+    Turns(found, job, pool, prepare).run(groups | {"levers": levers})
+    run_parts(found, PARTS[1:], job, pool, run)
+    rows = [row for group in groups for row in found.results[group]["variants"].values()]
+    assert len(rows) == 11 and {row["turns"] for row in rows} == {2}
+    assert found.results["save_evaluate_sample"]["ok"] and clock.now < 300
+    assert "not run" in found.results["ceilings"]["error"] and said.count("ours trace") == 1
+
+
+def test_what_is_missing_is_skipped():
+    fp8 = variant("d12") | {"settings": {"fp8": True}}
+    results, _, _ = run({"fp8": [fp8], "pair": [variant("peer", "peer")], "none": []}, {}, peer=None)
+    assert all(row["ok"] for row in results.values()) and results["fp8"]["skipped"] == "needs cuda"
+    assert "--peer=FOLDER" in results["pair"]["skipped"] and "skipped" in results["none"]
+
+
+def test_rows_are_halved_until_they_fit_and_the_facts_say_so(monkeypatch):
+    tried = []
+
+    def prepared(whose, step_job: dict, folder, limit_s, said: dict):
+        tried.append(step_job["rows"])
+        if step_job["rows"] > fits:
+            raise MemoryError("CUDA out of memory")
+        return said
+
+    monkeypatch.setattr(gpu_variants, "prepared", prepared)
+    job, fits = CPU | {"small": False, "sizes": {"12": {"rows": 16}}}, 4
+    said = gpu_variants.prepare(variant("ours"), job, 9)
+    assert said == {"rows_halved_to": 4, "because": "CUDA out of memory"} and tried == [16, 8, 4]
+    fits = 0
+    with pytest.raises(MemoryError):
+        gpu_variants.prepare(variant("ours"), job, 9)
 
 
 def test_a_model_is_planned_as_base_train_plans_it():
@@ -96,49 +347,87 @@ def test_a_model_is_planned_as_base_train_plans_it():
     assert (plan.config.depth, plan.config.width, plan.grad_accum_steps) == (2, 64, 2)
 
 
-def test_rows_are_halved_until_they_fit_and_the_result_says_so():
-    tried = []
-
-    def fits_four(step_job: dict) -> dict:
-        tried.append(step_job["rows"])
-        if not 0 < step_job["rows"] <= 4:
-            raise MemoryError("CUDA out of memory")
-        return {"figure": step_job["rows"]}
-
-    found = gpu_parts.halving({"rows": 16}, fits_four)
-    assert found == {"figure": 4, "rows_halved_to": 4, "because": "CUDA out of memory"}
-    assert tried == [16, 8, 4]
-    assert gpu_parts.halving({"rows": 2}, fits_four) == {"figure": 2}
-    with pytest.raises(MemoryError):
-        gpu_parts.halving({"rows": 2}, lambda step_job: fits_four({"rows": 99}))
+def test_variants_of_ours_are_the_models_that_their_settings_ask_for():
+    by_name = {one["name"]: one for one in gpu_variants.groups(CPU)["windows"]}
+    for name, one in by_name.items():
+        side = sides.Ours(gpu_parts.model_job(CPU, one["depth"], **one["settings"]))
+        assert side.attention.window == name and min(side.plan.config.windows) < 64
+    with pytest.raises(RuntimeError, match=r"cannot run here: .*not varlen"):
+        sides.Ours(gpu_parts.model_job(CPU, 12, window_pattern="SL", attention={"window": "varlen"}))
 
 
-class Stand:
-    """A side whose steps take known times; `said` is what both sides were asked, in order."""
-
-    def __init__(self, name: str, step_s: list[float], said: list, **facts):
-        self.name, self.step_s, self.said = name, iter(step_s), said
-        self.facts = {"rows": 4, "micro_steps": 2, "parameters": 7e6, "flops_per_token": 1e9} | facts
-        self.facts |= {"first_step_s": 9.0, "attention": "SDPA"}
-
-    def do(self, order: str, count: int = 0) -> dict:
-        self.said.append(f"{self.name} {order}")
-        if count != 2:
-            return {"step_s": 99.0}
-        return {"step_s": next(self.step_s), "peak_bytes": 2 * 2**30, "reserved_bytes": 3 * 2**30}
+# ------------------------------------------------------------------------------------------------------
+# Processes
 
 
-def test_ours_and_the_peers_take_turns_and_the_ratio_is_that_of_neighbouring_turns():
-    said: list = []
-    ours = Stand("ours", [0.5, 0.8], said, peak_flops=1e13, expected_bytes=3 * 2**30)
-    peer = Stand("peer", [0.6, 1.2], said)
-    step_job = {"total_batch_size": 1000, "max_seq_len": 125, "depth": 12}
-    found = gpu_parts.take_turns(step_job, ours, peer, rounds=2)
-    in_turns = [f"{name} {do}" for name in ("ours", "peer") for do in ("steps", "steps", "release")]
-    assert said == ["peer release", *in_turns, *in_turns]
-    assert found["of_each_round"] == pytest.approx([1.2, 1.5])
-    assert found["ours_over_peer"] == pytest.approx(1.35)
-    assert found["ours"]["tok_per_sec"] == pytest.approx(1000 / 0.65)  # the median of 0.5 and 0.8 s
-    assert found["ours"]["mfu"] == pytest.approx(1000 / 0.65 * 1e9 / 1e13)
-    assert (found["ours"]["peak_gib"], found["ours"]["expected_over_peak"]) == (2, 1.5)
-    assert found["peer"]["tok_per_sec"] == pytest.approx(1000 / 0.9) and "mfu" not in found["peer"]
+def test_a_side_that_does_not_answer_is_ended():
+    step_job = gpu_parts.model_job(CPU, 12)
+    with pytest.raises(RuntimeError, match=r"stopped after 0\.2 s"):
+        sides.Side("ours", step_job, quiet=True, limit_s=0.2)
+    with pytest.raises(RuntimeError, match=r"ours ended; .*cannot compute in no such"):
+        sides.Side("ours", step_job | {"dtype": "no such"}, quiet=True)
+    assert not sides.Side.alive
+
+
+def test_one_at_a_time_computes_and_what_measures_goes_first(tmp_path):
+    path, order = str(tmp_path / "gpu"), []
+
+    def computes():
+        lock = sides.GpuLock(path)
+        with lock.while_computing(compiles=False):
+            order.append("computes")
+
+    first = sides.GpuLock(path)
+    first.take()
+    waits = threading.Thread(target=computes)
+    waits.start()
+    measure = threading.Thread(target=lambda: measured(sides.GpuLock(path)))
+
+    def measured(lock):
+        with lock.while_measuring():
+            order.append("measures")
+            time.sleep(0.2)
+            order.append("has measured")
+
+    measure.start()
+    while not (tmp_path / "gpu.wanted").exists():
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert order == []
+    first.give()
+    measure.join()
+    waits.join()
+    assert order == ["measures", "has measured", "computes"]
+
+
+def test_a_side_has_the_gpu_while_it_computes_and_not_while_it_compiles(tmp_path):
+    lock, held = sides.GpuLock(str(tmp_path / "gpu")), []
+
+    def backend(graph, inputs):
+        held.append(("compiles", lock.held))
+        return lambda *args: (held.append(("computes", lock.held)), graph(*args))[1]
+
+    with lock.while_computing(compiles=True):
+        for function in (torch.sin, torch.cos):
+            torch.compile(lambda x, function=function: function(x), backend=backend)(torch.ones(1))
+    assert held == 2 * [("compiles", False), ("computes", True)] and not lock.held
+
+
+def test_the_kernels_of_a_profile_are_two_tables(tmp_path):
+    trace = tmp_path / "trace.json"
+    timed = {"ph": "X", "ts": 0, "dur": 4000, "tid": 1}
+    mm = {"name": "aten::mm", "cat": "cpu_op", "args": {"Input Dims": [[8, 4], [4, 320]]}}
+    events = [
+        timed | {"name": "profiled steps", "cat": "user_annotation"},
+        timed | mm | {"ts": 10, "dur": 100},
+        timed | {"name": "launch", "cat": "cuda_runtime", "ts": 20, "dur": 1, "args": {"correlation": 1}},
+        timed | {"name": "nvjet", "cat": "kernel", "ts": 900, "dur": 3000, "args": {"correlation": 1}},
+    ]
+    trace.write_text(json.dumps({"traceEvents": events}))
+    found = gpu_variants.split(trace, 2, (8, 320), "ours-d12", str(tmp_path / "tables"))
+    assert found["ms"]["products of the head"] == 1.5 and not trace.exists()
+    kinds = (tmp_path / "tables" / "kinds-ours-d12.md").read_text().splitlines()
+    assert kinds[2] == "| 1.5 | 75.0% | products of the head |" and kinds[3].endswith("idle |")
+    kernels = (tmp_path / "tables" / "kernels-ours-d12.tsv").read_text().splitlines()
+    assert kernels[1].split("\t") == ["1.50", "0.5", "3000.0", "products of the head", "nvjet"]
+    assert "error" in gpu_variants.split(trace, 2, (8, 320), "ours-d12", None)

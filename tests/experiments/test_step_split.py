@@ -50,9 +50,9 @@ STEP = [
     event("aten::mm", 30, 900, tid=2),  # another thread
 ]
 SPENT = {  # microseconds, added up by hand
-    "data": 10, "embedding": 10, "products": 50 + 8 + 50, "attention forward": 50 + 6,
-    "attention backward": 60, "norms and element-wise": 10 + 20 + 10, "head and loss": 60 + 50, "clip": 20,
-    "optimizer": 100, "log": 10,
+    "data": 10, "embedding": 10, "products": 50 + 8 + 50, "products of the head": 50 + 30,
+    "attention forward": 50 + 6, "attention backward": 60, "loss": 10 + 20, "element-wise forward": 10,
+    "element-wise backward": 20 + 10, "clip": 20, "optimizer": 100, "log": 10,
 }  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def written(events: list[dict], path, pack=bytes):
 
 def test_each_kind_has_the_time_of_its_operators_and_the_kinds_are_the_step(tmp_path):
     found = step_split.time_split(written(STEP, tmp_path / "profile_3.json.gz", gzip.compress))
-    expected = {kind: spent / 1000 for kind, spent in SPENT.items()}
+    expected = dict.fromkeys(step_split.KINDS, 0) | {kind: spent / 1000 for kind, spent in SPENT.items()}
     assert found["ms"] == pytest.approx(expected | {"rest": 1 - sum(expected.values())})
     assert found["step_ms"] == 1 and sum(found["share"].values()) == pytest.approx(1)
     with pytest.raises(ValueError, match="has no step"):
@@ -79,9 +79,15 @@ def test_a_kernel_of_a_gpu_has_the_kind_of_what_launched_it_also_if_it_runs_late
         event("nvjet_before", 5, 20, **kernel, correlation=9),  # launched before: not counted
         event("profiled steps", 0, 1000),
         event("profiled steps", 0, 1000, cat="gpu_user_annotation", tid=7),
-        event("aten::mm", 9, 13),
+        event("aten::mm", 9, 13, **{"Input Dims": [[4096, 768], [768, 3072]]}),
         event("cudaLaunchKernelExC", 10, 12, **launch, correlation=1),
         event("nvjet_hsh_1", 50, 250, **kernel, correlation=1),
+        event("aten::mm", 14, 16, **{"Input Dims": [[768, 4096], [4096, 512]]}),
+        event("cudaLaunchKernelExC", 14, 15, **launch, correlation=5),
+        event("nvjet_hsh_1", 600, 640, **kernel, correlation=5),
+        event("aten::addmm", 17, 19, **{"Input Dims": [[6], [4096, 768], [768, 6], [], []]}),
+        event("cudaLaunchKernelExC", 17, 18, **launch, correlation=6),
+        event("nvjet_hsh_3", 640, 650, **kernel, correlation=6),
         event("autograd::engine::evaluate_function: CompiledFunctionBackward", 20, 80, tid=2),
         event("cudaLaunchKernel", 30, 31, **launch, correlation=2, tid=2),
         event("cudnn_generated_native_sdpa_sm90_flash_bprop", 250, 300, **kernel, correlation=2),
@@ -92,39 +98,62 @@ def test_a_kernel_of_a_gpu_has_the_kind_of_what_launched_it_also_if_it_runs_late
         event("cuLaunchKernelEx", 120, 121, cat="cuda_driver", correlation=4),
         event("nvjet_hsh_2", 400, 600, **kernel, correlation=4),
     ]
-    found = step_split.time_split(written(events, tmp_path / "trace.json"), steps=2)
-    spent = {"products": 200, "attention backward": 50, "clip": 50, "optimizer": 200, "rest": 500}
-    assert {kind: ms for kind, ms in found["ms"].items() if ms} == {k: v / 2000 for k, v in spent.items()}
-    assert found["share"]["rest"] == 0.5 and found["step_ms"] == 0.5 and found["kernels"] == 2
-    assert found["longest_ms"]["nvjet_hsh_1"] == 0.1
+    found = step_split.time_split(written(events, tmp_path / "trace.json"), 2, head=(4096, 512), most=2)
+    spent = {"products": 200, "products of the head": 40, "products of gates": 10, "attention backward": 50}
+    spent |= {"clip": 50, "optimizer": 200, "rest": 450}
+    assert {kind: ms for kind, ms in found["ms"].items() if ms} == pytest.approx(
+        {k: v / 2000 for k, v in spent.items()}
+    )
+    assert found["share"]["rest"] == pytest.approx(0.45) and found["step_ms"] == 0.5
+    assert found["kernels"] == 3 and [row["name"] for row in found["longest"]] == [
+        "nvjet_hsh_1",
+        "nvjet_hsh_2",
+    ]
+    assert found["longest"][0] == {"ms": 0.1, "launches": 0.5, "kind": "products", "name": "nvjet_hsh_1"}
 
 
+# As the profiles of an H200 and of other cards have them
 KERNELS = {
     "products": [
-        "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NTT",
+        "nvjet_sm90_tst_192x192_64x3_1x2_h_bz_coopB_splitK_NTN",
         "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment",
-        "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>",
+        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_256x128_32x3_nn_align2>",
         "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>",
         "triton_tem_fused_mm_3",
         "aten::mm",
     ],
     "attention": [
         "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 64, 64, cutlass::bfloat16_t>>",
-        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_6_64x128x128_4x1x1_kernel0_0",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x4x1_kernel0_0",
+        "void cudnn::fusion::compute_dot_do_o_specialized<true, 128>(void const*, void const*, void*)",
+        "void cudnn::fusion::convert_dq_to_16bits<true>(void const*, void*, unsigned int)",
         "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel)",
         "triton_tem_fused_flex_attention_backward_4",
     ],
     "loss": [
+        "triton_poi_fused__to_copy_arange_clamp_min_copy_copy__div_eq_exp_mul_rsub_sigmoid_sub_unsqueeze_1",
+        "triton_red_fused__to_copy_clamp_min_eq_exp_gather_log_mul_scalar_tensor_sigmoid_squeeze_sub_sum_unsque",
         "triton_red_fused__log_softmax__to_copy_div_mul_nll_loss_forward_tanh_7",
         "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, float, float>",
     ],
-    "copies": [
+    "activation": [
+        "triton_poi_fused__unsafe_view_add_leaky_relu_leaky_relu_backward_mul_view_2",
+        "triton_poi_fused_pow_relu_5",
+    ],
+    "casts": ["triton_poi_fused__to_copy_t_9", "triton_poi_fused__to_copy_1"],
+    "additions and copies": [
         "Memcpy HtoD (Pinned -> Device)",
+        "Memset (Device)",
         "void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda>",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array>",
     ],
     "element-wise": [
         "triton_poi_fused__scaled_dot_product_cudnn_attention_add_cat_mul_5",
-        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>",
+        "triton_per_fused__fused_rms_norm__unsafe_view_add_head_and_loss_view_15",
+        "triton_per_fused__fused_rms_norm__to_copy__unsafe_view_add_cat_mul_split_sub_unsqueeze_view_4",
+    ],
+    "optimizer": [
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous na"
     ],
 }
 

@@ -332,10 +332,12 @@ def git(folder, *words):
     ).stdout.strip()
 
 
-def test_the_commit_is_the_projects_own_with_a_plus_if_files_differ_from_it(tmp_path):
+def test_the_commit_is_the_projects_own_with_a_plus_if_files_differ_from_it(tmp_path, monkeypatch):
     (project := tmp_path / "project").mkdir()
     git(tmp_path, "init")
     git(tmp_path, "commit", "--allow-empty", "-m", "of another repository, above the project")
+    assert runtime.git_commit(project) is None
+    (project / ".git").mkdir()  # damaged
     assert runtime.git_commit(project) is None
     git(project, "init")
     (project / "a.txt").write_text("1")
@@ -343,6 +345,9 @@ def test_the_commit_is_the_projects_own_with_a_plus_if_files_differ_from_it(tmp_
     git(project, "commit", "-m", "a")
     commit = git(project, "rev-parse", "HEAD")
     assert runtime.git_commit(project) == commit
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))  # as in a hook of another repository
+    assert runtime.git_commit(project) == commit
+    monkeypatch.delenv("GIT_DIR")
     (project / "a.txt").write_text("2")
     assert runtime.git_commit(project) == commit + "+"
 

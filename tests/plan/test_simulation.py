@@ -88,6 +88,11 @@ def test_the_time_of_a_step_is_its_flops_and_bytes_at_the_stated_efficiencies():
     assert half.seconds["exchange"] == pytest.approx(0.75 * exchange)
 
 
+def test_d12_on_an_h200_is_as_fast_as_it_was_measured():
+    """1,052 ms a step (docs/benchmarks.md)."""
+    assert simulate(settings(device="H200", world_size=1)).step_seconds == pytest.approx(1.052, rel=0.03)
+
+
 def test_memory_by_kind_is_the_plans_estimate_and_the_state_is_shared_out():
     one, many = (simulate(settings(world_size=n, device_batch_size=4)) for n in (1, 64))
     for found in (one, many):

@@ -209,10 +209,14 @@ def _line(words: str) -> str:
 
 
 def loss_png(run: Run) -> bytes:
-    """A plot of the training loss and of the validation's bits per byte; b"" before the first step."""
+    """A plot of the training loss and of the validation's bits per byte; b"" before the first step, and
+    without matplotlib."""
     if not run.num_steps:
         return b""
-    from matplotlib.figure import Figure  # a slow import, so only before a plot
+    try:
+        from matplotlib.figure import Figure  # a slow import, so only before a plot
+    except ImportError:
+        return b""
 
     ends = charts.bin_ends(len(run.steps["step"]))
     curve = charts.step_curve(run.steps["loss"], ends, "", "")
