@@ -17,17 +17,14 @@ from nanochat.ops import kernels
 from nanochat.ops.attention import Attention
 from nanochat.ops.attention import choose as choose_attention
 from nanochat.ops.attention import use as use_attention
-from nanochat.ops.kernels import Kernels
 from nanochat.ops.fp8 import check_fp8, convert_to_fp8
+from nanochat.ops.kernels import Kernels
 from nanochat.plan import memory, scaling, trial
 from nanochat.terminal import duration
 
 # Up to 4 times a text is about as good as new text; after some 16 it teaches little more (arXiv 2305.16264)
 FEW_EPOCHS, MANY_EPOCHS = 4, 20
 HOPELESS_S = 30 * 86_400  # seconds of training from which on the plan warns
-
-
-NO_KERNELS = Kernels()
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ class Plan:
     compile_reason: str = ""
     eager_steps: int = 0  # first steps of a compiled run that stay eager, so that the first losses come soon
     attention: Attention | None = None  # its backends (None: not yet decided)
-    kernels: Kernels = NO_KERNELS  # those written by hand that are used
+    kernels: Kernels | None = None  # those written by hand that are used (None: not yet decided)
     aspect_ratio: int = 0  # width / depth (0: a base model gives both)
     width_reason: str = ""  # where the width is from, if not from 64 x depth or the user
     fp8: bool = False  # the large products of the blocks train in 8 bits
@@ -131,6 +128,7 @@ class Plan:
         kept |= {"eager_steps": self.eager_steps}
         if self.attention:
             kept["attention"] = self.attention.resolved
+        if self.kernels:
             kept["kernels"] = self.kernels.names
         if self.aspect_ratio:
             kept["aspect_ratio"] = self.aspect_ratio
@@ -177,7 +175,7 @@ class Plan:
         if self.fp8:
             convert_to_fp8(model)
         use_attention(model, self.attention)
-        kernels.use(self.kernels.names)
+        kernels.use(self.kernels.names if self.kernels else ())
 
     def check(self, accept: str):
         """Raise UserError if this run must not begin. `accept` is the setting of that name."""

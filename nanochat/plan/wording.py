@@ -20,7 +20,7 @@ def sections(plan: Plan, dataset, tokenizer, run_path) -> dict[str, dict[str, st
             "compiled": f"{'yes' if plan.compiled else 'no'} ({plan.compile_reason})",
             "folder": str(run_path),
             **({"attention": plan.attention.reason} if plan.attention else {}),
-            **({"kernels": plan.kernels.reason} if hardware.device_type == "cuda" and plan.attention else {}),
+            **({"kernels": plan.kernels.reason} if hardware.device_type == "cuda" and plan.kernels else {}),
         },
         "text": {
             "data": f"{dataset.name}, {dataset.note}, fingerprint {dataset.fingerprint[:12]}",
