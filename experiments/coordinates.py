@@ -91,7 +91,9 @@ def seen_inside(model: GPT, idx: torch.Tensor) -> dict[str, torch.Tensor]:
             keep = lambda module, inputs, name=name: seen.__setitem__(name, inputs[0])  # noqa: E731
             hooks.append(module.register_forward_pre_hook(keep))
     last = model.blocks[-1]
-    hooks.append(last.register_forward_hook(lambda block, inputs, x: seen.__setitem__("stream", x)))
+    hooks.append(
+        last.register_forward_hook(lambda block, inputs, pair: seen.__setitem__("stream", sum(pair)))
+    )
     model(idx)
     for hook in hooks:
         hook.remove()

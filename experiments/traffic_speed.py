@@ -24,10 +24,10 @@ from nanochat.files import user_path
 from nanochat.ops.kernels import PROBES
 
 # What was timed on a GPU (docs/benchmarks.md)
-DEFAULTS = {
+SETTINGS = {
     "depth": 12, "head_dim": 128, "max_seq_len": 2048, "vocab_size": 32768, "device_batch_size": 32
 }  # fmt: skip
-JOB = (*DEFAULTS, "aspect_ratio", "window_pattern", "kernels")
+JOB = (*SETTINGS, "aspect_ratio", "window_pattern", "kernels")
 # A kernel is of the first kind that one of its operations names
 KINDS = {
     "loss": {"tanh", "log", "exp", "scatter"},

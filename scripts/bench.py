@@ -82,7 +82,7 @@ def record(results: dict) -> dict:
 
 
 measure = import_module(f"experiments.{MODULES.get(what, what)}_speed")
-for name, value in getattr(measure, "DEFAULTS", {}).items():
+for name, value in getattr(measure, "SETTINGS", {}).items():  # its own, in place of the defaults
     if settings.sources[name] == "default":
         settings.values[name] = value
 results = getattr(measure, what if what in MODULES else "bench")(settings.values)

@@ -18,11 +18,12 @@ from nanochat.terminal import gib
 # Bytes that a token takes: for each channel in each layer, and for each channel once.
 # (compiled, bytes of the compute dtype): (layer, once)
 KEPT = {
-    (True, 2): (51.8, 5.5),
-    (True, 4): (94.6, 5.5),
-    (False, 2): (62.3, 11.5),
-    (False, 4): (98.9, 13.0),
+    (True, 2): (34.0, 17.0),
+    (True, 4): (68.5, 18.5),
+    (False, 2): (59.0, 11.5),
+    (False, 4): (95.0, 13.0),
 }
+MLP_KERNEL = 8  # bytes for each channel in each layer that are not kept with the kernels of ops/mlp.py
 # Bytes for each logit of a chunk (loss.py), by bytes of the compute dtype: the logits in that dtype and two
 # float32 tensors, or one if the logits are float32. Compiled for a GPU, only the logits
 EAGER_LOGIT = {2: 10, 4: 8}
@@ -41,18 +42,21 @@ def training_bytes(
     compiled: bool,
     world_size: int = 1,
     on_cpu: bool = False,
+    mlp_kernel: bool = False,
 ) -> dict[str, int]:
     """Bytes of device memory that one of `world_size` training processes needs, by kind.
 
     Their sum is the most at any moment of a step of several micro-steps.
 
-    dtype: of the forward pass. compiled: whether the model is compiled. On a CPU a save copies weights and
+    dtype: of the forward pass. compiled: whether the model is compiled. mlp_kernel: whether ops/mlp.py's
+    kernels are used. On a CPU a save copies weights and
     optimizer state to the same memory, attention keeps its weights (attention_blocks.py), and libraries and
     gaps count.
     """
     counts, size = scaling.on_meta(config).parameter_counts(), torch.finfo(dtype).bits // 8
     total, matrices = counts["total"], counts["matrices"]
     layer, once = KEPT[compiled, size]
+    layer -= MLP_KERNEL * mlp_kernel
     state = (8 * total - 4 * matrices) // world_size  # one moment for Muon's matrices, two for the rest
     casts = size * (matrices + counts["head"]) if size < 4 else 0  # autocast's copies of the weights
     needed = {

@@ -93,6 +93,7 @@ class Plan:
         """Bytes that a process will take, by kind."""
         hardware, tokens = self.hardware, self.device_batch_size * self.config.max_seq_len
         processes = {"world_size": hardware.world_size, "on_cpu": hardware.device_type == "cpu"}
+        processes["mlp_kernel"] = bool(self.kernels and "mlp" in self.kernels.names)
         return memory.training_bytes(self.config, tokens, hardware.dtype, self.compiled, **processes)
 
     @property

@@ -6,6 +6,7 @@ import torch
 from experiments import traffic_speed
 from experiments.kernel_bytes import Calls
 from nanochat import UserError
+from nanochat.ops import mlp  # noqa: F401  it registers the operators
 
 B, T, V, C = 4, 64, 512, 128
 SETTINGS = {"aspect_ratio": 64, "head_dim": 64, "max_seq_len": T, "vocab_size": V, "window_pattern": "L"}
@@ -54,7 +55,7 @@ def test_both_models_are_counted(tmp_path):
     assert int(look_up[0]) == 8 + 2 * C * 2
     # Two products with a weight each way, two more backward, attention both ways
     assert found["peer_kinds"]["products and attention"] == {"bytes": 0, "launches": 2 + 4 + 2}
-    assert "triton" in (tmp_path / "code" / "ours_backward.py").read_text()
+    assert "triton" in (tmp_path / "code" / "ours_block_0_backward.py").read_text()
     ours, peer = found["ours"], found["peer"]
     assert found["bytes_over_peer"] == ours["bytes"] / peer["bytes"]
     assert found["launches_over_peer"] == ours["launches"] / peer["launches"]
@@ -65,7 +66,8 @@ def test_both_models_are_counted(tmp_path):
     for figure in ("norms", "products and attention"):
         launches = [of["ours_kinds"][figure]["launches"] for of in (found, deeper)]
         assert 1.5 < launches[1] / launches[0] < 2.1
-    assert 1.7 < deeper["ours_kinds"]["norms"]["bytes"] / found["ours_kinds"]["norms"]["bytes"] < 2.1
+    # What stands before and after the blocks stays
+    assert 1.3 < deeper["ours_kinds"]["norms"]["bytes"] / found["ours_kinds"]["norms"]["bytes"] < 2.1
 
 
 def test_a_kernel_that_does_not_exist_is_refused():
@@ -99,13 +101,5 @@ def test_a_call_reads_its_inputs_and_writes_its_outputs_once():
 
 
 def test_an_operator_of_ours_with_a_product_reads_what_the_table_says():
-    library = torch.library.Library("nanochat", "FRAGMENT")
-    name = "down_activated_backward"
-    if not hasattr(torch.ops.nanochat, name):
-        library.define(f"{name}(Tensor dy, Tensor weight, Tensor z) -> Tensor")
-        library.impl(name, lambda dy, weight, z: dy @ weight, "CPU")
-    z = torch.ones(8, 16)
-    assert moved(torch.ops.nanochat.down_activated_backward, torch.ones(8, 4), torch.ones(4, 16), z)[0] == (
-        512,
-        0,
-    )
+    dy, weight, z = (torch.ones(*shape, dtype=torch.bfloat16) for shape in ((8, 4), (4, 16), (8, 16)))
+    assert moved(torch.ops.nanochat.down_activated_backward, dy, weight, z)[0] == (8 * 16 * 2, 0)
