@@ -1,7 +1,7 @@
 """The model: a GPT in the nanochat line, as equations.
 
     x0 = norm(embedding[token])                                       B rows, T positions, C width
-    x += x0_scale * x0 + x_before_scale * gate * smear(x)             in each block,
+    x += x0_scale * x0 + x_before_scale * gate(x0) * smear(x)         in each block,
     x += out(gate * attention(q, shifted k, v + value embedding))     then attention,
     x += down(leaky_relu(up(norm(x)))^2)                              then the MLP
     logits = 15 tanh(head @ norm(x) / 15)                             softcap (Gemma 2), V vocabulary
