@@ -97,6 +97,11 @@ class _NormAndRotate(torch.autograd.Function):
         return torch.mul(dx, cos).addcmul_(_swap_halves(dx), sin, value=-1), None, None, None
 
 
+def _cast(x, dtype):
+    """x in a dtype. With torch 2.11 compiled code gives a result no gradient if `to` had nothing to do."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 class _CompiledNorm(torch.autograd.Function):
     """_Norm in float32, for compiled code. Its result is kept anyway, for a product; x is not."""
 
@@ -104,7 +109,7 @@ class _CompiledNorm(torch.autograd.Function):
     def forward(ctx, x):
         x32 = x.float()
         r = torch.rsqrt(x32.square().mean(-1, keepdim=True) + EPS)
-        y = (x32 * r).to(x.dtype)
+        y = _cast(x32 * r, x.dtype)
         ctx.save_for_backward(y, r)
         return y
 
@@ -112,7 +117,7 @@ class _CompiledNorm(torch.autograd.Function):
     def backward(ctx, dy):
         y, r = ctx.saved_tensors
         dn, n = dy.float(), y.float()
-        return (r * (dn - n * (dn * n).mean(-1, keepdim=True))).to(y.dtype)
+        return _cast(r * (dn - n * (dn * n).mean(-1, keepdim=True)), y.dtype)
 
 
 class _NormRotateShift(torch.autograd.Function):
@@ -130,7 +135,7 @@ class _NormRotateShift(torch.autograd.Function):
         r = scale * torch.rsqrt(n.square().mean(-1, keepdim=True) + EPS)
         n = n * r
         table = (_before(cos), _before(sin)) if shifted else (cos, sin)
-        y = (n * table[0] + _swap_halves(n) * table[1]).to(x.dtype)
+        y = _cast(n * table[0] + _swap_halves(n) * table[1], x.dtype)
         ctx.save_for_backward(y, r, cos, sin, same)
         return y
 
@@ -144,7 +149,7 @@ class _NormRotateShift(torch.autograd.Function):
         # Both rotated back before the sum: nothing that follows from it is needed in another place
         dn, n = (part.float() * cos - _swap_halves(part.float()) * sin for part in (dy, y))
         dx = r * (dn - n * ((dn * n).mean(-1, keepdim=True) / ctx.scale**2))
-        return dx.to(y.dtype), None, None, None, None, None
+        return _cast(dx, y.dtype), None, None, None, None, None
 
 
 def _before(x):
