@@ -349,7 +349,8 @@ def on_machine(
     plan = replace(plan, compiled=compiled, compile_reason=reason).with_largest_micro_batch()
     backends = choose_attention(plan.config, machine, plan.hardware.dtype, compiled, divided_rows, resolved)
     plan = replace(plan, attention=backends, eager_steps=eager_steps(plan, settings["compile"], resolved))
-    plan = replace(plan, kernels=kernels.choose(plan.config, machine, plan.hardware.dtype, resolved))
+    if settings.get("kernels") != "off":
+        plan = replace(plan, kernels=kernels.choose(plan.config, machine, plan.hardware.dtype, resolved))
     tried = device.type != "cpu" and plan.device_batch_size != resolved.get("device_batch_size")
     if tried and not settings["plan"] and not plan.refusal(settings["accept"]):
         plan = trial.with_tried_micro_batch(plan, machine, divided_rows, reduction)
