@@ -168,7 +168,7 @@ def wait_for_records(logs: Path, trainings: int) -> list[Path]:
 @pytest.mark.slow
 def test_a_stopped_command_goes_on_where_every_training_was(tmp_path):
     arguments = ["--variants=documents", "--seeds=1", "--jobs=2"]
-    long = command(tmp_path, *arguments, more="--num_iterations=400")
+    long = command(tmp_path, *arguments, more="--num_iterations=2000")
     process = subprocess.Popen([sys.executable, "-m", *long], cwd=ROOT)
     logs = tmp_path / "base" / "ablations" / "documents"
     wait_for_records(logs, 2)
@@ -180,7 +180,7 @@ def test_a_stopped_command_goes_on_where_every_training_was(tmp_path):
     done = python_m(long, ROOT)
     assert done.returncode == 0, done.stderr
     assert all("going on from" in path.read_text() for path in logs.glob("*/log.txt"))
-    assert all(run["tokens"] == 400 * 128 for run in results_of(done.stdout))
+    assert all(run["tokens"] == 2000 * 128 for run in results_of(done.stdout))
     assert not [*logs.glob("*/run/step_*")]  # no checkpoint is left
 
 
