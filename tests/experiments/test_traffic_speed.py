@@ -35,6 +35,7 @@ class GPT(nn.Module):
 """
 
 
+@pytest.mark.slow
 def test_both_models_are_counted(tmp_path):
     pytest.importorskip("triton")
     for name, text in {
