@@ -1,5 +1,6 @@
 """torch.compile: whether it pays, and code that runs eager at first and compiled from then on."""
 
+import atexit
 import copy
 import gc
 import os
@@ -125,4 +126,5 @@ def freeze_garbage():
     collector need not look at it again. Freed memory goes back to the system."""
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # else Triton says at the end which of its objects are still there
     memory.give_back()
