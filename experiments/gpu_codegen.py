@@ -38,6 +38,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from experiments.kernel_bytes import Calls, scheduled, tensors_in
+from experiments.sides import peer_config
 
 CUDA = torch.device("cuda", 0)
 PYTHON: dict = {}  # our operators that are written in PyTorch: {name: its function}
@@ -374,14 +375,7 @@ def peer(job: dict):
     sys.modules["nanochat.flash_attention"] = SimpleNamespace(flash_attn=flash)  # it would download a kernel
     from nanochat.gpt import GPT, GPTConfig
 
-    width = -(-job["depth"] * job["aspect_ratio"] // job["head_dim"]) * job["head_dim"]
-    heads = width // job["head_dim"]
-    model = GPT(
-        GPTConfig(
-            sequence_len=job["max_seq_len"], vocab_size=job["vocab_size"], n_layer=job["depth"],
-            n_head=heads, n_kv_head=heads, n_embd=width, window_pattern=job["window_pattern"],
-        )
-    )  # fmt: skip
+    model = GPT(GPTConfig(**peer_config(job)))
     model.init_weights()  # it casts the embeddings
     tokens = [torch.empty(job["device_batch_size"], job["max_seq_len"], dtype=torch.int64)] * 2
 

@@ -1,7 +1,7 @@
 """Everything to check and time on a GPU, figures first: `python -m scripts.bench --what=gpu`.
 
-Models that train (gpu_parts.groups) are prepared side by side, each in a process of its own: it compiles on
-a CPU, makes its first steps when no other computes, and waits. As soon as those of a group are ready they
+Models that train (gpu_variants.groups) are prepared side by side, each in a process of its own: it compiles
+on a CPU, makes its first steps when no other computes, and waits. As soon as those of a group are ready they
 take turns on the quiet GPU, while later ones compile. Then come parts with other figures, one after another,
 and at last the checks of correctness, side by side. Each figure is printed as a line of JSON when it is
 known. Nothing is started that cannot end in time; what crashes, hangs or runs out of memory stops nothing.

@@ -5,12 +5,12 @@ Those of a group take turns (gpu_turns.py).
 """
 
 import statistics
-from importlib.util import find_spec
 from pathlib import Path
 
 from experiments.gpu_parts import DEPTHS, model_job
 from experiments.sides import ROOT, Side
 from experiments.step_split import time_split
+from nanochat.ops import kernels
 
 
 def groups(job: dict) -> dict[str, list[dict]]:
@@ -27,7 +27,7 @@ def groups(job: dict) -> dict[str, list[dict]]:
         return ours(name, window_pattern="SSSL", attention=asked)
 
     flash = job.get("flash", [])
-    levers = [ours(name, kernels=name) for name in kernels_by_hand()]
+    levers = [ours(name, kernels=name) for name in kernels.PROBES]
     if flash:
         levers.append(ours("cudnn", attention={"full": "cudnn", "flash": ""}))
     windows = [window(name, name) for name in (("banded", "blocks") if job["small"] else ("varlen", "flex"))]
@@ -35,19 +35,10 @@ def groups(job: dict) -> dict[str, list[dict]]:
     return {
         "d12": both(12),
         "d24": both(24),
-        "levers": [ours("none", kernels=""), *levers] if levers else [],
+        "levers": [ours("none", kernels=""), *levers],
         "windows": windows,
         "fp8": [ours(f"d{depth}", depth, fp8=True) for depth in DEPTHS],
     }
-
-
-def kernels_by_hand() -> list[str]:
-    """The names of those that can be used one by one."""
-    if not find_spec("nanochat.ops.kernels"):
-        return []
-    from nanochat.ops import kernels
-
-    return list(kernels.PROBES)
 
 
 def missing(variant: dict, job: dict) -> str:

@@ -33,7 +33,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -164,7 +163,7 @@ class Ours:
         self.device = self.machine.device
         self.dtype, _ = precision.resolve_dtype(job["dtype"], self.device)
         self.plan = our_plan(job, self.machine, self.dtype)
-        self.kernels = use_kernels(job, self.plan.config, self.machine, self.dtype)
+        self.plan = replace(self.plan, kernels=use_kernels(job, self.plan.config, self.machine, self.dtype))
         with torch.device("meta"):
             model = GPT(self.plan.config)
         self.model = runtime.materialize(model, self.device, 0)
@@ -195,7 +194,7 @@ class Ours:
             "peak_flops": plan.hardware.peak_flops,
             "expected_bytes": plan.expected_bytes,
             "attention": self.attention.reason,
-            "kernels": self.kernels,
+            "kernels": self.plan.kernels.reason,
         }
 
     def step(self, batches) -> torch.Tensor:
@@ -225,22 +224,21 @@ class Ours:
         return lambda rows, tokens: generate_batch(model, [PROMPT] * rows, tokens, **SAMPLING)
 
 
-def use_kernels(job: dict, config, machine, dtype) -> str:
+def use_kernels(job: dict, config, machine, dtype):
     """Use the kernels written by hand that job["kernels"] names, "loss,mlp" say ("": none; "auto": those that
-    base_train chooses). Returns what is used, and why."""
-    if not find_spec("nanochat.ops.kernels"):
-        return "none in this checkout"
+    base_train chooses). Returns a kernels.Kernels."""
     from nanochat.ops import kernels
 
     asked = job.get("kernels", "auto")
     if asked != "auto":
-        kernels.use([name for name in asked.split(",") if name])
-        return f"{asked or 'none'}, as asked for"
+        names = tuple(name for name in asked.split(",") if name)
+        kernels.use(names)
+        return kernels.Kernels(names, f"{asked or 'none'}, as asked for")
     lock = GpuLock(job["lock"]).while_computing(compiles=False) if "lock" in job else contextlib.nullcontext()
     with lock:  # it measures how fast they are
         chosen = kernels.choose(config, machine, dtype, {})
     kernels.use(chosen.names)
-    return chosen.reason
+    return chosen
 
 
 def our_plan(job: dict, machine, dtype):
@@ -263,6 +261,16 @@ def our_plan(job: dict, machine, dtype):
     return replace(plan, compiled=job["compile"]).with_largest_micro_batch()
 
 
+def peer_config(job: dict) -> dict:
+    """The fields of the peer's GPTConfig for the job's shape."""
+    width = -(-job["depth"] * job["aspect_ratio"] // job["head_dim"]) * job["head_dim"]
+    heads = width // job["head_dim"]
+    return {
+        "sequence_len": job["max_seq_len"], "vocab_size": job["vocab_size"], "n_layer": job["depth"],
+        "n_head": heads, "n_kv_head": heads, "n_embd": width, "window_pattern": job["window_pattern"],
+    }  # fmt: skip
+
+
 class Peer:
     """The peer's model and optimizer, built in the order of its scripts/base_train.py."""
 
@@ -274,14 +282,8 @@ class Peer:
         torch.manual_seed(42)
         if self.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
-        width = -(-job["depth"] * job["aspect_ratio"] // job["head_dim"]) * job["head_dim"]
-        heads = width // job["head_dim"]
-        config = GPTConfig(
-            sequence_len=job["max_seq_len"], vocab_size=job["vocab_size"], n_layer=job["depth"],
-            n_head=heads, n_kv_head=heads, n_embd=width, window_pattern=job["window_pattern"],
-        )  # fmt: skip
         with torch.device("meta"):
-            self.model = GPT(config)
+            self.model = GPT(GPTConfig(**peer_config(job)))
         self.model.to_empty(device=self.device)
         self.model.init_weights()
         self.train_model = torch.compile(self.model, dynamic=False) if job["compile"] else self.model
@@ -378,7 +380,7 @@ class GpuLock:
 
     @contextlib.contextmanager
     def while_measuring(self):
-        """Have it as soon as the process that computes gives it back, whoever else waits."""
+        """Take the lock before all other processes that wait for it."""
         self.wanted.touch()
         try:
             self.take(urgent=True)

@@ -3,8 +3,8 @@
 
 PyTorch's compiler writes its code for an H100 (`gpu_codegen.py`), for our model and for karpathy/nanochat's
 of the same shape, and its kernels are counted. On a GPU all but the products waits for memory, so these bytes
-are milliseconds. With --folder=FOLDER the code of both stays there (ours_forward.py and so on), and a table
-of all kernels: their operations, and the bytes a token of each tensor that they read and write.
+are milliseconds. With --folder=FOLDER the code of both stays there (ours_block_0_forward.py and so on), and
+a table of all kernels: their operations, and the bytes a token of each tensor that they read and write.
 
 On a GPU a run times our kernels by hand and uses those that are faster (`kernels.choose`). Here all are in
 use, or those that --parts names: --parts=loss,head; --parts=none.

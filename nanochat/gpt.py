@@ -112,14 +112,12 @@ class Attention(nn.Module):
         if value_embedding is not None:
             v = v + gates[..., H : 2 * H, None] * value_embedding.view_as(v)
         # RoPE and QK norm: a score depends on distance and direction, and is at most 1.2^2 sqrt(D)
-        q = norm_and_rotate(q, *rotary, QK_SCALE)
+        rotary = *rotary, QK_SCALE
+        q = norm_and_rotate(q, *rotary)
         # Shifted keys: position t has the key of t - 1, so one layer copies what followed a token (induction)
-        if cache is None:
-            k = norm_rotate_and_shift(k, *rotary, QK_SCALE, visible)
-        else:
-            k = norm_and_rotate(k, *rotary, QK_SCALE)
+        k = norm_rotate_and_shift(k, *rotary, visible) if cache is None else norm_and_rotate(k, *rotary)
         q, k, v = (part.to(v.dtype).transpose(1, 2) for part in (q, k, v))  # (B, H, T, D)
-        if cache is not None:
+        if cache is not None:  # it shifts its keys itself
             k, v, visible = cache.append(k, v)
         y = self.attend(q, k, v, self.window, visible)  # (B, H, T, D)
         # Gated attention: a head that finds nothing can be silent

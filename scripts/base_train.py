@@ -169,7 +169,7 @@ with torch.device("meta"):  # shapes first, then memory and initial weights
 runtime.materialize(model, device, seed)
 check_dtypes(model, compute_dtype)  # delete this line if a part is to compute in another dtype
 register_subwords(model, tokenizer)  # does nothing if the model has no sub-word embeddings
-plan.apply_to(model)  # its attention backends, and fp8
+plan.apply_to(model)  # its attention backends, kernels, and fp8
 eager_left = plan.eager_left(step)  # first steps that run eager, so that their losses come soon (None: all)
 groups = optim.parameter_groups(model, plan.rates, plan.weight_decay, plan.table_decay)
 optimizer = optim.MuonAdamW(groups, compute_dtype, eager_left, machine.rank, world_size)

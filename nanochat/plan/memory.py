@@ -48,10 +48,9 @@ def training_bytes(
 
     Their sum is the most at any moment of a step of several micro-steps.
 
-    dtype: of the forward pass. compiled: whether the model is compiled. mlp_kernel: whether ops/mlp.py's
-    kernels are used. On a CPU a save copies weights and
-    optimizer state to the same memory, attention keeps its weights (attention_blocks.py), and libraries and
-    gaps count.
+    dtype: of the forward pass. compiled: whether the model is compiled. mlp_kernel: whether the kernels of
+    ops/mlp.py are used. On a CPU a save copies weights and optimizer state to the same memory, attention
+    keeps its weights (attention_blocks.py), and libraries and gaps count.
     """
     counts, size = scaling.on_meta(config).parameter_counts(), torch.finfo(dtype).bits // 8
     total, matrices = counts["total"], counts["matrices"]
