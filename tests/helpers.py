@@ -80,9 +80,6 @@ def python_m(arguments: list[str], folder: Path = ROOT, encoding="utf-8") -> sub
         return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     process = starter(frozenset(environment.items()))
-    if process.poll() is not None:  # a signal meant for a run has reached it
-        starter.cache_clear()
-        process = starter(frozenset(environment.items()))
     with tempfile.TemporaryDirectory() as name:
         streams = [os.devnull, f"{name}/out", f"{name}/err"]
         print(json.dumps([str(folder), streams, encoding, arguments]), file=process.stdin, flush=True)
