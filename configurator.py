@@ -35,7 +35,8 @@ import warnings
 from collections import deque, namedtuple
 from dataclasses import dataclass
 
-from nanochat import UserError, explained
+from nanochat import UserError, explained, streams
+from nanochat.terminal import printable
 
 ENVIRONMENT = {"base_dir": "NANOCHAT_BASE_DIR"}  # setting -> the environment variable that may set it
 WORDS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
@@ -78,12 +79,10 @@ def configure(globals_, argv=None, arguments="CONFIG_FILE", aliases=None):
     People may type either name. It is read from the source of the call, so it must be written out there.
     --help prints every setting and exits with status 0. If anything is wrong, all mistakes are printed on
     stderr, no variable changes, and the script exits with status 2. From this call on, a UserError that
-    nothing catches ends the script in the same way: its sentence, status 2, no traceback. A character that
-    the terminal cannot show is printed as an escape, such as \\u2192.
+    nothing catches ends the script in the same way: its sentence, status 2, no traceback; and stdout and
+    stderr are as nanochat/streams.py says.
     """
-    for stream in sys.stdout, sys.stderr:
-        if hasattr(stream, "reconfigure"):  # a program may have replaced the stream by one without it
-            stream.reconfigure(errors="backslashreplace")
+    streams.secure()
     if sys.excepthook is not _excepthook:
         _excepthook.previous, sys.excepthook = sys.excepthook, _excepthook
     argv = sys.argv[1:] if argv is None else argv
@@ -411,10 +410,7 @@ def _help_lines(left, setting, column, width):
 def _say(text, stream):
     """Print on the first process of each machine."""
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) in ("", "0"):
-        try:
-            print(text, file=stream, flush=True)
-        except BrokenPipeError:  # the reader of the output, such as `head`, has ended
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        print(printable(text), file=stream, flush=True)
 
 
 def _excepthook(kind, error, traceback):
