@@ -102,9 +102,9 @@ class RunOutput:
             "tokenizer.json": tokenizer.to_bytes(),
             "config.json": json.dumps(facts, indent=2).encode(),
         }
+        self.log = metrics.Metrics(path, enabled=machine.is_main)  # its file is what makes it a run's folder
         if machine.is_main:
             checkpoint.write_whole(path / "config.json", self._files["config.json"])
-        self.log = metrics.Metrics(path, enabled=machine.is_main)
         self.log.start_wandb(wandb_run, facts, loop, machine.print)
         self.console = Console(step, machine.is_main, loop, clock)
         self._saver = checkpoint.AsyncSaver(path, machine.rank, machine.world_size, run_id)
