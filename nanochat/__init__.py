@@ -22,12 +22,14 @@ def explain_errors(translate):
 
 
 def explained(error):
-    """The UserError in place of an error that a function of `explain_errors` knows, else the error itself.
-    Whatever prints the last error of a process asks for this first."""
+    """The UserError in place of an error that a function of `explain_errors` knows, or of a file that this
+    user may not touch; else the error itself. Whatever prints the last error of a process asks for this."""
     for translate in reversed(_translations) if not isinstance(error, UserError) else ():
         try:
             if sentence := translate(error):
                 return UserError(sentence)
         except Exception:  # it must not hide the error that it was asked about
             continue
+    if isinstance(error, PermissionError) and error.filename:  # a colleague's folder on a shared machine
+        return UserError(f"{error.filename}: no permission; ask its owner for it, or name another place")
     return error
