@@ -101,16 +101,30 @@ def check_shared(out_dir, machine):
 
 
 def prune(out_dir, keep, permanent_every=-1, say=print):
-    """Delete old checkpoints. The `keep` newest stay (keep <= 0: all), and so does every checkpoint whose
-    step is a multiple of `permanent_every` (-1: none).
+    """Delete old checkpoints; returns their steps. The `keep` newest stay (keep <= 0: all), and so does every
+    checkpoint whose step is a multiple of `permanent_every` (-1: none).
 
     A deletion that fails does not end training: it goes to `say`.
     """
     steps = checkpoints_in(out_dir)
     passing = [step for step in sorted(steps) if permanent_every <= 0 or step % permanent_every]
-    for step in passing[:-keep] if keep > 0 else []:
+    old = passing[:-keep] if keep > 0 else []
+    for step in old:
         if e := attempt(remove_folder, steps[step]):
             say(f"could not delete the old checkpoint of step {step} ({reason(e)}); training goes on")
+    return old
+
+
+def make_room(out_dir, keep, permanent_every=-1, say=print, failed=False):
+    """Before a save: if the disk has less room than the newest checkpoint takes, or if a save has `failed`,
+    delete the checkpoints that `prune` would delete after the next save, but for the newest one."""
+    steps = checkpoints_in(out_dir)
+    if not steps or keep <= 0:
+        return
+    needed = sum(file.stat().st_size for file in steps[max(steps)].iterdir())
+    full = failed or shutil.disk_usage(out_dir).free < needed
+    if full and (gone := prune(out_dir, max(1, keep - 1), permanent_every, say)):
+        say(f"the disk is full: deleted the checkpoint of step {', '.join(map(str, gone))} for the next one")
 
 
 def set_aside(out_dir, after=None):
