@@ -43,5 +43,5 @@ try:
             file.write(page.encode())
 except OSError as error:
     reason = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    raise UserError(f"no report ({reason}); give another place with --out=FILE") from error
+    raise UserError(f"no report ({reason}); name another run, or another place with --out=FILE") from error
 print(f"report: {path}")
