@@ -82,8 +82,8 @@ def configure(globals_, argv=None, arguments="CONFIG_FILE", aliases=None):
     People may type either name. It is read from the source of the call, so it must be written out there.
     --help prints every setting and exits with status 0. If anything is wrong, all mistakes are printed on
     stderr, no variable changes, and the script exits with status 2. From this call on, a UserError that
-    nothing catches ends the script in the same way: its sentence, status 2, no traceback; and stdout and
-    stderr are as nanochat/streams.py says.
+    nothing catches ends the script in the same way: its sentence, status 2, no traceback. Ctrl-C prints
+    nothing. stdout and stderr are as nanochat/streams.py says.
     """
     streams.secure()
     if sys.excepthook is not _excepthook:
@@ -426,6 +426,8 @@ def _say(text, stream):
 
 
 def _excepthook(kind, error, traceback):
+    if kind is KeyboardInterrupt:  # no error: Python ends as one who stops by Ctrl-C does
+        return None
     error = explained(error)
     if not isinstance(error, UserError):
         return _excepthook.previous(kind, error, traceback)
