@@ -63,7 +63,12 @@ class Output(io.RawIOBase):
                 if written is None:  # the file is full, and does not block
                     time.sleep(0.05)
         except (OSError, ValueError):
-            self._raw = None
+            self.give_up()
+
+    @property
+    def gone(self) -> bool:
+        """Whether nobody reads, now and later."""
+        return self._raw is None
 
     def give_up(self):
         """Send what comes later nowhere."""
@@ -154,6 +159,12 @@ def from_handler(text: str):
     never_wait()
     with contextlib.suppress(Exception):  # a program may have replaced the stream
         sys.stderr.buffer.write(text.encode())
+
+
+def nobody_reads() -> bool:
+    """Whether the reader of stdout has gone."""
+    buffer = getattr(sys.stdout, "buffer", None)
+    return isinstance(buffer, Output) and buffer.gone
 
 
 def drain(seconds: float | None) -> bool:

@@ -9,12 +9,12 @@ continues each line as a text of its own. To a model of mid_train each line is y
 remembers the earlier ones until its row is full. The text goes to stdout, everything else to stderr.
 """
 
-import os
 import signal
 import sys
 from typing import Literal
 
 import configurator
+from nanochat import streams
 from nanochat.data import chat_format
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.engine import Stream, find_source, load_for_inference, text_pieces
@@ -134,9 +134,8 @@ def lines():
 # ------------------------------------------------------------------------------------------------------
 # Write
 
-try:
-    act = Conversation().answer if answers else write
-    for number, text in enumerate(lines() if prompt is None else [prompt]):
-        act(text, seed + number)
-except BrokenPipeError:  # the reader of the output, such as `head`, has ended
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+act = Conversation().answer if answers else write
+for number, text in enumerate(lines() if prompt is None else [prompt]):
+    act(text, seed + number)
+    if streams.nobody_reads():  # the reader of the output, such as `head`, has ended
+        break
