@@ -1,6 +1,8 @@
 """scripts/export.py: what is in its folder, what it refuses, and that training and chatting go on from it."""
 
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -10,11 +12,12 @@ import yaml
 pytest.importorskip("transformers")
 
 from exporting import TOKENIZER, export, make_model, save
-from helpers import command, losses, names_in, run
+from helpers import command, losses, names_in, python_m, run
 from safetensors.torch import load_file
 
 from nanochat import UserError, checkpoint
 from nanochat.data.tokenizer import Tokenizer
+from nanochat.terminal import printable
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +106,56 @@ def test_the_card_has_the_plan_the_figures_and_the_name_of_the_text(source, tmp_
     assert front["library_name"] == "transformers" and "license" not in front  # it is the user's choice
     assert all(figure in text for figure in ("poems, 3 documents", "1.2345", "51,200"))
     assert "/home/me" not in text
+
+
+CHAT = """
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder, question = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+messages = [{"role": "user", "content": question}]
+how = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+ids = tokenizer.apply_chat_template(messages, **how)
+written = model.generate(**ids, max_new_tokens=200, do_sample=False)[0, ids["input_ids"].size(1):]
+sys.stdout.buffer.write(tokenizer.decode(written, skip_special_tokens=True).encode())
+"""
+
+
+@pytest.mark.slow
+def test_far_from_this_project_transformers_answers_as_chat_does(corpus, tmp_path):
+    lines = [
+        conversation(f"say {word} {i}", f"{word} " * (1 + i % 9))
+        for i, word in enumerate(["alpha", "beta"] * 40)
+    ]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines), "utf-8")
+    run(
+        command(
+            corpus, tmp_path / "base", "--max_seq_len=256", "--total_batch_size=512", "--num_iterations=30"
+        )
+    )
+    data = f"--data={tmp_path / 'chats.jsonl'}", f"--val_data={tmp_path / 'chats.jsonl'}"
+    more = [
+        "--num_iterations=30",
+        "--total_batch_size=512",
+        "--dtype=float32",
+        "--eval_questions=0",
+        "--compile=off",
+    ]
+    run(["scripts.mid_train", f"--source={tmp_path / 'base'}", f"--out_dir={tmp_path / 'mid'}", *data, *more])
+    folder, question = export(tmp_path / "mid", tmp_path / "out"), "say beta 3"
+    greedy = ["--temperature=0", "--max_tokens=200", "--dtype=float32"]
+    ours = python_m(["scripts.chat", f"--source={tmp_path / 'mid'}", f"--prompt={question}", *greedy])
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONUTF8": "1"}
+    theirs = subprocess.run(
+        [sys.executable, "-I", "-c", CHAT, folder, question],
+        capture_output=True, env=environment, cwd=tmp_path, timeout=300,
+    )  # fmt: skip
+    assert theirs.returncode == 0, theirs.stderr.decode()
+    assert len(ours.stdout) > 50 and printable(theirs.stdout.decode()) + "\n" == ours.stdout
+
+
+def conversation(question: str, answer: str) -> str:
+    turns = zip(("user", "assistant"), (question, answer), strict=True)
+    return json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})
