@@ -28,7 +28,7 @@ from nanochat.engine import find_source, load_for_inference
 from nanochat.files import user_path
 from nanochat.gpt import GPT
 from nanochat.hf.text import generation_config, write_text
-from nanochat.terminal import gib, table
+from nanochat.terminal import table
 
 source: str | None = None  # a run's tag, its folder or a checkpoint's (none = the newest, mid before base)
 out: str | None = None  # the folder to write; it must be new or empty
@@ -48,8 +48,8 @@ def check_folder(folder: Path):
 
 
 def to_transformers(ours: GPT, identity: dict):
-    """The model with the same weights as transformers knows it. Raises UserError if it computes something else,
-    as after a change of gpt.py, or if transformers is missing."""
+    """The model with the same weights as transformers knows it. Raises UserError if it computes something
+    else, as after a change of gpt.py, or if transformers is missing."""
     try:
         from transformers.utils import logging
 
@@ -153,5 +153,5 @@ finally:
     shutil.rmtree(temporary, ignore_errors=True)
 
 size = sum(path.stat().st_size for path in folder.iterdir())
-print(f"{checkpoint.path}: {theirs.num_parameters():,} parameters in {dtype}, {gib(size)}")
+print(f"{checkpoint.path}: {theirs.num_parameters():,} parameters in {dtype}, {size / 2**20:,.1f} MiB")
 print(f"exported: {folder}; the licence in its README.md is yours to choose")

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from nanochat import UserError
+from nanochat.checkpoint import schema
 from nanochat.checkpoint.files import read_json
 from nanochat.checkpoint.folder import check_shared, lock_folder, set_aside
 from nanochat.checkpoint.save_and_load import Checkpoint, find, open_checkpoint, open_in
@@ -97,8 +98,11 @@ def _open_export(path):
     if not (path / "config.json").is_file():
         return None
     _, config = read_json(path / "config.json")
-    identity = config.get("nanochat")
-    return identity and Checkpoint(path, 0, {"identity": identity}, ())
+    if "nanochat" not in config:
+        return None
+    state = {"identity": config["nanochat"]}
+    schema.check(path / "config.json", state, schema.STATE)
+    return Checkpoint(path, 0, state, ())
 
 
 def _settings_of_model(model: dict) -> str:

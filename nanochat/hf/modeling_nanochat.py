@@ -244,7 +244,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache=False,
         logits_to_keep=0,
     ):
-        """input_ids (B, T) int64 -> logits (B, T, V) float32, and the loss in nats a token if there are labels.
+        """input_ids (B, T) int64 -> logits (B, T, V) float32; with labels, also the loss in nats a token.
 
         attention_mask (B, slots): 0 for padding, for the tokens in the cache and the new ones. cache: a
         DynamicCache, called past_key_values before transformers 5.24. labels (B, T): the input_ids, -100
