@@ -2,7 +2,6 @@
 
 import runpy
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -42,9 +41,8 @@ def export(source: Path | str, out: Path, *more: str) -> Path:
     """Run scripts/export.py in this process; returns the folder."""
     from transformers import dynamic_module_utils
 
-    # transformers keeps the code of the folders that it loads; not in the cache of the person who tests
-    if not Path(dynamic_module_utils.HF_MODULES_CACHE).is_relative_to(tempfile.gettempdir()):
-        dynamic_module_utils.HF_MODULES_CACHE = tempfile.mkdtemp(prefix="modules-")
+    # transformers keeps the code of a folder that it loads; not in the cache of the person who tests
+    dynamic_module_utils.HF_MODULES_CACHE = str(out.parent / "modules")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["export", f"--source={source}", f"--out={out}", *more])
         patch.setattr(sys, "excepthook", sys.excepthook)  # which the script changes

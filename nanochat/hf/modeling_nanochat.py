@@ -14,6 +14,8 @@ Two parts look one position back. Smear adds the residual stream of the token be
 position t has the key of t - 1. Before the first token both are zeros.
 """
 
+# ruff: noqa: RUF012  (lists and dicts of a class, as transformers wants them)
+
 import math
 from typing import NamedTuple
 
@@ -39,13 +41,13 @@ class NanochatConfig(PretrainedConfig):
     """The sizes of a model. Other tools know some of them by the names in `attribute_map`."""
 
     model_type = "nanochat_gpt"
-    attribute_map = {  # noqa: RUF012
+    attribute_map = {
         "num_hidden_layers": "depth",
         "hidden_size": "width",
         "num_attention_heads": "num_heads",
         "max_position_embeddings": "max_seq_len",
     }
-    keys_to_ignore_at_inference = ("cache", "past_key_values")
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
 
     def __init__(
         self,
@@ -214,7 +216,7 @@ class RowIsFull(StoppingCriteria):
 
 class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = NanochatConfig
-    _no_split_modules = ("Block",)
+    _no_split_modules = ["Block"]
     _supports_sdpa = True
 
     def __init__(self, config: NanochatConfig):

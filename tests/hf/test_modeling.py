@@ -1,14 +1,17 @@
 """An exported model in transformers computes, writes and refuses what ours does."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-from exporting import TOKENIZER, export, make_model, save  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from exporting import TOKENIZER, export, make_model, save
+from transformers import AutoModelForCausalLM
 
-from nanochat.engine import generate_batch  # noqa: E402
+from nanochat import checkpoint
+from nanochat.engine import generate_batch
 
 BOS = TOKENIZER.bos_id
 KINDS = {
@@ -162,9 +165,13 @@ def test_a_device_map_places_it(one):
 
 
 @torch.no_grad()
-def test_saved_again_it_loads_again(one, tmp_path):
+def test_saved_again_it_loads_again_there_and_here(one, tmp_path):
     ours, folder = one
     load(folder).save_pretrained(tmp_path / "first")
     load(tmp_path / "first").save_pretrained(tmp_path / "again")
     idx = tokens(2, 32)
     assert (load(tmp_path / "again")(idx).logits - ours(idx)).abs().max() < 1e-5
+    identity = {"model": asdict(ours.config), "tokenizer": TOKENIZER.fingerprint}
+    other = make_model(2, max_seq_len=64, window_pattern="SL", stir=0.1)
+    checkpoint.load_weights(checkpoint.find_weights(tmp_path / "again", identity), other)
+    assert torch.equal(other(idx), ours(idx))

@@ -61,6 +61,12 @@ def test_a_changed_gpt_is_refused_and_leaves_nothing(source, tmp_path, monkeypat
     assert names_in(tmp_path) == []
 
 
+def test_without_transformers_it_says_what_to_install(source, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.utils", None)
+    with pytest.raises(UserError, match=r"is missing; pip install -e '\.\[export\]'"):
+        export(source, tmp_path / "out")
+
+
 def test_a_folder_that_cannot_be_written_is_named(source, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot write .*/file/out"):
@@ -125,25 +131,14 @@ sys.stdout.buffer.write(tokenizer.decode(written, skip_special_tokens=True).enco
 
 @pytest.mark.slow
 def test_far_from_this_project_transformers_answers_as_chat_does(corpus, tmp_path):
-    lines = [
-        conversation(f"say {word} {i}", f"{word} " * (1 + i % 9))
-        for i, word in enumerate(["alpha", "beta"] * 40)
-    ]
-    (tmp_path / "chats.jsonl").write_text("\n".join(lines), "utf-8")
-    run(
-        command(
-            corpus, tmp_path / "base", "--max_seq_len=256", "--total_batch_size=512", "--num_iterations=30"
-        )
-    )
-    data = f"--data={tmp_path / 'chats.jsonl'}", f"--val_data={tmp_path / 'chats.jsonl'}"
-    more = [
-        "--num_iterations=30",
-        "--total_batch_size=512",
-        "--dtype=float32",
-        "--eval_questions=0",
-        "--compile=off",
-    ]
-    run(["scripts.mid_train", f"--source={tmp_path / 'base'}", f"--out_dir={tmp_path / 'mid'}", *data, *more])
+    words = ["alpha", "beta"] * 40
+    lines = [conversation(f"say {word} {i}", f"{word} " * (1 + i % 9)) for i, word in enumerate(words)]
+    (chats := tmp_path / "chats.jsonl").write_text("\n".join(lines), "utf-8")
+    short = ["--num_iterations=30", "--total_batch_size=512"]
+    run(command(corpus, tmp_path / "base", "--max_seq_len=256", *short))
+    data = f"--source={tmp_path / 'base'}", f"--data={chats}", f"--val_data={chats}", "--eval_questions=0"
+    more = f"--out_dir={tmp_path / 'mid'}", "--dtype=float32", "--compile=off"
+    run(["scripts.mid_train", *data, *short, *more])
     folder, question = export(tmp_path / "mid", tmp_path / "out"), "say beta 3"
     greedy = ["--temperature=0", "--max_tokens=200", "--dtype=float32"]
     ours = python_m(["scripts.chat", f"--source={tmp_path / 'mid'}", f"--prompt={question}", *greedy])
