@@ -30,7 +30,8 @@ def make_model(depth=3, width=48, num_heads=3, max_seq_len=256, stir=0.2, **more
 
 def save(folder: Path, model: GPT, **identity) -> Path:
     """A run's folder with a checkpoint of the model after 7 updates."""
-    state = {"identity": {"model": asdict(model.config), "tokenizer": TOKENIZER.fingerprint} | identity}
+    identity = {"model": asdict(model.config), "tokenizer": TOKENIZER.fingerprint} | identity
+    state = {"identity": identity, "num_iterations": 7, "resolved": {}}
     files = {"tokenizer.json": TOKENIZER.to_bytes()}
     checkpoint.save(folder, 7, model=model.state_dict(), optimizer={}, state=state, files=files)
     return folder

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from nanochat.data.bpe import characters_of_bytes
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.files import replacing
 
 # What data/chat_format.py renders. {% generation %} stands around what --loss_on=assistant trains on, for
 # return_assistant_tokens_mask.
@@ -35,9 +34,9 @@ CHAT_TEMPLATE = """\
 
 
 def write_text(tokenizer: Tokenizer, folder: str | Path, chat: bool, max_seq_len: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json, each complete or not at all.
+    """Write tokenizer.json and tokenizer_config.json.
 
-    chat: the model is of mid_train: it gets a chat template, and its texts end at <|assistant_end|>.
+    chat: the model is of mid_train, so it gets a chat template, and its texts end at <|assistant_end|>.
     max_seq_len: tokens of the longest text, <|bos|> included. Raises OSError if a file cannot be written.
     """
     config = {
@@ -49,13 +48,9 @@ def write_text(tokenizer: Tokenizer, folder: str | Path, chat: bool, max_seq_len
         "padding_side": "left",  # generation goes on at the right
         "clean_up_tokenization_spaces": False,
     } | ({"chat_template": CHAT_TEMPLATE} if chat else {})
-    files = {
-        "tokenizer.json": _fast_tokenizer(tokenizer).to_str(pretty=True),
-        "tokenizer_config.json": json.dumps(config, indent=2),
-    }
-    for name, content in files.items():
-        with replacing(Path(folder) / name) as file:
-            file.write(content.encode())
+    folder = Path(folder)
+    (folder / "tokenizer.json").write_bytes(_fast_tokenizer(tokenizer).to_str(pretty=True).encode())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
 
 
 def generation_config(tokenizer: Tokenizer, chat: bool) -> dict:
