@@ -68,7 +68,7 @@ def to_transformers(ours: GPT, identity: dict, endings: dict):
         theirs.load_state_dict(ours.state_dict(), assign=True)
     except RuntimeError as error:
         raise UserError(f"{change} ({' '.join(str(error).split()):.300})") from error
-    shape = 2, min(64, ours.config.max_seq_len)
+    shape = 1, min(2048, ours.config.max_seq_len)
     idx = torch.randint(ours.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         difference = (ours(idx) - theirs(idx).logits).abs().max().item()
