@@ -47,10 +47,11 @@ def check_folder(folder: Path):
         raise UserError(f"{folder} exists already; give another folder with --out, or remove it")
 
 
-def to_transformers(ours: GPT, identity: dict):
-    """The model with the same weights as transformers knows it. Raises UserError if it computes something
-    else, as after a change of gpt.py, or if transformers is missing."""
+def to_transformers(ours: GPT, identity: dict, endings: dict):
+    """The model with the same weights as transformers knows it. endings: for its GenerationConfig. Raises
+    UserError if it computes something else, as after a change of gpt.py, or if transformers is missing."""
     try:
+        from transformers import GenerationConfig
         from transformers.utils import logging
 
         from nanochat.hf.modeling_nanochat import NanochatConfig, NanochatForCausalLM
@@ -67,12 +68,13 @@ def to_transformers(ours: GPT, identity: dict):
         theirs.load_state_dict(ours.state_dict(), assign=True)
     except RuntimeError as error:
         raise UserError(f"{change} ({' '.join(str(error).split()):.300})") from error
-    shape = 2, min(64, ours.config.max_seq_len)
+    shape = 1, min(2048, ours.config.max_seq_len)
     idx = torch.randint(ours.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         difference = (ours(idx) - theirs(idx).logits).abs().max().item()
     if not difference <= TOLERANCE:
         raise UserError(f"{change} (logits differ by {difference:.2g})")
+    theirs.generation_config = GenerationConfig(**endings)
     return theirs
 
 
@@ -129,7 +131,7 @@ tokenizer = Tokenizer.load(checkpoint.path / "tokenizer.json")
 ours = load_for_inference(checkpoint, torch.device("cpu"), torch.float32)
 chat = "loss_on" in checkpoint.state["identity"]  # trained on conversations
 identity = {"model": checkpoint.state["identity"]["model"], "tokenizer": tokenizer.fingerprint}
-theirs = to_transformers(ours, identity).to(getattr(torch, dtype))
+theirs = to_transformers(ours, identity, generation_config(tokenizer, chat)).to(getattr(torch, dtype))
 
 # ------------------------------------------------------------------------------------------------------
 # Write, under another name until it is complete
@@ -138,8 +140,6 @@ run_folder = checkpoint.path.parent if checkpoint.path.name.startswith("step_") 
 temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
 try:
     temporary.mkdir(parents=True)
-    for name, value in generation_config(tokenizer, chat).items():
-        setattr(theirs.generation_config, name, value)
     theirs.save_pretrained(temporary)  # with the file of its code
     write_text(tokenizer, temporary, chat, ours.config.max_seq_len)
     (temporary / EXPORTED_TOKENIZER).write_bytes(tokenizer.to_bytes())  # for --init_from

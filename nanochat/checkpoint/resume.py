@@ -77,7 +77,7 @@ def find_weights(path, identity, say=print):
     checkpoint, or one with another model or tokenizer.
     """
     if (checkpoint := _open_export(path) or open_in(path, say, "init_from")) is None:
-        raise UserError(f"no checkpoint in {path}; init_from is the folder of a checkpoint or of a run")
+        raise UserError(f"no checkpoint in {path}; init_from is a folder of a checkpoint, run or export")
     then = {"model": {}, "tokenizer": None} | checkpoint.state.get("identity", {})
     what, give = "another tokenizer", []
     if (was := then["model"]) != identity["model"]:
