@@ -157,15 +157,16 @@ class Attention(nn.Module):
             # The cache's "key" is the key and, beside it, the stream, which has as many channels. So beam
             # search and assisted generation reorder and cut both
             k, v = cache.update(torch.cat((k, self.heads(stream).to(k.dtype)), -1), v, self.layer)
-            k = k[..., : q.size(-1)]
+            k, _ = k.chunk(2, -1)
         k = shift(k, 2) * row.follows[:, None, :, None].to(k.dtype)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=row.masks[self.window])
         y = 2 * torch.sigmoid(self.heads(self.head_gate(x))) * y
         return self.out(y.transpose(1, 2).flatten(2))
 
-    def last_stream(self, cache, head_dim: int):
+    def last_stream(self, cache):
         """The stream at the cache's last slot, (B, 1, C)."""
-        return cache.layers[self.layer].keys[:, :, -1:, head_dim:].transpose(1, 2).flatten(2)
+        _, stream = cache.layers[self.layer].keys[:, :, -1:].chunk(2, -1)
+        return stream.transpose(1, 2).flatten(2)
 
 
 class MLP(nn.Module):
@@ -183,7 +184,6 @@ class Block(nn.Module):
         super().__init__()
         self.attention = Attention(config, layer)
         self.mlp = MLP(config)
-        self.head_dim = config.width // config.num_heads
         self.x0_scale = nn.Parameter(torch.zeros(()))
         self.x_before_scale = nn.Parameter(torch.zeros(config.width))
         gates = config.width // math.gcd(config.width, GATED_CHANNELS)
@@ -193,7 +193,7 @@ class Block(nn.Module):
         stream = x
         before = shift(x, 1)
         if row.past:
-            last = self.attention.last_stream(cache, self.head_dim).to(x.dtype)
+            last = self.attention.last_stream(cache).to(x)
             before = torch.cat((last, x[:, :-1]), 1)
         before = before * row.follows[:, row.past :, None].to(x.dtype)
         gates = 2 * torch.sigmoid(self.x_before_gate(x0[..., :GATE_INPUTS])).unsqueeze(-1)
@@ -251,9 +251,13 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         attention_mask (B, slots): 0 for padding, for the tokens in the cache and the new ones. cache: a
         DynamicCache, called past_key_values before transformers 5.24. labels (B, T): the input_ids, -100
         where a token is not scored; they are shifted here. logits_to_keep: only the last so many positions
-        get logits (0: all). Raises ValueError for a row of more than max_seq_len tokens.
+        get logits (0: all). Raises ValueError for a row of more than max_seq_len tokens or another cache.
         """
         cache = past_key_values if cache is None else cache
+        if cache is not None and not isinstance(cache, DynamicCache):
+            raise ValueError(
+                f"the past of this model is kept in a DynamicCache, not in a {type(cache).__name__}"
+            )
         if cache is None and use_cache:
             cache = DynamicCache()
         past = 0 if cache is None else cache.get_seq_length()

@@ -103,6 +103,8 @@ def test_beams_and_guessed_tokens_reorder_and_cut_the_cache(one):
     assert torch.equal(*beams)
     plain, guessed = theirs.generate(**prompt), theirs.generate(**prompt, prompt_lookup_num_tokens=3)
     assert torch.equal(plain, guessed) and not torch.equal(plain, beams[0])
+    with pytest.raises(ValueError, match="in a DynamicCache, not in a StaticCache"):
+        theirs.generate(**prompt, cache_implementation="static")
 
 
 def test_samples_follow_the_seed(one):
