@@ -91,7 +91,7 @@ keep_checkpoints = 2  # how many of the newest are kept (-1 = all) [-1, 1..1e6]
 permanent_every = -1  # steps between checkpoints that are never deleted (-1 = off) [-1, 1..1e9]
 resume = "auto"  # auto (newest good checkpoint), never (set the old run aside), a step, or a folder
 accept = ""  # changes to allow: data,document_mask,seed,tokenizer,total_batch_size; refusals: epochs,memory
-init_from: str | None = None  # a checkpoint folder whose weights a new run starts from
+init_from: str | None = None  # a folder whose weights a new run starts from: a checkpoint, a run, an export
 base_dir = "~/.cache/nanochat"  # where data, tokenizers and runs live (environment: NANOCHAT_BASE_DIR)
 out_dir: str | None = None  # the run's folder (none = <base_dir>/base_checkpoints/<model_tag>)
 model_tag: str | None = None  # the run's name (none = d<depth>)
