@@ -158,7 +158,7 @@ class RunOutput:
         self.console.print(*(f"--- {text}" for text in record.get("samples", ())))
         totals = {"progress": self._clock.progress(step), "tokens": loop.tokens}
         totals |= {"train_time_s": loop.train_seconds, "peak_memory": self._machine.peak_memory()}
-        self.log.write(record | totals)
+        self.log.write(record | totals | {"eval_time_s": time.monotonic() - began})
         self.report(final)
         self._clock.add_evaluation(time.monotonic() - began)
 
