@@ -159,7 +159,7 @@ plan.check(accept)  # a run that must not begin ends here
 explain_errors(trial.explanation(plan))  # if memory runs out, say what to lower
 
 identity = plan.identity(dataset, tokenizer, seed) | {"document_mask": document_mask}
-step, last_eval_step, changed, loop, clock = begin(resumed, identity, plan, machine, accept)
+step, last_eval_step, changed, loop, clock = begin(resumed, identity, settings, plan, machine, accept)
 
 # ------------------------------------------------------------------------------------------------------
 # Build: model, optimizer, batches

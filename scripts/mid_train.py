@@ -140,7 +140,7 @@ plan.check(accept)
 explain_errors(trial.explanation(plan))
 
 identity = plan.identity(conversations, tokenizer, seed) | {"loss_on": loss_on, "source": base.fingerprint}
-step, last_eval_step, changed, loop, clock = begin(resumed, identity, plan, machine, accept)
+step, last_eval_step, changed, loop, clock = begin(resumed, identity, settings, plan, machine, accept)
 
 # ------------------------------------------------------------------------------------------------------
 # Build: model, optimizer, batches
