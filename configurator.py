@@ -226,7 +226,7 @@ def _read_arguments(argv, declared, names, errors):
             given.append((negated[typed], ast.Constant(False), "command line", key))
             errors += [f"{key} takes no value"] if equals else []
         elif typed not in names:
-            near = _near(key.strip("-").replace("-", "_"), [*names, *negated], "--")
+            near = _near(key.strip("-").replace("-", "_"), [*names, *negated], "--", declared)
             errors.append(f"unknown setting {show(key)}{near}")
             if not equals and not following.startswith("--") and not following.endswith(".py"):
                 rest.popleft()  # most likely its value, which is not a second mistake
@@ -290,9 +290,17 @@ def _parse(text, mode):
         raise SyntaxError("it holds a NUL byte or is nested too deeply") from None
 
 
-def _near(name, names, dashes=""):
-    close = difflib.get_close_matches(name.lower(), names, 1, 0.7)
-    return f"; did you mean {dashes}{close[0]}?" if close else ""
+def _near(name, names, dashes="", declared=None):
+    """A suggestion: names with this one in them, else one spelled alike, else those whose help has it."""
+    name = name.lower()
+    if name in ("config", "config_file"):
+        return "; a config file is given by its path alone"
+    close = [other for other in names if f"_{name}_" in f"_{other}_"]
+    close = close or difflib.get_close_matches(name, names, 1, 0.7)
+    if not close and declared:
+        texts = {other: re.findall(r"\w+", setting.help.lower()) for other, setting in declared.items()}
+        close = [other for other, words in texts.items() if set(name.split("_")) <= set(words)]
+    return f"; did you mean {' or '.join(dashes + other for other in close[:4])}?" if close else ""
 
 
 # Values

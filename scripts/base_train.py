@@ -64,10 +64,10 @@ target_param_data_ratio = 12.0  # tokens a parameter of blocks and head (-1 = of
 # Optimization
 device_batch_size = -1  # rows of a micro-batch on a device (-1 = as many as fit) [-1, 1..2**20]
 total_batch_size = -1  # tokens a step, over all devices (-1 = derived from the horizon) [-1, 1..2**32]
-embedding_lr = 0.6  # AdamW's rate for embeddings [0..1e6]
-unembedding_lr = 0.004  # AdamW's rate for the head (the unembedding) [0..1e6]
-matrix_lr = 0.02  # Muon's rate [0..1e6]
-scalar_lr = 0.1  # AdamW's rate for the scalars [0..1e6]
+embedding_lr = 0.6  # AdamW's learning rate for embeddings [0..1e6]
+unembedding_lr = 0.004  # AdamW's learning rate for the head (the unembedding) [0..1e6]
+matrix_lr = 0.02  # Muon's learning rate [0..1e6]
+scalar_lr = 0.1  # AdamW's learning rate for the scalars [0..1e6]
 weight_decay = 0.28  # cautious weight decay of Muon's matrices (0 = off) [0..1e6]
 table_decay = -1.0  # times optim.py's decay of embeddings and head (-1 = epochs - 1, 0 to 1) [-1, 0..1e6]
 grad_clip = 1.0  # largest norm of the gradient (-1 = off) [-1, 1e-6..1e6]
@@ -159,7 +159,7 @@ plan.check(accept)  # a run that must not begin ends here
 explain_errors(trial.explanation(plan))  # if memory runs out, say what to lower
 
 identity = plan.identity(dataset, tokenizer, seed) | {"document_mask": document_mask}
-step, last_eval_step, changed, loop, clock = begin(resumed, identity, plan, machine, accept)
+step, last_eval_step, changed, loop, clock = begin(resumed, identity, settings, plan, machine, accept)
 
 # ------------------------------------------------------------------------------------------------------
 # Build: model, optimizer, batches

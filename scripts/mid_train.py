@@ -130,14 +130,17 @@ plan = planning.on_machine(plan, settings.values, machine, resolved, divided_row
 sections = wording.sections(plan, conversations, tokenizer, run_path)
 sections["model"] = {"base": str(base.path), **sections["model"]}
 sections["text"]["targets"] = train_tokens.summary(loss_on)
-say(wording.text(sections, plan.warnings(accept)))
+warnings, seen = plan.warnings(accept), base.state.get("loop", {}).get("tokens", math.inf)
+if seen < plan.parameters["total"] / 10:
+    warnings.append(f"{base.path} has seen only {seen:,} tokens: it will answer nonsense, see --source")
+say(wording.text(sections, warnings))
 if plan_only:
     machine.exit()
 plan.check(accept)
 explain_errors(trial.explanation(plan))
 
 identity = plan.identity(conversations, tokenizer, seed) | {"loss_on": loss_on, "source": base.fingerprint}
-step, last_eval_step, changed, loop, clock = begin(resumed, identity, plan, machine, accept)
+step, last_eval_step, changed, loop, clock = begin(resumed, identity, settings, plan, machine, accept)
 
 # ------------------------------------------------------------------------------------------------------
 # Build: model, optimizer, batches

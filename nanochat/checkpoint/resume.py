@@ -1,6 +1,7 @@
 """How a run begins: it locks its folder, all processes agree on the checkpoint that it continues, and its
 settings are compared with those of the run that wrote it."""
 
+import json
 import os
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from nanochat.checkpoint.save_and_load import Checkpoint, find, open_checkpoint,
 from nanochat.files import user_path
 
 EXPORTED_TOKENIZER = "nanochat_tokenizer.json"  # in a folder of scripts/export.py
+
+OF_ONE_COMMAND = {"resume", "accept", "plan", "device", "world_size"}  # settings that a run has not
 
 
 def enter(run_path, resume, machine):
@@ -157,6 +160,26 @@ def set_future_aside(run_path, continued, say=print):
     step = continued.step if continued else 0
     if aside := set_aside(run_path, after=None if elsewhere else step):
         say(f"{run_path} had checkpoints or files of another run; they are now in {aside}")
+
+
+def differences(continued, facts: dict) -> list[str]:
+    """What differs between this run and the checkpoint that it continues, a line each: settings, versions and
+    sources. facts: this run's, as in config.json. What the checkpoint does not say is not compared."""
+    try:
+        then = json.loads((continued.path / "config.json").read_bytes())
+        settings = {name: entry["value"] for name, entry in then["settings"].items()}
+        versions, sources = then.get("versions", {}), then.get("sources", {})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+    now = {name: entry["value"] for name, entry in facts["settings"].items() if name not in OF_ONE_COMMAND}
+    pairs = [(name, settings[name], now[name]) for name in now if name in settings]
+    pairs += [(name, versions[name], is_) for name, is_ in facts["versions"].items() if name in versions]
+    lines = [f"{name} {was} -> {is_}" for name, was, is_ in pairs if was != is_]
+    edited = [name for name, digest in facts["sources"].items() if sources and sources.get(name) != digest]
+    if edited:
+        more = f" and {len(edited) - 3} more" if len(edited) > 3 else ""
+        lines.append(f"the code of {', '.join(edited[:3])}{more}")
+    return lines
 
 
 def resume_message(continued, num_iterations, changed, finished):

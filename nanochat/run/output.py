@@ -20,12 +20,13 @@ from nanochat.run.report import write_report
 MOST_BAD_STEPS = 3  # in a row that are not finite; then the run ends
 
 
-def begin(resumed, identity: dict, plan: Plan, machine, accept: str):
+def begin(resumed, identity: dict, settings, plan: Plan, machine, accept: str):
     """Where a run begins: (step, step of its last evaluation, what changed, loop state, clock). All processes
     call it; a run that is finished already says so and ends here.
 
     resumed: of checkpoint.enter. identity: what must stay the same when a run is resumed; a difference that
-    `accept` does not name is refused. Raises UserError if the processes differ.
+    `accept` does not name is refused. Other settings may differ, and a line says which. Raises UserError if
+    the processes differ.
     """
     machine.check_same(
         identity | {"compute dtype": str(plan.hardware.dtype), "num_iterations": plan.num_iterations}
@@ -39,6 +40,9 @@ def begin(resumed, identity: dict, plan: Plan, machine, accept: str):
         last_eval_step = machine.all_gather(evaluated)[0]  # the first process wrote the file
         done = clock.progress(step)
         finished = done > 1 or (done == 1 and last_eval_step == step)
+        facts = {"settings": settings.record(), **machine.environment()}
+        for line in checkpoint.differences(resumed, facts):
+            machine.print(f"changed since {resumed.path.name}: {line}")
         machine.print(checkpoint.resume_message(resumed, plan.num_iterations, changed, finished))
         if finished:
             machine.exit()
@@ -158,7 +162,7 @@ class RunOutput:
         self.console.print(*(f"--- {text}" for text in record.get("samples", ())))
         totals = {"progress": self._clock.progress(step), "tokens": loop.tokens}
         totals |= {"train_time_s": loop.train_seconds, "peak_memory": self._machine.peak_memory()}
-        self.log.write(record | totals)
+        self.log.write(record | totals | {"eval_time_s": time.monotonic() - began})
         self.report(final)
         self._clock.add_evaluation(time.monotonic() - began)
 

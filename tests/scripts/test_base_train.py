@@ -87,7 +87,10 @@ def test_a_finished_run_says_so_and_resume_never_sets_it_aside(corpus, tmp_path)
     short = ["--num_iterations=2", "--eval_every=-1"]
     run(command(corpus, out, *short))
     before = (out / "metrics.jsonl").read_bytes()
-    assert "finished already" in run(command(corpus, out, *short))
+    said = run(command(corpus, out, *short))
+    assert "finished already" in said and "changed" not in said
+    said = run(command(corpus, out, *short, "--matrix_lr=0.5"))
+    assert "finished already" in said and "matrix_lr 0.02 -> 0.5" in said
     assert (out / "metrics.jsonl").read_bytes() == before
     # A run that was stopped after its last save and before its evaluation has that still to do
     (out / "metrics.jsonl").write_bytes(b"".join(before.splitlines(keepends=True)[:-1]))
@@ -96,7 +99,8 @@ def test_a_finished_run_says_so_and_resume_never_sets_it_aside(corpus, tmp_path)
     assert "step 2: validation" in run(command(corpus, out, *short))
     *kept, again = records(out)
     assert kept == scored
-    assert again.pop("peak_memory") > 0 and again.items() <= json.loads(before.splitlines()[-1]).items()
+    assert again.pop("peak_memory") > 0 and again.pop("eval_time_s") > 0
+    assert again.items() <= json.loads(before.splitlines()[-1]).items()
     before = (out / "metrics.jsonl").read_bytes()
     assert "still going on" not in (out / "report.md").read_text()
     run(command(corpus, out, *short, "--resume=never"))

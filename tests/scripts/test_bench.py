@@ -71,6 +71,7 @@ def test_start_times_the_first_step_of_a_recipe(texts, tmp_path):
     assert 0.5 < results["median_s"] <= results["slowest_s"] < 100 and results["first_s"] > 0.5
     assert 0 < min(results[name] for name in ("torch_s", "imports_s", "plan_s")) < 100
     assert results["first_s"] < results["full_first_s"] and results["median_s"] < results["full_median_s"]
+    assert results["evaluation_second_s"] > 0 and 0 < results["evaluation_first_s"] < 100
 
 
 @pytest.mark.parametrize(

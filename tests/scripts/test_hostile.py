@@ -29,7 +29,9 @@ def test_a_run_whose_folder_is_deleted_makes_it_again_and_says_so(tree, corpus, 
     printed = run_tree(tree, command(corpus, out))
     assert printed.count("was deleted while the run goes on") == 1
     assert (out / "step_000008" / "manifest.json").exists() and sorted(losses(out)) == [1, 2, 3, 4, 5, 6, 7]
-    assert "finished already" in run_tree(tree, command(corpus, out))
+    (tree / "nanochat" / "muon.py").write_bytes((tree / "nanochat" / "muon.py").read_bytes() + b"# edited\n")
+    said = run_tree(tree, command(corpus, out))
+    assert "finished already" in said and "nanochat/muon.py" in said
 
 
 def test_weights_that_are_not_finite_end_the_run_and_are_never_saved(tree, corpus, tmp_path):
