@@ -137,7 +137,7 @@ base_path = user_path("base_dir", base_dir)
 run_path = user_path("out_dir", out_dir or base_path / "base_checkpoints" / (model_tag or f"d{depth}"))
 with machine.main_first("data", stop):  # the first process builds what is missing; then the others find it
     dataset = open_dataset(
-        data, val_data, base_dir=base_path, text_field=text_field, download=download,
+        data, val_data, base_dir=base_path, text_field=text_field, download=download, plan_only=plan_only,
         tokens=lambda *size: scaling.horizon_tokens(settings.values, hardware, *size),
     )  # fmt: skip
     wanted = vocab_size if vocab_size != -1 else dataset.suggested_vocab_size

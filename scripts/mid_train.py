@@ -1,7 +1,7 @@
 """Continue a base model on conversations, so that it answers. Reads from top to bottom.
 
     python -m scripts.mid_train                       # the newest base model, questions about Python
-    python -m scripts.mid_train --source=d12 --data=chats.jsonl:2,more.parquet --loss_on=all
+    python -m scripts.mid_train --source=d12 --data=chats.jsonl:2,hf:OWNER/NAME --loss_on=all
     torchrun --standalone --nproc_per_node=8 -m scripts.mid_train --source=d20 --data=chats/
     python -m scripts.mid_train --show=3              # print three conversations, targets coloured
 
@@ -43,7 +43,7 @@ source: str | None = None  # the base model: a run's tag, its folder or a checkp
 optimizer_state: Literal["fresh", "base"] = "fresh"  # base = go on with the optimizer state of the base run
 
 # Conversations
-data = "embedded"  # embedded (questions about Python), or files and folders with weights: a.jsonl:3,b.jsonl:1
+data = "embedded"  # embedded (about Python), or files, folders, hf:OWNER/NAME with weights: a.jsonl:3,b.jsonl
 val_data: str | None = None  # files that are the validation split (none = one conversation in 40)
 loss_on: Literal["assistant", "all"] = "assistant"  # targets: the tokens of the answers, or all
 skip_bad = False  # leave out conversations that cannot be used
@@ -112,7 +112,7 @@ run_path = user_path("out_dir", out_dir or base_path / "mid_checkpoints" / tag)
 tokenizer = Tokenizer.load(base.path / "tokenizer.json")
 chat_format.check(tokenizer, config.vocab_size)
 with machine.main_first("conversations", stop):
-    conversations = open_conversations(data, val_data, skip_bad, base_path, say)
+    conversations = open_conversations(data, val_data, skip_bad, base_path, say, network=not plan_only)
 if show:
     for messages in conversations.train.messages[:show]:
         say(chat_format.coloured(tokenizer, messages, loss_on), end="\n\n")
