@@ -218,12 +218,6 @@ def test_bad_settings_are_refused(tmp_path, monkeypatch, arguments, message):
         runpy.run_module("scripts.download", run_name="__main__")
 
 
-def test_the_command_imports_local_text(tmp_path):
-    (tmp_path / "texts.jsonl").write_text("".join(f'{{"body": "text {i}"}}\n' for i in range(200)))
-    said = run(tmp_path / "base", f"--data={tmp_path}/texts.jsonl", "--text_field=body")
-    assert "training and" in said and "\n" not in said[:-1]
-
-
 def test_downloaded_shards_are_opened_by_name_and_validation_never_moves(hub, tmp_path, monkeypatch):
     monkeypatch.setitem(dataset.PUBLIC, "climbmix", Public(REPO, 4))
     folder = tmp_path / "data" / "climbmix"
