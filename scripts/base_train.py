@@ -49,7 +49,7 @@ vocab_size = -1  # tokens (-1 = to suit the amount of text, 4096 to 32768) [-1, 
 spelling: Literal["auto", "on", "off"] = "auto"  # tokens spelled alike learn together (auto = in short runs)
 
 # Data
-data = "embedded"  # embedded (Python's standard library), a file or folder of text, climbmix or fineweb-edu
+data = "embedded"  # embedded (Python's library), a file or folder, climbmix, fineweb-edu, hf:OWNER/NAME
 val_data: str | None = None  # a file or folder that is the validation split (none = the data set's own)
 document_mask = False  # a token attends to its own document only, not to all that its row holds
 text_field = "text"  # the field of JSON objects or column of parquet files that holds the text

@@ -23,9 +23,7 @@ from nanochat.files import user_path
 
 # Public shards
 name: str | None = None  # public data set: climbmix or fineweb-edu; or core, the tasks of CORE
-num_shards: int | None = (
-    None  # training shards, 47 M tokens and 100 MB each (none = 8, -1 = all) [-1, 1..1e6]
-)
+num_shards: int | None = None  # training shards, each 100 MB (none = 8, -1 = all); files of hf: [-1, 1..1e6]
 workers = 4  # files downloaded at the same time [1..256]
 mirror: str | None = None  # another host with the same paths (none = $HF_ENDPOINT or huggingface.co)
 
