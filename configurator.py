@@ -243,9 +243,11 @@ def _read_arguments(argv, declared, names, errors):
 
 def _read_file(path, names, errors):
     """What a config file gives. It may hold a docstring, comments and lines of name = value."""
-    given, body = [], []
+    given, body, where = [], [], path
+    if path.startswith("runs/") and not os.path.exists(path):  # an installed copy has its recipes beside it
+        where = os.path.join(os.path.dirname(__file__), path)
     try:
-        with open(path, "rb") as file:
+        with open(where, "rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
             raise ValueError(f"over {MAX_FILE_BYTES:,} bytes, which is too long")

@@ -1,4 +1,4 @@
-"""What a run writes: metrics, console, wandb, checkpoints and the report."""
+"""What a run writes: metrics, console, loggers, checkpoints and the report."""
 
 import functools
 import json
@@ -15,6 +15,7 @@ from nanochat.plan.planning import Plan
 from nanochat.run import metrics
 from nanochat.run.clock import WARM_UP, Clock
 from nanochat.run.console import Console
+from nanochat.run.loggers import Loggers
 from nanochat.run.report import write_report
 
 MOST_BAD_STEPS = 3  # in a row that are not finite; then the run ends
@@ -73,7 +74,7 @@ def scores_in_words(record: dict) -> list[str]:
 class RunOutput:
     """The outputs of a run. All processes make one, once they know where the run begins.
 
-    The first process writes `log` (metrics.jsonl, wandb), the `console`, config.json and the report; each
+    The first process writes `log` (metrics.jsonl, loggers), the `console`, config.json and the report; each
     process writes its share of a checkpoint. Newer checkpoints than `resumed` are set aside first. settings,
     sections (of the plan) and identity: for config.json.
     """
@@ -91,7 +92,8 @@ class RunOutput:
         resumed: checkpoint.Checkpoint | None,
         loop: metrics.LoopState,
         clock: Clock,
-        wandb_run: str,  # its name, or dummy
+        loggers: list[str],  # of loggers.choose
+        run_name: str,  # the setting `run`
         keep_checkpoints: int,
         permanent_every: int = -1,
     ):
@@ -108,8 +110,10 @@ class RunOutput:
         }
         if machine.is_main:
             checkpoint.write_whole(path / "config.json", self._files["config.json"])
-        self.log = metrics.Metrics(path, enabled=machine.is_main)
-        self.log.start_wandb(wandb_run, facts, loop, machine.print)
+        opened = None
+        if machine.is_main:
+            opened = Loggers(loggers, run_name, path, facts, loop, step, machine.print)
+        self.log = metrics.Metrics(path, opened, enabled=machine.is_main)
         self.console = Console(step, machine.is_main, loop, clock)
         self._saver = checkpoint.AsyncSaver(path, machine.rank, machine.world_size, run_id)
         distributed.before_end(self._saver.finish)  # if a process fails, a save under way is finished first
