@@ -5,12 +5,11 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, python_m
+from helpers import ROOT, Process, python_m
 
 TINY = "--max_seq_len=32 --vocab_size=300 --total_batch_size=128 --eval_tokens=500 --dtype=float32"
 
@@ -169,13 +168,13 @@ def wait_for_records(logs: Path, trainings: int) -> list[Path]:
 def test_a_stopped_command_goes_on_where_every_training_was(tmp_path):
     arguments = ["--variants=documents", "--seeds=1", "--jobs=2"]
     long = command(tmp_path, *arguments, more="--num_iterations=2000")
-    process = subprocess.Popen([sys.executable, "-m", *long], cwd=ROOT)
+    process = Process(long)
     logs = tmp_path / "base" / "ablations" / "documents"
     wait_for_records(logs, 2)
     second = python_m(long, ROOT)
     assert second.returncode == 2 and "is in use by process" in second.stderr
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 143
+    assert process.wait() == 143
     assert len([*logs.glob("*/run/step_*")]) == 2 and not [*logs.glob("*/ablation.json")]
     done = python_m(long, ROOT)
     assert done.returncode == 0, done.stderr
