@@ -17,6 +17,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items):
+    """Files of whole runs are long and begin first: the last file that begins keeps one process waiting."""
+    items.sort(key=lambda item: "scripts" not in item.path.parts)
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
     """Shards of random sentences, and a base folder in which all runs share a tokenizer."""

@@ -75,7 +75,10 @@ os.chdir(folder)
 sys.path[0] = folder
 sys.argv = arguments
 signal.alarm(900)  # seconds; a run that hangs is killed
-runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+if arguments[0].endswith(".py"):
+    runpy.run_path(arguments[0], run_name="__main__")
+else:
+    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
 """
 
 
@@ -87,8 +90,8 @@ def starter() -> subprocess.Popen:
 
 
 class Process:
-    """`python -m ARGUMENTS` in a folder, which goes on; its methods are those of subprocess.Popen. encoding: of
-    what it prints (Linux). environment: variables besides those of this process."""
+    """`python -m MODULE ...` or `python FILE.py ...` in a folder, which goes on; its methods are those of
+    subprocess.Popen. encoding: of what it prints (Linux). environment: variables besides this process's."""
 
     def __init__(self, arguments: list[str], folder: Path = ROOT, encoding="utf-8", **environment):
         self.arguments, self.encoding, self.returncode = arguments, encoding, None
@@ -105,7 +108,8 @@ class Process:
         else:  # a fork of a program with threads is not safe
             out, err = (path.open("wb") for path in self.streams)
             pipes = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
-            command = [sys.executable, "-m", *arguments]
+            command = [sys.executable, *["-m"][arguments[0].endswith(".py") :], *arguments]
+            environment["PYTHONPATH"] = str(folder)
             self.plain = subprocess.Popen(command, cwd=folder, env=environment, **pipes)
             self.pid = self.plain.pid
 
@@ -148,20 +152,20 @@ def python_m(arguments: list[str], folder: Path = ROOT, encoding="utf-8") -> sub
     return subprocess.CompletedProcess(arguments, status, process.stdout, process.stderr)
 
 
-def together(arguments: list[str], processes: int, folder: Path = ROOT) -> list[Process]:
+def together(arguments: list[str], ranks=(0, 1), folder: Path = ROOT, world_size=0) -> list[Process]:
     """Processes of one run, each with the variables that torchrun or srun gives it."""
+    world_size = str(world_size or len(ranks))
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         all_ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
-    all_ |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-    return [
-        Process(arguments, folder, RANK=str(rank), LOCAL_RANK=str(rank), **all_) for rank in range(processes)
-    ]
+    all_ |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    return [Process(arguments, folder, RANK=str(rank), LOCAL_RANK=str(rank), **all_) for rank in ranks]
 
 
-def run(arguments: list[str], status: int = 0, processes: int = 1) -> str:
+def run(arguments: list[str], status: int = 0, processes: int = 1, folder: Path = ROOT) -> str:
     """Run the script to its end and return what it printed."""
-    started = together(arguments, processes) if processes > 1 else [Process(arguments)]
+    alone = processes == 1
+    started = [Process(arguments, folder)] if alone else together(arguments, range(processes), folder)
     printed = "".join(stream for process in started for stream in process.communicate())
     assert [process.returncode for process in started] == [status] * processes, printed
     assert status == 0 or "Traceback" not in printed

@@ -113,19 +113,6 @@ PATCH = """\
 """
 
 
-def test_variants_with_a_patch_and_their_baseline_are_trained_with_the_commit_that_it_names(
-    repository, tmp_path
-):
-    tree, commit = repository
-    (tree / "nanochat" / "gpt.py").write_text("raise SystemExit('the sources of today')\n")
-    patch = PATCH.replace("+number = 2", "+raise SystemExit('the patched sources')")
-    (tmp_path / "mine.patch").write_text(f"Fits commit {commit}\n{patch}")
-    arguments = [variants(tmp_path, {"usual": {}, "patched": {"patch": "mine.patch"}}), "--seeds=1"]
-    said = ablate(tmp_path, *arguments, status=2, root=tree)
-    assert "the patched sources" in said and "the sources of today" not in said
-    assert [(row["variant"], row["commit"]) for row in rows(tmp_path)] == [("usual", commit)]
-
-
 @pytest.mark.parametrize("first_line", ["Fits commit 0123456", "Fits commit COMMIT"])
 def test_a_patch_that_does_not_fit_its_commit_is_refused_before_the_first_training(
     repository, tmp_path, first_line
@@ -141,16 +128,15 @@ def test_a_patch_that_does_not_fit_its_commit_is_refused_before_the_first_traini
 @pytest.mark.slow
 def test_more_seeds_add_to_the_results_of_fewer_and_are_compared_in_pairs(tmp_path):
     first = results_of(ablate(tmp_path, "--variants=documents", "--seeds=1"))
-    output = ablate(tmp_path, "--variants=documents", "--seeds=3")
+    output = ablate(tmp_path, "--variants=documents", "--seeds=2")
     assert output.count("seed 0: ") == 0 and output.count("seed 1: ") == 2
     results = results_of(output)
     assert results[:2] == first
-    assert len({run["loss"] for run in results}) == 6
-    differences = [results[i + 1]["val_bpb"] - results[i]["val_bpb"] for i in (0, 2, 4)]
+    assert len({run["loss"] for run in results}) == 4
+    first, second = (results[i + 1]["val_bpb"] - results[i]["val_bpb"] for i in (0, 2))
     mean, _, error = rows(tmp_path)[-1]["difference"].partition(" ± ")
-    assert float(mean) == pytest.approx(sum(differences) / 3, abs=6e-5)
-    spread = sum((d - sum(differences) / 3) ** 2 for d in differences) / 2
-    assert float(error) == pytest.approx((spread / 3) ** 0.5, abs=6e-5)
+    assert float(mean) == pytest.approx((first + second) / 2, abs=6e-5)
+    assert float(error) == pytest.approx(abs(first - second) / 2, abs=6e-5)
 
 
 def wait_for_records(logs: Path, trainings: int) -> list[Path]:
@@ -213,22 +199,26 @@ def test_a_list_that_is_none_is_one_sentence(text, tmp_path):
     assert "mine.py" in ablate(tmp_path, variants(tmp_path, text), status=2)
 
 
-def test_texts_named_relatively_with_commas_and_a_field_serve_the_variants_with_a_patch_too(
+def test_a_variant_with_a_patch_and_its_baseline_have_the_commit_that_it_names_and_the_texts_of_today(
     repository, tmp_path
 ):
-    """Such a variant has other sources. Without vocab_size the tokenizer suits the text."""
+    """The texts are named relatively, with a comma and a field, and the tokenizer suits them."""
     tree, commit = repository
+    (tree / "nanochat" / "gpt.py").write_text("raise SystemExit('the sources of today')\n")
     for name in "a", "b":
         lines = (json.dumps({"content": f"document {name}{i} " + "word and " * 30}) for i in range(200))
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    (tmp_path / "mine.patch").write_text(f"Fits commit {commit}\n{PATCH}")
+    patch = PATCH.replace("number = 2", f"open({str(tmp_path / 'patched')!r}, 'w')")
+    (tmp_path / "mine.patch").write_text(f"Fits commit {commit}\n{patch}")
     texts = ",".join(os.path.relpath(tmp_path / f"{name}.jsonl", tree) for name in "ab")
     more = f"--data={texts} --text_field=content --max_seq_len=32 --total_batch_size=128 --num_iterations=3"
-    places = [f"--base_dir={tmp_path / 'base'}", "--table=none", "--depths=1", "--seeds=1", "--json"]
+    table = f"--table={tmp_path / 'table.md'}"
+    places = [f"--base_dir={tmp_path / 'base'}", table, "--depths=1", "--seeds=1", "--json"]
     mine = variants(tmp_path, {"usual": {}, "patched": {"patch": "mine.patch"}})
     done = python_m(["scripts.ablate", mine, f"--more={more}", *places], tree)
     assert done.returncode == 0, done.stderr
     assert [run["variant"] for run in results_of(done.stdout)] == ["usual", "patched"]
+    assert [row["commit"] for row in rows(tmp_path)] == [commit] * 2 and (tmp_path / "patched").exists()
 
 
 @pytest.mark.slow

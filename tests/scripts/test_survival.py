@@ -78,7 +78,7 @@ def test_one_to_four_processes_have_the_same_losses_even_if_a_run_moves_between_
         assert start(f"{processes}", processes) == pytest.approx(expected, abs=1e-4)
     out = tmp_path / "moved"
     for processes, stop_at in ((1, 10), (2, 20), (3, 30), (4, 40)):
-        started = together([*REAL, f"--out_dir={out}", f"--base_dir={tmp_path}"], processes)
+        started = together([*REAL, f"--out_dir={out}", f"--base_dir={tmp_path}"], range(processes))
         wait_for_step(started[0], out, stop_at)
         for process in started:  # as torchrun passes it on
             process.send_signal(signal.SIGTERM)

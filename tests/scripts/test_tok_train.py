@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers import Process
 
 from nanochat.data.parquet import Documents
 from nanochat.data.sources import open_dataset
@@ -82,14 +83,12 @@ def test_bad_input_is_one_sentence(tmp_path, argument, message):
 
 
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 1), ("SIGTERM", -signal.SIGTERM)])
-def test_a_signal_ends_the_training_within_two_seconds(tmp_path, name, status):
+def test_a_signal_ends_the_training(tmp_path, name, status):
     path = tmp_path / "dna.jsonl"
     letters = random.Random(1)
     runs = ["".join(letters.choices("acgt", k=100_000)) for _ in range(80)]
     path.write_text("".join(json.dumps(run) + "\n" for run in runs))
-    process = Process(
-        ["scripts.tok_train", f"--data={path}", "--vocab_size=60000", f"--base_dir={tmp_path}"]
-    )
+    process = Process(["scripts.tok_train", f"--data={path}", "--vocab_size=60000", f"--base_dir={tmp_path}"])
     while "data:" not in process.stdout:
         assert process.poll() is None, process.stderr
         time.sleep(0.01)
