@@ -44,7 +44,6 @@ def command(corpus: Path, out: Path, *more: str) -> list[str]:
 STARTER = """
 import gc, json, os, runpy, signal, sys
 import matplotlib.backends.backend_agg, matplotlib.figure, pyarrow.parquet, safetensors.torch, tiktoken, torch
-import torch._dynamo
 
 # At its end a run would copy the memory of all that was imported, and it would go through it once more
 gc.collect()
@@ -191,7 +190,7 @@ def losses(out: Path) -> dict[int, float]:
 def wait_for_step(process, out: Path, step: int):
     """Return when metrics.jsonl holds that step."""
     began = time.monotonic()
-    while time.monotonic() - began < 120:
+    while time.monotonic() - began < 600:
         path = out / "metrics.jsonl"
         if path.exists() and f'"step": {step}, "loss"' in path.read_text():
             return

@@ -15,7 +15,7 @@ def run_in_processes(program: str, arguments: list):
     many processes, one after the other."""
     command = [sys.executable, __file__, program, json.dumps(arguments)]
     environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -25,12 +25,12 @@ CPU = torch.device("cpu")
 @contextlib.contextmanager
 def python(code, *arguments, **how):
     """A child that runs `code` with this project on its path; its output is read through pipes. It ends with
-    the block, and after a minute: if a signal gets lost, a test fails and does not hang."""
+    the block, and after five minutes: if a signal gets lost, a test fails and does not hang."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(
         [sys.executable, "-c", code, *arguments], cwd=ROOT, text=True, **pipes | how
     ) as child:
-        watchdog = threading.Timer(60, child.kill)
+        watchdog = threading.Timer(300, child.kill)
         watchdog.start()
         try:
             yield child
@@ -261,7 +261,7 @@ def test_a_measured_peak_is_near_what_another_product_reaches():
     peak, source = hardware.peak_flops(CPU, torch.float32)
     assert "measured" in source and "float32" in source
     a, best = torch.randn(1024, 1024), float("inf")
-    for _ in range(5):
+    for _ in range(20):  # other programs may hold the cores for most of them
         started = time.perf_counter()
         a @ a
         best = min(best, time.perf_counter() - started)

@@ -24,7 +24,7 @@ class Ring:
     """Processes that have met: `signs` are those of all ranks."""
 
     def __init__(self, signs: list[str]):
-        second = timedelta(seconds=10)
+        second = timedelta(seconds=100)
         self.server = dist.TCPStore("127.0.0.1", 0, 1, True, second, wait_for_workers=False)
         self.signs, self.ends, self.dogs = signs, [], []
         for rank, sign in enumerate(signs):
@@ -33,7 +33,7 @@ class Ring:
         self.server.set("verdict", "none")
 
     def client(self):
-        return dist.TCPStore("127.0.0.1", self.server.port, 1, False, timedelta(seconds=10))
+        return dist.TCPStore("127.0.0.1", self.server.port, 1, False, timedelta(seconds=100))
 
     def watch(self, rank: int, timeout_s=1e6, served_by_first=False):
         def end(*arguments):
@@ -43,7 +43,7 @@ class Ring:
         self.dogs.append(dog)
         return dog
 
-    def wait(self, ends: int, seconds=20.0):
+    def wait(self, ends: int, seconds=300.0):
         deadline = time.monotonic() + seconds
         while len(self.ends) < ends and time.monotonic() < deadline:
             time.sleep(ROUND_S)
@@ -145,7 +145,8 @@ def test_without_the_store_of_torchrun_a_run_goes_on_to_its_save(ring):
 
 def test_a_process_ends_though_the_machine_of_the_store_is_gone_and_no_request_is_answered(ring, monkeypatch):
     monkeypatch.setattr(watchdog, "CLOSE_S", 0.2)
-    processes, gone, asked = ring([watchdog.sign(), watchdog.sign()]), threading.Event(), threading.Event()
+    processes = ring([watchdog.sign(), watchdog.sign()])
+    gone, asked, over = threading.Event(), threading.Event(), threading.Event()
     client = processes.client()
 
     class Unanswered:
@@ -154,17 +155,18 @@ def test_a_process_ends_though_the_machine_of_the_store_is_gone_and_no_request_i
         def set(self, key, value):
             if gone.is_set():
                 asked.set()
-                threading.Event().wait(10)
+                over.wait(600)
             client.set(key, value)
 
     monkeypatch.setattr(processes, "client", Unanswered)
     dog = processes.watch(1)
     gone.set()
-    assert asked.wait(5)
+    assert asked.wait(300)
     closing = threading.Thread(target=dog.close, args=(watchdog.FAILED,), daemon=True)
     closing.start()
-    closing.join(5)
+    closing.join(300)
     assert not closing.is_alive()
+    over.set()
 
 
 CHILD = """

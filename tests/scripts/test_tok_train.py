@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 def tok_train(tmp_path: Path, *arguments: str, status: int = 0) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "scripts.tok_train", f"--base_dir={tmp_path / 'base'}", *arguments]
     env = {"TIKTOKEN_CACHE_DIR": str(tmp_path / "empty"), "PATH": ""}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == status, done.stdout + done.stderr
     return done
 
