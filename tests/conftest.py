@@ -22,6 +22,12 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: "scripts" not in item.path.parts)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def base_dir(tmp_path_factory):
+    """No test reads or writes the user's base folder."""
+    os.environ["NANOCHAT_BASE_DIR"] = str(tmp_path_factory.mktemp("base-dir"))
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
     """Shards of random sentences, and a base folder in which all runs share a tokenizer."""

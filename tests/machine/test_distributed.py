@@ -71,7 +71,9 @@ def run_torchrun(*run) -> tuple[int, str]:
     """(exit status, what was printed) of a faulty run."""
     how = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*how, *faulty(*run)], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [*how, *faulty(*run)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
     return done.returncode, done.stdout + done.stderr
 
 
