@@ -54,10 +54,40 @@ def without_time(results: list[dict]) -> list[dict]:
     return [run | {"step_s": 0} for run in results]
 
 
-def test_variants_are_compared_at_each_depth_and_what_has_a_result_is_not_trained_again(tmp_path):
+# Stands at the top of base_train in a copy of the sources: a training that takes no time. Its loss depends on
+# the settings and on the sources of the model.
+STAND_IN = """
+def stand_in():
+    import hashlib, json, pathlib, sys
+
+    given = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[1:])
+    out, _ = pathlib.Path(given.pop("out_dir")), given.pop("base_dir")
+    model = pathlib.Path(__file__).parents[1] / "nanochat" / "gpt.py"
+    made_of = model.read_text() + json.dumps(given, sort_keys=True)
+    loss = int(hashlib.sha256(made_of.encode()).hexdigest()[:6], 16) / 2**24
+    steps = int(given["num_iterations"])
+    step = {"step": steps, "tokens": steps * int(given["total_batch_size"])}
+    records = step | {"loss": loss, "step_time_s": 0.1}, step | {"val_bpb": 1 + loss}
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "metrics.jsonl").write_text("".join(json.dumps(r) + "\\n" for r in records))
+    sys.exit()
+
+if __name__ == "__main__":
+    stand_in()
+"""
+
+
+@pytest.fixture
+def stand_in(tree) -> Path:
+    script = tree / "scripts" / "base_train.py"
+    script.write_text(STAND_IN + script.read_text())
+    return tree
+
+
+def test_variants_are_compared_at_each_depth_and_what_has_a_result_is_not_trained_again(stand_in, tmp_path):
     mine = variants(tmp_path, {"usual": {}, "fast": {"matrix_lr": 0.2}, "left out": {}})
     arguments = [mine, "--seeds=1", "--depths=1,2,1", "--only=fast"]
-    first = results_of(ablate(tmp_path, *arguments))
+    first = results_of(ablate(tmp_path, *arguments, root=stand_in))
     trained = [("usual", 1), ("fast", 1), ("usual", 2), ("fast", 2)]  # the baseline is among them
     assert [(run["variant"], run["depth"]) for run in first] == trained
     assert len({run["val_bpb"] for run in first}) == 4 and all(run["tokens"] == 3 * 128 for run in first)
@@ -69,19 +99,18 @@ def test_variants_are_compared_at_each_depth_and_what_has_a_result_is_not_traine
     (stopped,) = (tmp_path / "base" / "ablations" / "mine").glob("fast-d2-*")
     (stopped / "ablation.json").unlink()
     (stopped / "run" / "metrics.jsonl").unlink()
-    again = results_of(ablate(tmp_path, *arguments))
+    again = results_of(ablate(tmp_path, *arguments, root=stand_in))
     assert again[:3] == first[:3] and without_time(again) == without_time(first)
 
 
-@pytest.mark.slow
-def test_a_result_of_other_sources_does_not_count(tree, tmp_path):
+def test_a_result_of_other_sources_does_not_count(stand_in, tmp_path):
     arguments = [variants(tmp_path, {"usual": {}}), "--seeds=1"]
-    (before,) = results_of(ablate(tmp_path, *arguments, root=tree))
-    with open(tree / "nanochat" / "gpt.py", "a") as model:
+    (before,) = results_of(ablate(tmp_path, *arguments, root=stand_in))
+    with open(stand_in / "nanochat" / "gpt.py", "a") as model:
         model.write("\nQK_SCALE = 1.5\n")
-    (after,) = results_of(ablate(tmp_path, *arguments, root=tree))
+    (after,) = results_of(ablate(tmp_path, *arguments, root=stand_in))
     assert before["val_bpb"] != after["val_bpb"]
-    assert results_of(ablate(tmp_path, *arguments, root=tree)) == [after]
+    assert results_of(ablate(tmp_path, *arguments, root=stand_in)) == [after]
 
 
 @pytest.fixture
@@ -125,18 +154,19 @@ def test_a_patch_that_does_not_fit_its_commit_is_refused_before_the_first_traini
     assert "does not fit" in said and not (tmp_path / "base").exists()
 
 
-@pytest.mark.slow
-def test_more_seeds_add_to_the_results_of_fewer_and_are_compared_in_pairs(tmp_path):
-    first = results_of(ablate(tmp_path, "--variants=documents", "--seeds=1"))
-    output = ablate(tmp_path, "--variants=documents", "--seeds=2")
+def test_more_seeds_add_to_the_results_of_fewer_and_are_compared_in_pairs(stand_in, tmp_path):
+    arguments = [variants(tmp_path, {"usual": {}, "fast": {"matrix_lr": 0.2}}), "--seeds=1"]
+    first = results_of(ablate(tmp_path, *arguments, root=stand_in))
+    output = ablate(tmp_path, *arguments, "--seeds=3", root=stand_in)
     assert output.count("seed 0: ") == 0 and output.count("seed 1: ") == 2
     results = results_of(output)
     assert results[:2] == first
-    assert len({run["loss"] for run in results}) == 4
-    first, second = (results[i + 1]["val_bpb"] - results[i]["val_bpb"] for i in (0, 2))
+    assert len({run["loss"] for run in results}) == 6
+    differences = [results[i + 1]["val_bpb"] - results[i]["val_bpb"] for i in (0, 2, 4)]
     mean, _, error = rows(tmp_path)[-1]["difference"].partition(" ± ")
-    assert float(mean) == pytest.approx((first + second) / 2, abs=6e-5)
-    assert float(error) == pytest.approx(abs(first - second) / 2, abs=6e-5)
+    assert float(mean) == pytest.approx(sum(differences) / 3, abs=6e-5)
+    spread = sum((d - sum(differences) / 3) ** 2 for d in differences) / 2
+    assert float(error) == pytest.approx((spread / 3) ** 0.5, abs=6e-5)
 
 
 def wait_for_records(logs: Path, trainings: int) -> list[Path]:
