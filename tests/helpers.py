@@ -97,6 +97,8 @@ class Process:
         self.files = tempfile.TemporaryDirectory()
         self.streams = [Path(self.files.name, name) for name in ("out", "err")]
         self.ended = Path(self.files.name, "ended")
+        for path in self.streams:
+            path.touch()  # it can be read before the process has begun
         environment = {**os.environ, **environment}
         environment.pop("PYTEST_CURRENT_TEST", None)
         if sys.platform == "linux":
