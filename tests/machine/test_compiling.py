@@ -74,7 +74,7 @@ def loss_and_gradients(model, run, *arguments, **options):
 TOKENS = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("depth, pattern, spelled", [(3, "L", False), (4, "SL", False), (2, "L", True)])
+@pytest.mark.parametrize("depth, pattern, spelled", [(4, "SL", False), (2, "L", True)])
 def test_compiled_parts_compute_what_the_model_computes(depth, pattern, spelled):
     model = make_model(depth, pattern, spelled)
     documents = attention.boundaries(TOKENS, 3) if pattern == "SL" else None

@@ -159,7 +159,7 @@ MINUTES = ["--num_iterations=-1", "--eval_every=-1", "--save_every=20", "--keep_
 def train_for_minutes(corpus, out, steps: int, processes=1) -> str:
     """Train for so many minutes that a run has some steps, however busy the machine is; returns their
     setting."""
-    for seconds in (4, 12, 60, 300):
+    for seconds in (3, 12, 60, 300):
         minutes = f"--target_minutes={seconds / 60}"
         run(command(corpus, out, *MINUTES, minutes, "--resume=never"), processes=processes)
         if len(losses(out)) >= steps:
