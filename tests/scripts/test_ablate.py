@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, Process, python_m
+from helpers import ROOT, Process, insert, python_m
 
 TINY = "--max_seq_len=32 --vocab_size=300 --total_batch_size=128 --eval_tokens=500 --dtype=float32"
 
@@ -169,33 +169,39 @@ def test_more_seeds_add_to_the_results_of_fewer_and_are_compared_in_pairs(stand_
     assert float(error) == pytest.approx((spread / 3) ** 0.5, abs=6e-5)
 
 
-def wait_for_records(logs: Path, trainings: int) -> list[Path]:
+def wait_for_records(process: Process, logs: Path, trainings: int) -> list[Path]:
     """The metrics of so many trainings, once each has a line: before that a run has nothing to save."""
     deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         found = [path for path in logs.glob("*/run/metrics.jsonl") if path.stat().st_size]
         if len(found) >= trainings:
             return found
+        assert process.poll() is None, process.communicate()
         time.sleep(0.02)
     raise AssertionError("no training began")
 
 
 @pytest.mark.slow
-def test_a_stopped_command_goes_on_where_every_training_was(tmp_path):
-    arguments = ["--variants=documents", "--seeds=1", "--jobs=2"]
-    long = command(tmp_path, *arguments, more="--num_iterations=2000")
-    process = Process(long)
-    logs = tmp_path / "base" / "ablations" / "documents"
-    wait_for_records(logs, 2)
-    second = python_m(long, ROOT)
+def test_a_stopped_command_goes_on_where_every_training_was(tree, tmp_path):
+    slow = tmp_path / "slow"  # while this file is there, a step takes a second
+    slow.touch()
+    insert(tree, at_step_end=f"import os\ntime.sleep(os.path.exists({str(slow)!r}))")
+    mine = variants(tmp_path, {"usual": {}, "fast": {"matrix_lr": 0.2}})
+    arguments = [mine, "--seeds=1", "--jobs=2"]
+    long = command(tmp_path, *arguments, more="--num_iterations=100")
+    process = Process(long, tree)
+    logs = tmp_path / "base" / "ablations" / "mine"
+    wait_for_records(process, logs, 2)
+    second = python_m(long, tree)
     assert second.returncode == 2 and "is in use by process" in second.stderr
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 143
     assert len([*logs.glob("*/run/step_*")]) == 2 and not [*logs.glob("*/ablation.json")]
-    done = python_m(long, ROOT)
+    slow.unlink()
+    done = python_m(long, tree)
     assert done.returncode == 0, done.stderr
     assert all("going on from" in path.read_text() for path in logs.glob("*/log.txt"))
-    assert all(run["tokens"] == 2000 * 128 for run in results_of(done.stdout))
+    assert all(run["tokens"] == 100 * 128 for run in results_of(done.stdout))
     assert not [*logs.glob("*/run/step_*")]  # no checkpoint is left
 
 
