@@ -167,7 +167,7 @@ def run(arguments: list[str], status: int = 0, processes: int = 1, folder: Path 
     """Run the script to its end and return what it printed."""
     alone = processes == 1
     started = [Process(arguments, folder)] if alone else together(arguments, range(processes), folder)
-    printed = "".join(stream for process in started for stream in process.communicate())
+    printed = "\n".join("".join(process.communicate()) for process in started)
     assert [process.returncode for process in started] == [status] * processes, printed
     assert status == 0 or "Traceback" not in printed
     return printed
