@@ -176,7 +176,7 @@ def python(*arguments, **environment):
     """(exit status, stdout, stderr) of `python ARGUMENTS` in the test's folder; it can import the project."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -22,7 +22,7 @@ def installed(tmp_path_factory) -> Path:
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in "configurator.py", "pyproject.toml", "README.md", "LICENSE":
         shutil.copy(ROOT / file, copy)
-    done = subprocess.run(BUILD, cwd=copy, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(BUILD, cwd=copy, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = (copy / "wheel").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
