@@ -228,7 +228,7 @@ def _read_arguments(argv, declared, names, errors):
             given.append((negated[typed], ast.Constant(False), "command line", key))
             errors += [f"{key} takes no value"] if equals else []
         elif typed not in names:
-            near = _near(key.strip("-").replace("-", "_"), [*names, *negated], "--")
+            near = _near(key.strip("-").replace("-", "_"), [*names, *negated], "--", declared)
             errors.append(f"unknown setting {show(key)}{near}")
             if not equals and not following.startswith("--") and not following.endswith(".py"):
                 rest.popleft()  # most likely its value, which is not a second mistake
@@ -245,9 +245,11 @@ def _read_arguments(argv, declared, names, errors):
 
 def _read_file(path, names, errors):
     """What a config file gives. It may hold a docstring, comments and lines of name = value."""
-    given, body = [], []
+    given, body, where = [], [], path
+    if path.startswith("runs/") and not os.path.exists(path):  # an installed copy has its recipes beside it
+        where = os.path.join(os.path.dirname(__file__), path)
     try:
-        with open(path, "rb", opener=_without_waiting) as file:
+        with open(where, "rb", opener=_without_waiting) as file:
             if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
                 if not select.select([file], [], [], PIPE_S)[0]:
                     raise ValueError("it is a pipe to which no program writes")
@@ -301,9 +303,17 @@ def _parse(text, mode):
         raise SyntaxError("it holds a NUL byte or is nested too deeply") from None
 
 
-def _near(name, names, dashes=""):
-    close = difflib.get_close_matches(name.lower(), names, 1, 0.7)
-    return f"; did you mean {dashes}{close[0]}?" if close else ""
+def _near(name, names, dashes="", declared=None):
+    """A suggestion: names with this one in them, else one spelled alike, else those whose help has it."""
+    name = name.lower()
+    if name in ("config", "config_file"):
+        return "; a config file is given by its path alone"
+    close = [other for other in names if f"_{name}_" in f"_{other}_"]
+    close = close or difflib.get_close_matches(name, names, 1, 0.7)
+    if not close and declared:
+        texts = {other: re.findall(r"\w+", setting.help.lower()) for other, setting in declared.items()}
+        close = [other for other, words in texts.items() if set(name.split("_")) <= set(words)]
+    return f"; did you mean {' or '.join(dashes + other for other in close[:4])}?" if close else ""
 
 
 # Values

@@ -138,9 +138,12 @@ def _moved_by_kernel(graph, node) -> tuple[dict[str, int], dict[str, int]]:
     order the kernels."""
     inner = set(node.get_nodes())
 
-    def stays_inside(name):
+    def made_here(name):
         made = graph.scheduler.name_to_buf.get(name)
-        return made and made.defining_op in inner and {user.node for user in made.users} <= inner
+        return made and made.defining_op in inner
+
+    def stays_inside(name):
+        return made_here(name) and {user.node for user in graph.scheduler.name_to_buf[name].users} <= inner
 
     def sizes(dependencies):
         elements, seen = collections.Counter(), set()
@@ -158,4 +161,5 @@ def _moved_by_kernel(graph, node) -> tuple[dict[str, int], dict[str, int]]:
 
     reads, writes = node.read_writes.reads, node.read_writes.writes
     added_to = {d for d in writes if getattr(d, "mode", None) == "atomic_add"}
+    reads = {d for d in reads if not made_here(d.name)}  # from registers
     return sizes({*reads, *added_to}), sizes(writes)

@@ -51,7 +51,7 @@ def product(forward: bool, tile: tuple, target: int, K: int = 768) -> dict:
     n, f, warps, stages = tile
     shapes = {"a": (n, 64), "b": (f, 64) if forward else (64, f), "z": (n, f), "out": (n, f)}
     types = {name: f"tensordesc<bf16[{rows}, {columns}]>" for name, (rows, columns) in shapes.items()}
-    types |= {"N": "i32", "F": "i32"}
+    types |= {"r": "*fp32", "N": "i32", "F": "i32"}
     constants = dict(K=K, SLOPE=SLOPE, FORWARD=forward, BLOCK_N=n, BLOCK_F=f, BLOCK_K=64, GROUP=8)
     return compiled(triton_kernels.product_kernel, types, constants, target, warps, stages)
 

@@ -6,6 +6,7 @@ compiled code that is empty at first. So the first run is the cold one, and the 
 tokenizer are there in all of them. Three commands that end earlier say where the time goes: Python with torch
 alone, base_train with all its imports (--help), and up to the plan (--plan). With --peer=FOLDER
 karpathy/nanochat's base_train takes turns with ours, with the same shape, text and tokenizer, in bfloat16.
+A last run, with an empty cache of its own, is evaluated twice: its first evaluation compiles.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from experiments import peer_run
 from experiments.sides import peer_folder
 from nanochat import UserError
 from nanochat.files import user_path
+from nanochat.run.metrics import read_metrics
 
 TRAIN = [sys.executable, "-m", "scripts.base_train"]
 
@@ -27,7 +29,8 @@ TRAIN = [sys.executable, "-m", "scripts.base_train"]
 def bench(settings: dict) -> dict[str, float]:
     """Seconds to the end of the first step: cold (first_s), then the median and the slowest of `rounds` warm
     runs; the same to full speed (full_first_s, full_median_s), for which the recipe needs twelve steps;
-    medians of the seconds to the end of each earlier phase; and the peer's first step, which is compiled."""
+    medians of the seconds to the end of each earlier phase; the peer's first step, which is compiled; and
+    seconds of a run's first evaluation and its second."""
     recipe, base = settings["recipe"], user_path("base_dir", settings["base_dir"])
     phases = {
         "torch_s": [sys.executable, "-c", "import torch; print()"],
@@ -45,8 +48,10 @@ def bench(settings: dict) -> dict[str, float]:
             if settings["peer"]:
                 shape = peer_run.shape_of(place / f"ours{number}")
                 peers.append(peer_first_step(settings["peer"], recipe, base, place / f"peer{number}", shape))
+    with own_cache() as place:
+        found = evaluations([*TRAIN, recipe, f"--base_dir={base}"], place / "evaluated")
     first, full = zip(*ours, strict=True)
-    found = {"first_s": first[0], "median_s": statistics.median(first[1:]), "slowest_s": max(first[1:])}
+    found |= {"first_s": first[0], "median_s": statistics.median(first[1:]), "slowest_s": max(first[1:])}
     found |= {"full_first_s": full[0], "full_median_s": statistics.median(full[1:])}
     if peers:
         found |= {"peer_first_s": peers[0], "peer_median_s": statistics.median(peers[1:])}
@@ -65,6 +70,15 @@ def own_cache():
             del os.environ["TORCHINDUCTOR_CACHE_DIR"]
             if before is not None:
                 os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+
+
+def evaluations(command: list[str], out: Path) -> dict[str, float]:
+    """Seconds of the first and the second evaluation of a run. Raises UserError if it fails."""
+    settings = {"num_iterations": 3 * peer_run.FULL_SPEED, "eval_every": peer_run.FULL_SPEED}
+    settings |= {"eval_tokens": 20_000, "core_metric_every": -1, "sample_every": -1, "save_every": -1}
+    first_line([*command, *(f"--{name}={value}" for name, value in settings.items()), f"--out_dir={out}"])
+    first, second, _ = (r["eval_time_s"] for r in read_metrics(out / "metrics.jsonl") if "eval_time_s" in r)
+    return {"evaluation_first_s": first, "evaluation_second_s": second}
 
 
 def first_line(command: list[str]) -> float:

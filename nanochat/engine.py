@@ -3,9 +3,9 @@ token costs a forward pass of that token only."""
 
 import codecs
 import contextlib
+import itertools
 import os
 from dataclasses import replace
-from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -33,7 +33,8 @@ def find_source(
 
     source: a run's tag, the folder of a run or of a checkpoint, or None for the run that was saved last. Runs
     are looked up under the folders `kinds` of base_dir, in this order. A run stands for its newest good
-    checkpoint; `say` gets the names of damaged ones. Raises UserError if nothing is found.
+    checkpoint; `say` gets the names of damaged ones, and which run None means if there are several. Raises
+    UserError if nothing is found.
     """
     places = [Path(base_dir) / name for name in kinds]
     runs = [
@@ -41,6 +42,10 @@ def find_source(
     ]
     if source is None:
         folders = [of_place[-1] for of_place in runs if of_place]
+        if len(there := [*itertools.chain(*runs)]) > 1:
+            steps = [max(checkpoints_in(run), default=0) for run in there]
+            names = [f"{r.name} ({r.parent.name}, step {n})" for r, n in zip(there, steps, strict=True)]
+            say(f"source: {folders[0].name}, the newest of its kind; there are {', '.join(names)}")
     else:
         folders = [*(place / source for place in places), user_path("source", source)]
     for folder in folders:
@@ -290,7 +295,7 @@ def generate_batch(model, prompts, max_tokens, dtype=torch.float32, seeds=None, 
     if not isinstance(model, GPT):
         pairs = zip(prompts, seeds, strict=True)
         texts = [_uncached(model, prompt, max_tokens, dtype, seed, **options) for prompt, seed in pairs]
-        yield from map(list, zip_longest(*texts))
+        yield from map(list, itertools.zip_longest(*texts))
         return
     stream = Stream(model, dtype)
     stream.read(prompts)

@@ -125,7 +125,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The activation is the square of a leaky ReLU (ReLU^2: Primer), so a unit below zero still learns."""
+    """down(leaky_relu(up(norm(x)))^2). Primer has ReLU^2; with a leaky one a unit below zero still learns."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -162,7 +162,7 @@ class Block(nn.Module):
         if isinstance(value_embedding, tuple):
             value_embedding = look_up(*value_embedding).to(x.dtype)
         x = x + self.attention(norm(x), value_embedding, rotary, cache, visible)
-        return x, self.mlp(norm(x))
+        return x, self.mlp(x)
 
 
 class GPT(nn.Module):
@@ -251,14 +251,15 @@ class GPT(nn.Module):
     def begin(self, embedding_rows, head_rows, idx, cache):
         """Before the blocks: x, branch, rows_of_head (B, T, C) each, and the rotary tables (T, 1, D)."""
         places = slice(idx.size(1)) if cache is None else cache.places(idx.size(1))
-        x = norm(look_up(embedding_rows, idx))  # (B, T, C)
-        if torch.is_autocast_enabled(x.device.type):  # so the residual stream runs in the compute dtype too
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        device, dtype = idx.device.type, embedding_rows.dtype
+        if torch.is_autocast_enabled(device):  # so the residual stream runs in the compute dtype too
+            dtype = torch.get_autocast_dtype(device)
+        x = norm(look_up(embedding_rows, idx), dtype)  # (B, T, C)
         # Not in a comprehension: there torch.compile takes T for a constant, and compiles once for each T
         cos, sin = self.cos[places].to(x.dtype), self.sin[places].to(x.dtype)
         cos, sin = torch.cat((cos, cos), -1).unsqueeze(-2), torch.cat((-sin, sin), -1).unsqueeze(-2)
         # The last layer's value embeddings are rows of the head: a token that is attended to raises its logit
-        rows_of_head = norm(look_up(head_rows, idx)).to(x.dtype)
+        rows_of_head = norm(look_up(head_rows, idx), dtype)
         # 0 * x and not zeros: a branch without gradients would be compiled as another kind of block
         return x, 0 * x, rows_of_head, cos, sin
 

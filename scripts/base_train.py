@@ -36,6 +36,7 @@ from nanochat.machine.hardware import survey
 from nanochat.machine.profiler import StepProfiler
 from nanochat.ops.subword import register_subwords
 from nanochat.plan import planning, scaling, simulation, trial, wording
+from nanochat.run import loggers
 from nanochat.run.output import RunOutput, begin, restore
 
 # Model
@@ -48,7 +49,7 @@ vocab_size = -1  # tokens (-1 = to suit the amount of text, 4096 to 32768) [-1, 
 spelling: Literal["auto", "on", "off"] = "auto"  # tokens spelled alike learn together (auto = in short runs)
 
 # Data
-data = "embedded"  # embedded (Python's standard library), a file or folder of text, climbmix or fineweb-edu
+data = "embedded"  # embedded (Python's library), a file or folder, climbmix, fineweb-edu, hf:OWNER/NAME
 val_data: str | None = None  # a file or folder that is the validation split (none = the data set's own)
 document_mask = False  # a token attends to its own document only, not to all that its row holds
 text_field = "text"  # the field of JSON objects or column of parquet files that holds the text
@@ -64,10 +65,10 @@ target_param_data_ratio = 12.0  # tokens a parameter of blocks and head (-1 = of
 # Optimization
 device_batch_size = -1  # rows of a micro-batch on a device (-1 = as many as fit) [-1, 1..2**20]
 total_batch_size = -1  # tokens a step, over all devices (-1 = derived from the horizon) [-1, 1..2**32]
-embedding_lr = 0.6  # AdamW's rate for embeddings [0..1e6]
-unembedding_lr = 0.004  # AdamW's rate for the head (the unembedding) [0..1e6]
-matrix_lr = 0.02  # Muon's rate [0..1e6]
-scalar_lr = 0.1  # AdamW's rate for the scalars [0..1e6]
+embedding_lr = 0.6  # AdamW's learning rate for embeddings [0..1e6]
+unembedding_lr = 0.004  # AdamW's learning rate for the head (the unembedding) [0..1e6]
+matrix_lr = 0.02  # Muon's learning rate [0..1e6]
+scalar_lr = 0.1  # AdamW's learning rate for the scalars [0..1e6]
 weight_decay = 0.28  # cautious weight decay of Muon's matrices (0 = off) [0..1e6]
 table_decay = -1.0  # times optim.py's decay of embeddings and head (-1 = epochs - 1, 0 to 1) [-1, 0..1e6]
 grad_clip = 1.0  # largest norm of the gradient (-1 = off) [-1, 1e-6..1e6]
@@ -91,7 +92,7 @@ keep_checkpoints = 2  # how many of the newest are kept (-1 = all) [-1, 1..1e6]
 permanent_every = -1  # steps between checkpoints that are never deleted (-1 = off) [-1, 1..1e9]
 resume = "auto"  # auto (newest good checkpoint), never (set the old run aside), a step, or a folder
 accept = ""  # changes to allow: data,document_mask,seed,tokenizer,total_batch_size; refusals: epochs,memory
-init_from: str | None = None  # a checkpoint folder whose weights a new run starts from
+init_from: str | None = None  # a folder whose weights a new run starts from: a checkpoint, a run, an export
 base_dir = "~/.cache/nanochat"  # where data, tokenizers and runs live (environment: NANOCHAT_BASE_DIR)
 out_dir: str | None = None  # the run's folder (none = <base_dir>/base_checkpoints/<model_tag>)
 model_tag: str | None = None  # the run's name (none = d<depth>)
@@ -107,7 +108,8 @@ seed = 42  # of initial weights, order of the data, and samples [0..2**62]
 price_per_hour = -1.0  # price of all machines of the run together (-1 = do not show its cost) [-1, 0..1e9]
 process_timeout = 600.0  # seconds to wait for a process that does not answer; then all end [1..1e6]
 profile = -1  # write a trace of this step by torch.profiler into the run's folder (-1 = off) [-1, 0..1e9]
-run = "dummy"  # the run's name at wandb (dummy = no wandb)
+logger: str | None = None  # wandb,tensorboard,trackio or some (none = no logger; with --run=NAME wandb)
+run = "dummy"  # the name of the run in the loggers (dummy = its folder)
 plan_only = False  # print the plan and exit
 plan_device: str | None = None  # with --plan: plan for this GPU, such as H100 (none = this machine)
 plan_world_size = -1  # with --plan and --device: the number of processes, one a GPU (-1 = one) [-1, 1..1e6]
@@ -128,13 +130,14 @@ say, device, world_size = machine.print, machine.device, machine.world_size
 compute_dtype, dtype_reason = precision.resolve_dtype(dtype, device)
 stop = signals.StopSignal()  # ends the set-up; later the loop saves and stops after its step
 machine.check_same_settings(settings.values)
+log_to = loggers.choose(logger, run)  # a missing package is told before any work
 hardware = survey(machine, compute_dtype, dtype_reason)
 
 base_path = user_path("base_dir", base_dir)
 run_path = user_path("out_dir", out_dir or base_path / "base_checkpoints" / (model_tag or f"d{depth}"))
 with machine.main_first("data", stop):  # the first process builds what is missing; then the others find it
     dataset = open_dataset(
-        data, val_data, base_dir=base_path, text_field=text_field, download=download,
+        data, val_data, base_dir=base_path, text_field=text_field, download=download, plan_only=plan_only,
         tokens=lambda *size: scaling.horizon_tokens(settings.values, hardware, *size),
     )  # fmt: skip
     wanted = vocab_size if vocab_size != -1 else dataset.suggested_vocab_size
@@ -159,7 +162,7 @@ plan.check(accept)  # a run that must not begin ends here
 explain_errors(trial.explanation(plan))  # if memory runs out, say what to lower
 
 identity = plan.identity(dataset, tokenizer, seed) | {"document_mask": document_mask}
-step, last_eval_step, changed, loop, clock = begin(resumed, identity, plan, machine, accept)
+step, last_eval_step, changed, loop, clock = begin(resumed, identity, settings, plan, machine, accept)
 
 # ------------------------------------------------------------------------------------------------------
 # Build: model, optimizer, batches
@@ -205,8 +208,8 @@ train_model = wrap_in_ddp(train_model, optimizer, gradient_dtype)  # unchanged i
 # Log, save, evaluate
 
 output = RunOutput(
-    run_path, run_id, machine, plan, settings, sections, identity, tokenizer, resumed, loop, clock, run,
-    keep_checkpoints, permanent_every,
+    run_path, run_id, machine, plan, settings, sections, identity, tokenizer, resumed, loop, clock,
+    log_to, run, keep_checkpoints, permanent_every,
 )  # fmt: skip
 console = output.console
 profiler = StepProfiler(profile, clock.most_steps, run_path, machine, console.print)

@@ -3,7 +3,7 @@
     python -m scripts.download --name=climbmix --num_shards=8   # public shards: climbmix, fineweb-edu
     python -m scripts.download --name=core                      # the evaluation bundle of CORE's tasks
     python -m scripts.download --data=my_texts/                 # text, JSON and parquet files
-    python -m scripts.download --data=hf:OWNER/NAME             # a data set of the Hugging Face Hub
+    python -m scripts.download --data=hf:OWNER/NAME --num_shards=8  # files of a data set of the Hub
 
 Then train with --data=climbmix or --data=my_texts/. If a download stops, the same command continues it.
 docs/data.md says how many shards a model needs, and which documents come out of your files.
@@ -23,7 +23,7 @@ from nanochat.files import user_path
 
 # Public shards
 name: str | None = None  # public data set: climbmix or fineweb-edu; or core, the tasks of CORE
-num_shards = 8  # training shards; each has 47 million tokens and takes 100 MB (-1 = all) [-1, 1..1e6]
+num_shards: int | None = None  # training shards, each 100 MB (none = 8, -1 = all); files of hf: [-1, 1..1e6]
 workers = 4  # files downloaded at the same time [1..256]
 mirror: str | None = None  # another host with the same paths (none = $HF_ENDPOINT or huggingface.co)
 
@@ -50,13 +50,15 @@ if mirror:
 base_path = user_path("base_dir", base_dir)
 try:
     if data is not None:
-        dataset = open_dataset(data, val_data, base_dir=base_dir, text_field=text_field)
+        files = sys.maxsize if num_shards == -1 else num_shards
+        dataset = open_dataset(data, val_data, base_dir=base_dir, text_field=text_field, num_shards=files)
         print(f"{dataset.name}: {dataset.note}, fingerprint {dataset.fingerprint[:12]}")
     elif name == "core":
         with writing(base_path):
             bundle_download.download_bundle(base_path, mirror or bundle_download.HOST)
     else:
         public = PUBLIC[name]
+        num_shards = num_shards or 8
         if num_shards >= public.shards:
             most = public.shards - 1
             raise UserError(f"{name} has {most} training shards; give --num_shards=-1 for all of them")

@@ -1,7 +1,7 @@
 """Continue a base model on conversations, so that it answers. Reads from top to bottom.
 
     python -m scripts.mid_train                       # the newest base model, questions about Python
-    python -m scripts.mid_train --source=d12 --data=chats.jsonl:2,more.parquet --loss_on=all
+    python -m scripts.mid_train --source=d12 --data=chats.jsonl:2,hf:OWNER/NAME --loss_on=all
     torchrun --standalone --nproc_per_node=8 -m scripts.mid_train --source=d20 --data=chats/
     python -m scripts.mid_train --show=3              # print three conversations, targets coloured
 
@@ -35,6 +35,7 @@ from nanochat.machine.compiling import compile_after, freeze_garbage
 from nanochat.machine.hardware import survey
 from nanochat.machine.profiler import StepProfiler
 from nanochat.plan import planning, trial, wording
+from nanochat.run import loggers
 from nanochat.run.output import RunOutput, begin, restore
 
 # Model
@@ -42,7 +43,7 @@ source: str | None = None  # the base model: a run's tag, its folder or a checkp
 optimizer_state: Literal["fresh", "base"] = "fresh"  # base = go on with the optimizer state of the base run
 
 # Conversations
-data = "embedded"  # embedded (questions about Python), or files and folders with weights: a.jsonl:3,b.jsonl:1
+data = "embedded"  # embedded (about Python), or files, folders, hf:OWNER/NAME with weights: a.jsonl:3,b.jsonl
 val_data: str | None = None  # files that are the validation split (none = one conversation in 40)
 loss_on: Literal["assistant", "all"] = "assistant"  # targets: the tokens of the answers, or all
 skip_bad = False  # leave out conversations that cannot be used
@@ -87,7 +88,8 @@ gradient_dtype: Literal["float32", "bfloat16"] = "float32"  # in which processes
 seed = 42  # of the order of conversations, and of samples [0..2**62]
 process_timeout = 600.0  # seconds to wait for a process that does not answer; then all end [1..1e6]
 profile = -1  # write a trace of this step by torch.profiler into the run's folder (-1 = off) [-1, 0..1e9]
-run = "dummy"  # the run's name at wandb (dummy = no wandb)
+logger: str | None = None  # wandb,tensorboard,trackio or some (none = no logger; with --run=NAME wandb)
+run = "dummy"  # the name of the run in the loggers (dummy = its folder)
 plan_only = False  # print the plan and exit
 
 settings = configurator.configure(globals(), aliases={"plan": "plan_only"})  # people type --plan
@@ -100,6 +102,7 @@ say, device, world_size = machine.print, machine.device, machine.world_size
 compute_dtype, dtype_reason = precision.resolve_dtype(dtype, device)
 stop = signals.StopSignal()
 machine.check_same_settings(settings.values)
+log_to = loggers.choose(logger, run)  # a missing package is told before any work
 
 base_path = user_path("base_dir", base_dir)
 base = find_source(source, base_path, say, kinds=["base_checkpoints"])
@@ -109,7 +112,7 @@ run_path = user_path("out_dir", out_dir or base_path / "mid_checkpoints" / tag)
 tokenizer = Tokenizer.load(base.path / "tokenizer.json")
 chat_format.check(tokenizer, config.vocab_size)
 with machine.main_first("conversations", stop):
-    conversations = open_conversations(data, val_data, skip_bad, base_path, say)
+    conversations = open_conversations(data, val_data, skip_bad, base_path, say, network=not plan_only)
 if show:
     for messages in conversations.train.messages[: show if machine.is_main else 0]:
         print(chat_format.coloured(tokenizer, messages, loss_on), end="\n\n")
@@ -130,14 +133,17 @@ plan = planning.on_machine(plan, settings.values, machine, resolved, divided_row
 sections = wording.sections(plan, conversations, tokenizer, run_path)
 sections["model"] = {"base": str(base.path), **sections["model"]}
 sections["text"]["targets"] = train_tokens.summary(loss_on)
-say(wording.text(sections, plan.warnings(accept)))
+warnings, seen = plan.warnings(accept), base.state.get("loop", {}).get("tokens", math.inf)
+if seen < plan.parameters["total"] / 10:
+    warnings.append(f"{base.path} has seen only {seen:,} tokens: it will answer nonsense, see --source")
+say(wording.text(sections, warnings))
 if plan_only:
     machine.exit()
 plan.check(accept)
 explain_errors(trial.explanation(plan))
 
 identity = plan.identity(conversations, tokenizer, seed) | {"loss_on": loss_on, "source": base.fingerprint}
-step, last_eval_step, changed, loop, clock = begin(resumed, identity, plan, machine, accept)
+step, last_eval_step, changed, loop, clock = begin(resumed, identity, settings, plan, machine, accept)
 
 # ------------------------------------------------------------------------------------------------------
 # Build: model, optimizer, batches
@@ -177,8 +183,8 @@ train_model = wrap_in_ddp(train_model, optimizer, gradient_dtype)
 # Log, save, evaluate
 
 output = RunOutput(
-    run_path, run_id, machine, plan, settings, sections, identity, tokenizer, resumed, loop, clock, run,
-    keep_checkpoints,
+    run_path, run_id, machine, plan, settings, sections, identity, tokenizer, resumed, loop, clock,
+    log_to, run, keep_checkpoints,
 )  # fmt: skip
 console = output.console
 profiler = StepProfiler(profile, clock.most_steps, run_path, machine, console.print)

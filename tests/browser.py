@@ -101,7 +101,7 @@ class Browser:
         """Load a file, and wait until it is there."""
         self.events.clear()
         self.call("Page.navigate", url=Path(path).resolve().as_uri())
-        end = time.monotonic() + 60
+        end = time.monotonic() + 300
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
             if event := self._receive(max(0.1, end - time.monotonic())):
                 self.events.append(event)

@@ -17,6 +17,17 @@ os.environ["OMP_NUM_THREADS"] = "1"
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items):
+    """Files of whole runs are long and begin first: the last file that begins keeps one process waiting."""
+    items.sort(key=lambda item: "scripts" not in item.path.parts)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def base_dir(tmp_path_factory):
+    """No test reads or writes the user's base folder."""
+    os.environ["NANOCHAT_BASE_DIR"] = str(tmp_path_factory.mktemp("base-dir"))
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
     """Shards of random sentences, and a base folder in which all runs share a tokenizer."""

@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -38,63 +40,137 @@ def command(corpus: Path, out: Path, *more: str) -> list[str]:
 
 # Most of what a tiny run costs is the import of torch and other libraries. The starter imports them once, and
 # each run is a fork of the starter: a process of its own, which runs the script as `python -m` does and ends
-# as any Python program. Without gc.freeze() its end would copy the memory of all that was imported.
+# as any Python program. Its parent, another fork, waits for it and writes its exit status to a file.
 STARTER = """
 import gc, json, os, runpy, signal, sys
-import matplotlib.backends.backend_agg, pyarrow.parquet, safetensors.torch, tiktoken, torch, torch._dynamo
+import matplotlib.backends.backend_agg, matplotlib.figure, pyarrow.parquet, safetensors.torch, tiktoken, torch
 
+# At its end a run would copy the memory of all that was imported, and it would go through it once more
 gc.collect()
 gc.freeze()
+gc.unfreeze = lambda: None
 orders = open(os.dup(0))  # sys.stdin stays unread, for the script
 while line := orders.readline():
-    child = os.fork()
-    if not child:
+    if not os.fork():
         break
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    os.waitpid(-1, os.WNOHANG)  # one that has ended
 else:
     sys.exit()
 orders.close()
-folder, streams, encoding, sys.argv = json.loads(line)
+arguments, folder, environment, encoding, ended, streams = json.loads(line)
+if child := os.fork():
+    print(child, flush=True)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with open(ended, "w") as file:
+        print(status, file=file)
+    os._exit(0)
 for number, path in enumerate(streams):
     os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
-sys.stdout.reconfigure(encoding=encoding)
+sys.stdout.reconfigure(encoding=encoding, line_buffering=True)
 sys.stderr.reconfigure(encoding=encoding)
+os.environ.clear()
+os.environ.update(environment)
 os.chdir(folder)
 sys.path[0] = folder
+sys.argv = arguments
 signal.alarm(900)  # seconds; a run that hangs is killed
-runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+if arguments[0].endswith(".py"):
+    runpy.run_path(arguments[0], run_name="__main__")
+else:
+    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
 """
 
 
 @functools.cache
-def starter(environment: frozenset) -> subprocess.Popen:
+def starter() -> subprocess.Popen:
     """It ends when this process does, with its input."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-c", STARTER], env=dict(environment), **pipes)
+    return subprocess.Popen([sys.executable, "-c", STARTER], **pipes)
+
+
+class Process:
+    """`python -m MODULE ...` or `python FILE.py ...` in a folder, which goes on; its methods are those of
+    subprocess.Popen. encoding: of what it prints (Linux). environment: variables besides this process's."""
+
+    def __init__(self, arguments: list[str], folder: Path = ROOT, encoding="utf-8", **environment):
+        self.arguments, self.encoding, self.returncode = arguments, encoding, None
+        self.files = tempfile.TemporaryDirectory()
+        self.streams = [Path(self.files.name, name) for name in ("out", "err")]
+        self.ended = Path(self.files.name, "ended")
+        for path in self.streams:
+            path.touch()  # it can be read before the process has begun
+        environment = {**os.environ, **environment}
+        environment.pop("PYTEST_CURRENT_TEST", None)
+        if sys.platform == "linux":
+            streams = [os.devnull, *map(str, self.streams)]
+            order = [arguments, str(folder), environment, encoding, str(self.ended), streams]
+            print(json.dumps(order), file=starter().stdin, flush=True)
+            self.pid = int(starter().stdout.readline())
+        else:  # a fork of a program with threads is not safe
+            out, err = (path.open("wb") for path in self.streams)
+            pipes = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
+            command = [sys.executable, *["-m"][arguments[0].endswith(".py") :], *arguments]
+            environment["PYTHONPATH"] = str(folder)
+            self.plain = subprocess.Popen(command, cwd=folder, env=environment, **pipes)
+            self.pid = self.plain.pid
+
+    def poll(self) -> int | None:
+        if self.returncode is None and sys.platform != "linux":
+            self.returncode = self.plain.poll()
+        elif self.returncode is None and self.ended.exists():
+            status = self.ended.read_text()
+            self.returncode = int(status) if status.endswith("\n") else None
+        return self.returncode
+
+    def wait(self, timeout: float = 900) -> int:
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.arguments, timeout)
+            time.sleep(0.005)
+        return self.returncode
+
+    def communicate(self, timeout: float = 900) -> tuple[str, str]:
+        """(stdout, stderr) when it has ended."""
+        self.wait(timeout)
+        return self.stdout, self.stderr
+
+    stdout = property(lambda self: self.streams[0].read_text(self.encoding))  # so far
+    stderr = property(lambda self: self.streams[1].read_text(self.encoding))
+
+    def send_signal(self, number: int):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
 
 
 def python_m(arguments: list[str], folder: Path = ROOT, encoding="utf-8") -> subprocess.CompletedProcess:
     """Run `python -m ARGUMENTS` in a folder to its end. encoding: of what it prints (Linux)."""
-    if sys.platform != "linux":  # elsewhere a fork of a program with threads is not safe
-        command = [sys.executable, "-m", *arguments]
-        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    process = starter(frozenset(environment.items()))
-    with tempfile.TemporaryDirectory() as name:
-        streams = [os.devnull, f"{name}/out", f"{name}/err"]
-        print(json.dumps([str(folder), streams, encoding, arguments]), file=process.stdin, flush=True)
-        status = int(process.stdout.readline())
-        out, err = (Path(stream).read_text(encoding=encoding) for stream in streams[1:])
-    return subprocess.CompletedProcess(arguments, status, out, err)
+    process = Process(arguments, folder, encoding)
+    status = process.wait()
+    return subprocess.CompletedProcess(arguments, status, process.stdout, process.stderr)
 
 
-def run(arguments: list[str], status: int = 0, processes: int = 1) -> str:
+def together(arguments: list[str], ranks=(0, 1), folder: Path = ROOT, world_size=0) -> list[Process]:
+    """Processes of one run, each with the variables that torchrun or srun gives it."""
+    world_size = str(world_size or len(ranks))
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        all_ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+    all_ |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    return [Process(arguments, folder, RANK=str(rank), LOCAL_RANK=str(rank), **all_) for rank in ranks]
+
+
+def run(arguments: list[str], status: int = 0, processes: int = 1, folder: Path = ROOT) -> str:
     """Run the script to its end and return what it printed."""
-    torchrun = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m"]
-    done = python_m([*torchrun, *arguments] if processes > 1 else arguments)
-    assert done.returncode == status, done.stdout + done.stderr
-    assert status == 0 or processes > 1 or "Traceback" not in done.stderr
-    return done.stdout + done.stderr
+    alone = processes == 1
+    started = [Process(arguments, folder)] if alone else together(arguments, range(processes), folder)
+    printed = "\n".join("".join(process.communicate()) for process in started)
+    assert [process.returncode for process in started] == [status] * processes, printed
+    assert status == 0 or "Traceback" not in printed
+    return printed
 
 
 def records(out: Path) -> list[dict]:
@@ -116,7 +192,7 @@ def losses(out: Path) -> dict[int, float]:
 def wait_for_step(process, out: Path, step: int):
     """Return when metrics.jsonl holds that step."""
     began = time.monotonic()
-    while time.monotonic() - began < 120:
+    while time.monotonic() - began < 600:
         path = out / "metrics.jsonl"
         if path.exists() and f'"step": {step}, "loss"' in path.read_text():
             return

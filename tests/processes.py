@@ -3,20 +3,15 @@
 import json
 import os
 import socket
-import subprocess
 import sys
-from pathlib import Path
-
-TESTS = Path(__file__).parent
 
 
 def run_in_processes(program: str, arguments: list):
     """Run a program, Python text with a function `main(argument)`: of each [number of processes, argument] so
     many processes, one after the other."""
-    command = [sys.executable, __file__, program, json.dumps(arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    from helpers import run  # the processes do not need it
+
+    run([__file__, program, json.dumps(arguments)])
 
 
 def fork(main, rank: int, world_size: int, port: int, argument) -> int:

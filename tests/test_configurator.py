@@ -315,9 +315,9 @@ ABSURD += ["9" * 900, "-" * 900 + "x", "(" * 400 + "1" + ")" * 400, "1" + "+.5" 
 
 def test_absurd_numbers_are_refused_at_once_and_large_exponents_are_not():
     for text in ABSURD:
-        start = time.perf_counter()
+        start = time.process_time()
         assert len(errors_of(f"--depth={text}")) == 1
-        assert time.perf_counter() - start < 2
+        assert time.process_time() - start < 2
     assert settings_of("--depth=1**2000").values["depth"] == 1
 
 

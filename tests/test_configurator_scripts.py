@@ -133,6 +133,15 @@ def stopped(capsys, *argv):
     return stop.value.code, *capsys.readouterr()
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("--dept=6", ["--depth"]), ("--base", ["--base_dir"]), ("--config=a.py", ["path"]), ("--rows=1", [])],
+)
+def test_an_unknown_setting_is_answered_with_those_that_may_be_meant(folder, capsys, typed, meant):
+    status, _, err = stopped(capsys, typed)
+    assert status == 2 and typed.partition("=")[0] in err and all(word in err for word in meant)
+
+
 def test_help_gives_each_setting_one_line_in_its_group_where_the_terminal_has_room(capsys, monkeypatch):
     for columns in "80", "110", "300":
         monkeypatch.setenv("COLUMNS", columns)
@@ -196,7 +205,7 @@ def python(*arguments, **environment):
     """(exit status, stdout, stderr) of `python ARGUMENTS` in the test's folder; it can import the project."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout, done.stderr
 
 

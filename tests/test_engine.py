@@ -376,7 +376,9 @@ def base(tmp_path):
 
 
 def test_the_default_source_is_the_mid_training_run_else_the_base_run_saved_last(base):
-    assert find_source(None, base).path == base / "mid_checkpoints" / "talk" / "step_000002"
+    said = []
+    assert find_source(None, base, said.append).path == base / "mid_checkpoints" / "talk" / "step_000002"
+    assert all(word in said[0] for word in ("talk", "small", "large", "step 2"))
     (base / "mid_checkpoints").rename(base / "elsewhere")
     assert find_source(None, base).path == base / "base_checkpoints" / "large" / "step_000002"
     os.utime(base / "base_checkpoints" / "small" / "step_000001", (9e6, 9e6))

@@ -1,12 +1,9 @@
 """Real processes exchange gradients: each gets the average of its share, and the norm of all."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
-from helpers import ROOT, command, losses
+from helpers import command, losses, run
 from processes import run_in_processes
 
 # Each process makes its own gradients twice: through DDP with the exchange, and through a copy of the model
@@ -158,20 +155,14 @@ print("graphs:", count, flush=True)
 def test_a_compiled_model_in_two_processes_has_the_graphs_and_the_losses_of_one_process(corpus, tmp_path):
     code = tmp_path / "count_graphs.py"
     code.write_text(COUNT_GRAPHS)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     graphs = set()
-    for name, launcher, processes in (("one", [], 1), ("two", torchrun, 2)):
+    for name, processes in (("one", 1), ("two", 2)):
         # Large enough for Dynamo to cut it at Muon's matrices, if it were let
         size = "--depth=4", "--aspect_ratio=32", "--num_iterations=3"
         arguments = command(corpus, tmp_path / name, *size, "--compile=on", "--eval_every=-1")
-        done = subprocess.run(
-            [sys.executable, *launcher, str(code), *arguments[1:]],
-            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        found = re.findall(r"^graphs: (\d+)$", done.stdout, re.MULTILINE)
-        assert len(found) == processes, done.stdout
+        printed = run([str(code), *arguments[1:]], processes=processes)
+        found = re.findall(r"^graphs: (\d+)$", printed, re.MULTILINE)
+        assert len(found) == processes, printed
         graphs.update(found)
     assert len(graphs) == 1
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-4)

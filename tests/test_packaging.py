@@ -22,7 +22,7 @@ def installed(tmp_path_factory) -> Path:
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in "configurator.py", "pyproject.toml", "README.md", "LICENSE":
         shutil.copy(ROOT / file, copy)
-    done = subprocess.run(BUILD, cwd=copy, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(BUILD, cwd=copy, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = (copy / "wheel").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -32,7 +32,7 @@ def installed(tmp_path_factory) -> Path:
 
 def test_a_wheel_holds_every_file_of_the_packages_and_no_tests(installed):
     files = [ROOT / "configurator.py"]
-    for package in "nanochat", "scripts", "experiments":
+    for package in "nanochat", "scripts", "experiments", "runs":
         files += [path for path in (ROOT / package).rglob("*") if path.is_file()]
     left_out = ".", "__pycache__", "results"  # measured rows stay in the repository
     files = [path for path in files if not any(p.startswith(left_out) for p in path.relative_to(ROOT).parts)]
@@ -55,3 +55,30 @@ def test_a_benchmark_of_an_installed_copy_finds_its_experiment(installed, corpus
     few += [f"--data={corpus}", f"--base_dir={tmp_path}"]
     done = python_m(["scripts.bench", *few], installed)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_an_installed_copy_trains_with_its_recipe_chats_and_reports_in_an_empty_folder(
+    installed, corpus, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PYTHONPATH", str(installed))
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    here = tmp_path / "empty"
+    here.mkdir()
+    few = ["--target_minutes=-1", "--num_iterations=2", "--vocab_size=300", "--max_seq_len=64", "--depth=2"]
+    few += [
+        f"--data={corpus}",
+        "--device_batch_size=1",
+        "--total_batch_size=256",
+        "--eval_tokens=512",
+        "--core_metric_every=-1",
+    ]
+    for line, says in {
+        ("scripts.base_train", "runs/laptop.py", *few): "step 2/2",
+        ("scripts.chat", "--prompt=alpha", "--max_tokens=4"): "laptop",
+        ("scripts.report", "laptop"): "report.html",
+    }.items():
+        done = python_m(list(line), here)
+        assert done.returncode == 0 and says in done.stdout + done.stderr, done.stdout + done.stderr
+    page = (tmp_path / "base" / "base_checkpoints" / "laptop" / "report.html").read_text("utf-8")
+    assert (installed / "nanochat/run/report/page.css").read_text("utf-8")[:200] in page

@@ -15,12 +15,13 @@ from nanochat.ops import attention
 
 AFTER_STEP_1 = """
 import sys
-print("loaded", sys.modules.keys() & {"torch._dynamo", "torch._inductor", "sympy", "matplotlib", "wandb"})
+slow = {"torch._dynamo", "torch._inductor", "sympy", "matplotlib", "wandb", "tensorboard", "trackio"}
+print("loaded", sys.modules.keys() & slow)
 raise SystemExit
 """
 
 
-def test_an_eager_run_takes_its_first_step_without_compiler_plots_and_wandb(tree, corpus, tmp_path):
+def test_an_eager_run_takes_its_first_step_without_compiler_plots_and_loggers(tree, corpus, tmp_path):
     insert(tree, at_step_end=AFTER_STEP_1)
     first_step = [sys.executable, "-m", *command(corpus, tmp_path / "run", "--dtype=bfloat16")]
     done = subprocess.run(first_step, cwd=tree, capture_output=True, text=True)

@@ -25,6 +25,7 @@ from nanochat.checkpoint.folder import (
 )
 from nanochat.checkpoint.resume import (
     changes,
+    differences,
     enter,
     find_weights,
     load_weights,

@@ -1,12 +1,22 @@
 """How a run begins: it locks its folder, all processes agree on the checkpoint that it continues, and its
 settings are compared with those of the run that wrote it."""
 
+import json
 import os
 from pathlib import Path
 
+import torch
+
 from nanochat import UserError
+from nanochat.checkpoint import schema
+from nanochat.checkpoint.files import read_json
 from nanochat.checkpoint.folder import check_shared, lock_folder, set_aside
-from nanochat.checkpoint.save_and_load import find, open_checkpoint, open_in
+from nanochat.checkpoint.save_and_load import Checkpoint, find, open_checkpoint, open_in
+from nanochat.files import user_path
+
+EXPORTED_TOKENIZER = "nanochat_tokenizer.json"  # in a folder of scripts/export.py
+
+OF_ONE_COMMAND = {"resume", "accept", "plan", "device", "world_size"}  # settings that a run has not
 
 
 def enter(run_path, resume, machine):
@@ -66,21 +76,36 @@ def _difference(name: str, was, now) -> str:
 def find_weights(path, identity, say=print):
     """The Checkpoint whose weights a new run with this `identity` starts from.
 
-    path: the folder of a checkpoint, or of a run. Raises UserError if it holds no checkpoint, or one with
-    another model or tokenizer.
+    path: the folder of a checkpoint, of a run or of scripts/export.py. Raises UserError if it holds no
+    checkpoint, or one with another model or tokenizer.
     """
-    if (checkpoint := open_in(path, say, "init_from")) is None:
-        raise UserError(f"no checkpoint in {path}; init_from is the folder of a checkpoint or of a run")
+    if (checkpoint := _open_export(path) or open_in(path, say, "init_from")) is None:
+        raise UserError(f"no checkpoint in {path}; init_from is a folder of a checkpoint, run or export")
     then = {"model": {}, "tokenizer": None} | checkpoint.state.get("identity", {})
     what, give = "another tokenizer", []
     if (was := then["model"]) != identity["model"]:
         what = f"another model: {_difference('model', was, identity['model'])}"
         give.append(_settings_of_model(was))
     if then["tokenizer"] != identity["tokenizer"]:
-        give.append(f"--tokenizer={checkpoint.path}/tokenizer.json")
+        exported = (checkpoint.path / EXPORTED_TOKENIZER).exists()
+        file = EXPORTED_TOKENIZER if exported else "tokenizer.json"
+        give.append(f"--tokenizer={checkpoint.path / file}")
     if give:
         raise UserError(f"{checkpoint.path} has {what}; give {' '.join(give)}")
     return checkpoint
+
+
+def _open_export(path):
+    """The model in a folder of scripts/export.py, as a Checkpoint without a run; None for another folder."""
+    path = user_path("init_from", path)
+    if not (path / "config.json").is_file():
+        return None
+    _, config = read_json(path / "config.json")
+    if "nanochat" not in config:
+        return None
+    state = {"identity": config["nanochat"]}
+    schema.check(path / "config.json", state, schema.STATE)
+    return Checkpoint(path, 0, state, ())
 
 
 def _settings_of_model(model: dict) -> str:
@@ -100,8 +125,15 @@ def _settings_of_model(model: dict) -> str:
 
 
 def load_weights(checkpoint, model):
-    """Put a checkpoint's weights into a model. Raises UserError if names, shapes or dtypes differ."""
+    """Put a checkpoint's weights into a model. Raises UserError if names, shapes or dtypes differ.
+
+    An export has no sub-word embeddings, since their rows are added to those of tokens. In a model that has
+    them they begin at zero, so it computes the same.
+    """
     tensors, own = checkpoint.load_model(), model.state_dict()
+    if not checkpoint.files:  # an export
+        subwords = {name: tensor for name, tensor in own.items() if name.startswith("pieces.")}
+        tensors |= {n: torch.zeros_like(t) if t.is_floating_point() else t for n, t in subwords.items()}
     like = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     wrong = [name for name in own if like.get(name) != (own[name].shape, own[name].dtype)]
     wrong += [name for name in tensors if name not in own]
@@ -128,6 +160,26 @@ def set_future_aside(run_path, continued, say=print):
     step = continued.step if continued else 0
     if aside := set_aside(run_path, after=None if elsewhere else step):
         say(f"{run_path} had checkpoints or files of another run; they are now in {aside}")
+
+
+def differences(continued, facts: dict) -> list[str]:
+    """What differs between this run and the checkpoint that it continues, a line each: settings, versions and
+    sources. facts: this run's, as in config.json. What the checkpoint does not say is not compared."""
+    try:
+        then = json.loads((continued.path / "config.json").read_bytes())
+        settings = {name: entry["value"] for name, entry in then["settings"].items()}
+        versions, sources = then.get("versions", {}), then.get("sources", {})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+    now = {name: entry["value"] for name, entry in facts["settings"].items() if name not in OF_ONE_COMMAND}
+    pairs = [(name, settings[name], now[name]) for name in now if name in settings]
+    pairs += [(name, versions[name], is_) for name, is_ in facts["versions"].items() if name in versions]
+    lines = [f"{name} {was} -> {is_}" for name, was, is_ in pairs if was != is_]
+    edited = [name for name, digest in facts["sources"].items() if sources and sources.get(name) != digest]
+    if edited:
+        more = f" and {len(edited) - 3} more" if len(edited) > 3 else ""
+        lines.append(f"the code of {', '.join(edited[:3])}{more}")
+    return lines
 
 
 def resume_message(continued, num_iterations, changed, finished):

@@ -145,17 +145,17 @@ def _train(texts: Iterator[str], max_tokens: int, pattern: str) -> list[bytes]:
     )
     tokenizer.train_from_iterator(texts, trainer)
 
-    byte_of = _bytes_of_characters()
+    byte_of = {character: b for b, character in characters_of_bytes().items()}
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     merged = [bytes(byte_of[character] for character in text) for text, _ in vocabulary if len(text) > 1]
     return [bytes([b]) for b in range(256)] + merged
 
 
-def _bytes_of_characters() -> dict[str, int]:
-    """{character: byte}: `tokenizers` writes each byte as a printable character, as GPT-2 does."""
+def characters_of_bytes() -> dict[int, str]:
+    """{byte: character}: `tokenizers` writes each byte as a printable character, as GPT-2 does."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [b for b in range(256) if b not in visible]
-    return {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(hidden)}
+    return {b: chr(b) for b in visible} | {b: chr(256 + i) for i, b in enumerate(hidden)}
 
 
 if __name__ == "__main__":

@@ -14,11 +14,13 @@ column `messages` or `conversations`. Other fields are ignored.
 import hashlib
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from nanochat import UserError
 from nanochat.data import textfiles
 from nanochat.data.chat_format import ConversationData, Conversations, Message
+from nanochat.data.hub import PREFIX, local_files
 from nanochat.data.parquet import PYARROW_ERRORS
 from nanochat.data.python_questions import open_embedded
 from nanochat.files import user_path
@@ -31,14 +33,20 @@ LARGEST_WEIGHT = 1000.0
 
 
 def open_conversations(
-    data: str, val_data: str | None, skip_bad: bool, base_dir: Path, say: Callable = print
+    data: str,
+    val_data: str | None,
+    skip_bad: bool,
+    base_dir: Path,
+    say: Callable = print,
+    network: bool = True,
 ) -> ConversationData:
-    """The conversations of mid_train's settings: "embedded", or files and folders with commas between them.
+    """The conversations of mid_train's settings: "embedded", or files, folders and data sets of the Hub
+    (hf:OWNER/NAME, see hub.py) with commas between them.
 
-    `data` may give each a weight: `a.jsonl:3,b.jsonl:0.5`. Without val_data, validation is drawn from the
-    files by the hash of a conversation's first user message, so conversations that begin alike stay in one
-    split. All bad conversations are found before a UserError names the first of them; with skip_bad they are
-    left out, and `say` gets their number.
+    `data` may give each a weight: `a.jsonl:3,hf:OWNER/NAME:0.5`. Without val_data, validation is drawn by the
+    hash of a conversation's first user message, so conversations that begin alike stay in one split. All
+    bad conversations are found before a UserError names the first of them; with skip_bad they are left out,
+    and `say` gets their number. network=False: nothing is downloaded.
     """
     if data == "embedded":
         if val_data is not None:
@@ -47,8 +55,9 @@ def open_conversations(
             )
         return open_embedded()
     bad: list[str] = []
-    train = _read_files("data", data, bad)
-    val = _read_files("val_data", val_data, bad) if val_data is not None else Conversations([], [])
+    fetched = partial(local_files, base_dir=base_dir, network=network)
+    train = _read_files("data", data, bad, fetched)
+    val = _read_files("val_data", val_data, bad, fetched) if val_data is not None else Conversations([], [])
     if bad:
         shown = "\n".join(f"  {error}" for error in bad[:SHOWN_ERRORS])
         more = f"\n  and {len(bad) - SHOWN_ERRORS:,} more" if len(bad) > SHOWN_ERRORS else ""
@@ -63,7 +72,8 @@ def open_conversations(
     for split, setting, found in (("training", "data", train), ("validation", "val_data", val)):
         if not found.messages:
             raise UserError(f"there is no {split} conversation; give more files with --{setting}=PATH")
-    name = re.sub(r"[^\w.-]+", "_", Path(data.split(",")[0].split(":")[0]).name) or "data"
+    first, _ = next(_sources("data", data))
+    name = re.sub(r"[^\w.-]+", "_", Path(first).name) or "data"
     note = f"{len(train.messages):,} training and {len(val.messages):,} validation conversations"
     return ConversationData(name, train, val, note)
 
@@ -79,11 +89,16 @@ def _split(both: Conversations) -> tuple[Conversations, Conversations]:
     return splits
 
 
-def _read_files(setting: str, value: str, bad: list[str]) -> Conversations:
-    """The good conversations of all files of a setting; the reason for each bad one goes to `bad`."""
+def _read_files(setting: str, value: str, bad: list[str], fetched: Callable) -> Conversations:
+    """The good conversations of all files of a setting; the reason for each bad one goes to `bad`.
+
+    fetched(address): (folder, files) of a data set of the Hub.
+    """
     read = Conversations([], [])
     for path, weight in _sources(setting, value):
-        files = [f for f in textfiles.find_files(setting, path)[0] if f.suffix not in (".txt", ".md", ".py")]
+        on_hub = path.startswith(PREFIX)
+        files, _ = reversed(fetched(path)) if on_hub else textfiles.find_files(setting, path)
+        files = [file for file in files if file.suffix not in (".txt", ".md", ".py")]
         if not files:
             raise UserError(f"{setting}={path} has no .jsonl .jsonl.gz .json .parquet file; give one")
         for file in files:
@@ -97,12 +112,12 @@ def _read_files(setting: str, value: str, bad: list[str]) -> Conversations:
     return read
 
 
-def _sources(setting: str, value: str) -> Iterator[tuple[Path, float]]:
-    """(path, weight) of each part of a setting."""
+def _sources(setting: str, value: str) -> Iterator[tuple[str, float]]:
+    """(path or address, weight) of each part of a setting."""
     parts = [value] if user_path(setting, value).exists() else value.split(",")
     for part in map(str.strip, parts):
         path, colon, weight = part.rpartition(":")
-        if not colon or user_path(setting, part).exists():
+        if not colon or path == PREFIX[:-1] or user_path(setting, part).exists():
             path, weight = part, "1"
         try:
             number = float(weight)
@@ -113,7 +128,7 @@ def _sources(setting: str, value: str) -> Iterator[tuple[Path, float]]:
                 f"--{setting} has the weight {weight!r} for {path or 'no file'}; give a number above 0 "
                 f"and up to {LARGEST_WEIGHT:g} after the colon"
             )
-        yield user_path(setting, path), number
+        yield path, number
 
 
 def _values(path: Path, bad: list[str]) -> Iterator[tuple[object, str]]:

@@ -11,6 +11,7 @@ sentence, a Hub that does not answer is reported within seconds, and no two proc
 import contextlib
 import os
 import queue
+import re
 import sys
 import threading
 import time
@@ -35,12 +36,7 @@ LONGEST_PAUSE_S = 60.0  # up to this
 def endpoint() -> str:
     """The address of the Hub, or of its mirror in HF_ENDPOINT. Raises UserError if it is no address."""
     address = (os.environ.get("HF_ENDPOINT") or HOST).rstrip("/")
-    try:
-        parts = urlsplit(address)
-        good = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1)
-    except ValueError:
-        good = False
-    if not good or " " in address:
+    if not re.match(r"https?://[\w.-]", address):
         raise UserError(f"the mirror {address!r} is no address of a server; use one like {HOST}")
     return address
 
@@ -55,7 +51,7 @@ def look_up(repo: str, revision: str | None = None, files: bool = False):
         api = _library().HfApi(endpoint=address)
         return api.dataset_info(repo, revision=revision, files_metadata=files, timeout=ANSWER_S)
     except Exception as error:  # its HTTP client, and so the errors, differ between versions of the library
-        raise UserError(f"{repo} cannot be had from {_route(address)}: {_why(error, repo)}") from error
+        raise UserError(f"{repo} cannot be had from {route(address)}: {_why(error, repo)}") from error
 
 
 def fetch(
@@ -88,7 +84,7 @@ def fetch(
         name, error = next(iter(failed.items()))
         raise UserError(
             f"{len(left)} of {len(files)} files did not come into {folder}: {name} cannot be had from "
-            f"{_route(endpoint())}: {_why(error, repo)}; the same command goes on"
+            f"{route(endpoint())}: {_why(error, repo)}; the same command goes on"
         ) from error
 
 
@@ -171,13 +167,15 @@ def _is_of_disk(error: Exception) -> bool:
     return isinstance(error, OSError) and isinstance(error.errno, int)
 
 
-def _route(address: str) -> str:
-    """The server, and the proxy on the way to it, without a password."""
-    parts, route = urlsplit(address), address if address == HOST else f"{address} (HF_ENDPOINT)"
+def route(address: str) -> str:
+    """A server, where its address is from, and the proxy on the way to it, without a password."""
+    parts, said = urlsplit(address), address
+    if address == (os.environ.get("HF_ENDPOINT") or "").rstrip("/"):
+        said += " (HF_ENDPOINT)"
     proxy = urllib.request.getproxies().get(parts.scheme)
     if proxy and not urllib.request.proxy_bypass(parts.hostname):
-        route += f" through the proxy {proxy.rpartition('@')[2]}"
-    return route
+        said += f" through the proxy {proxy.rpartition('@')[2]}"
+    return said
 
 
 def _why(error: Exception, repo: str) -> str:
@@ -201,6 +199,9 @@ def _why(error: Exception, repo: str) -> str:
     if status:
         return f"HTTP {status}; try again later"
     said = "".join(c if c.isprintable() else "?" for c in first_line(error))[:300]  # may be a server's text
+    with contextlib.suppress(AttributeError, RuntimeError):  # the Hub sends a client elsewhere for a file
+        if (host := urlsplit(str(error.request.url)).netloc) != urlsplit(endpoint()).netloc:
+            said += f" at {host}"
     return f"{said.rstrip('.')}; check the network and HF_ENDPOINT, which can name a mirror of huggingface.co"
 
 

@@ -1,8 +1,8 @@
-"""Files of a data set on the Hugging Face Hub, to import: --data=hf:OWNER/NAME
+"""Files of a data set on the Hugging Face Hub: --data=hf:OWNER/NAME
 
-An address may name a revision and files: hf:OWNER/NAME@v1.0/data/train-*.parquet. The first use writes the
-commit and its list of files to listing.json, beside the files. From then on the address means these files: a
-resumed run reads the same text and needs no network.
+An address may name a revision and files: hf:OWNER/NAME@v1.0/data/train-*.parquet. Its first use chooses the
+files, as many as the run's horizon needs, and writes the commit and their number to listing.json, beside the
+files. From then on the address means these files: every script reads the same text, and needs no network.
 """
 
 import bisect
@@ -10,6 +10,7 @@ import fnmatch
 import itertools
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
@@ -25,19 +26,26 @@ ADDRESS = re.compile(
     r"hf:(?://datasets/)?([\w.-]+/[\w.-]+)(?:@(refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(.*))?", re.ASCII
 )
 LARGEST = 10 << 30  # bytes of all files; the import writes about as much again
-BYTES_PER_TOKEN = 4  # of compressed parquet files, at most; the public shards have 2.1
+SMALLEST = 64 << 20  # bytes that the shortest run takes too, so that validation has text
+COMPRESSED = (".parquet", ".gz")
+BYTES_PER_TOKEN = {True: 4, False: 6}  # of compressed files (the public shards have 2.1) and others, at most
 PREFERRED = ((".parquet",), (".jsonl", ".jsonl.gz"), (".json",), (".txt", ".md", ".py"))
 NO_TEXT = ("readme", "license", "dataset_info")  # files whose names begin so are no text to train on
 
 
 def local_files(
-    address: str, base_dir: Path, tokens: Callable[..., int] | None = None
+    address: str,
+    base_dir: Path,
+    tokens: Callable[..., int] | None = None,
+    count: int | None = None,
+    network: bool = True,
 ) -> tuple[Path, list[Path]]:
     """(folder, files) of an address, downloaded into `<base_dir>/data/hf/` if they are not there yet.
 
-    Without a path in the address these are its training files of one kind: parquet, else JSON lines, else
-    JSON, else text. `tokens()` is about how many tokens the run reads, for advice. Raises UserError if there
-    is no such data set, if it has no such files, or if they are larger than LARGEST.
+    Without a path in the address these are training files of one kind: parquet, else JSON lines, else JSON,
+    else text. They are taken in the order of their names: `count`, else as many as the first use took, else
+    what `tokens()` tokens need, else all. Raises UserError if there is no such data set, if it has no such
+    files, if they are larger than LARGEST, or if they are not here and network=False.
     """
     match = ADDRESS.fullmatch(address)
     if not match:
@@ -47,7 +55,41 @@ def local_files(
         )
     repo, revision, pattern = match[1], match[2] or "main", (match[3] or "").rstrip("/")
     folder = base_dir / "data" / "hf" / f"{repo}@{revision.replace('/', '-')}"
-    listing = _listing(repo, revision, folder)
+    listing = _read(folder)
+    if listing is None and network:
+        info = look_up(repo, revision, files=True)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings}
+        listing = {"commit": info.sha, "files": sizes, "taken": {}}
+    names = _taken(address, listing, pattern, tokens, count) if listing else []
+    if not network and not (names and all((folder / name).exists() for name in names)):
+        raise UserError(f"data={address} is not here, and --plan uses no network; get it: {_get(address)}")
+    listing["taken"][pattern] = len(names)
+    if listing != _read(folder):
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            with replacing(folder / "listing.json") as file:
+                file.write(json.dumps(listing, indent=1).encode())
+    fetch(repo, names, folder, listing["commit"])
+    return folder, [folder / name for name in names]
+
+
+def _get(address: str) -> str:
+    return f"python -m scripts.download --data={address}"
+
+
+def _read(folder: Path) -> dict | None:
+    """{"commit": hexadecimal, "files": {name: bytes}, "taken": {pattern: number of files}} of a folder."""
+    try:
+        listing = json.loads((folder / "listing.json").read_text("utf-8"))
+        return {"commit": str(listing["commit"])} | {name: dict(listing[name]) for name in ("files", "taken")}
+    except (OSError, ValueError, KeyError, TypeError):  # not there, or damaged
+        return None
+
+
+def _taken(
+    address: str, listing: dict, pattern: str, tokens: Callable | None, count: int | None
+) -> list[str]:
+    """The names of the files that an address means. If the horizon needs more of them, a line says so."""
     sizes = listing["files"]
     names = _chosen(sizes, pattern)
     if not names:
@@ -56,27 +98,29 @@ def local_files(
             f"data={address} has no file that can be read ({' '.join(SUFFIXES)}); it has: "
             f"{there or 'nothing'}"
         )
-    if sum(sizes[name] for name in names) > LARGEST:
-        raise UserError(_too_large(address, [(name, sizes[name]) for name in names], tokens))
-    fetch(repo, names, folder, listing["commit"])
-    return folder, [folder / name for name in names]
+    needed = _needed([(name, sizes[name]) for name in names], tokens) if tokens else len(names)
+    taken = names[: count or listing["taken"].get(pattern, needed)]
+    if tokens and len(taken) < needed:
+        print(
+            f"{address} means {len(taken)} of its {len(names)} files since its first use, and the horizon "
+            f"needs about {needed}; for all runs to come: {_get(address)} --num_shards={needed}",
+            file=sys.stderr,
+        )
+    if (total := sum(sizes[name] for name in taken)) > LARGEST:
+        raise UserError(
+            f"{counted(len(taken), 'file', 'files')} of data={address}, to {taken[-1]}, have {gib(total)}, "
+            f"and the limit is {gib(LARGEST)}; take fewer with {_get(address)} --num_shards=N or a pattern "
+            "behind hf:OWNER/NAME/, or get them with `hf download` and give their folder"
+        )
+    return taken
 
 
-def _listing(repo: str, revision: str, folder: Path) -> dict:
-    """{"commit": hexadecimal, "files": {name: bytes}} of a revision, as it was at the first use."""
-    path = folder / "listing.json"
-    try:
-        listing = json.loads(path.read_text("utf-8"))
-        return {"commit": str(listing["commit"]), "files": dict(listing["files"])}
-    except (OSError, ValueError, KeyError, TypeError):  # not there, or damaged
-        pass
-    info = look_up(repo, revision, files=True)
-    listing = {"commit": info.sha, "files": {file.rfilename: file.size or 0 for file in info.siblings}}
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
-            file.write(json.dumps(listing, indent=1).encode())
-    return listing
+def _needed(sizes: list[tuple[str, int]], tokens: Callable[..., int]) -> int:
+    """How many of the first files [(name, bytes)] hold `tokens()` tokens and have SMALLEST bytes, or all."""
+    held = [size / BYTES_PER_TOKEN[name.lower().endswith(COMPRESSED)] for name, size in sizes]
+    of_tokens = bisect.bisect_left(list(itertools.accumulate(held)), tokens())
+    of_bytes = bisect.bisect_left(list(itertools.accumulate(size for _, size in sizes)), SMALLEST)
+    return min(max(of_tokens, of_bytes) + 1, len(sizes))
 
 
 def _chosen(files: dict[str, int], pattern: str) -> list[str]:
@@ -90,17 +134,3 @@ def _chosen(files: dict[str, int], pattern: str) -> list[str]:
     of_kinds = ([name for name in names if name.lower().endswith(kind)] for kind in PREFERRED)
     found = next(filter(None, of_kinds), [])
     return [name for name in found if "train" in name] or found
-
-
-def _too_large(address: str, sizes: list[tuple[str, int]], tokens: Callable[..., int] | None) -> str:
-    """The message for files [(name, bytes)] that are too large, with how many of them the horizon needs."""
-    total, horizon = sum(size for _, size in sizes), ""
-    if tokens:
-        held = list(itertools.accumulate(size for _, size in sizes))
-        count = min(bisect.bisect_left(held, BYTES_PER_TOKEN * tokens()) + 1, len(sizes))
-        horizon = f", for this horizon about {counted(count, 'file', 'files')}, up to {sizes[count - 1][0]}"
-    return (
-        f"data={address} has {counted(len(sizes), 'file', 'files')} of {gib(total)}, and the limit is "
-        f"{gib(LARGEST)}; name those that you need{horizon}, with a pattern behind hf:OWNER/NAME/, or "
-        "get them with `hf download` and give their folder"
-    )

@@ -130,6 +130,27 @@ class PublicDataset(Dataset):
             raise UserError(reasons[0])
 
 
+@dataclass(frozen=True)
+class UnseenDataset(Dataset):
+    """Public data that are not here, for a plan: no text, and about how much there is."""
+
+    public: Public
+    tokens: Callable[..., int] = field(compare=False)
+
+    train_texts = None
+    suggested_vocab_size = LARGEST_VOCABULARY
+
+    @classmethod
+    def of(cls, name: str, public: Public, tokens: Callable[..., int]) -> "UnseenDataset":
+        shards = public.shards_for(tokens())
+        note = f"about {shards:,} of {public.shards - 1:,} training shards"
+        note += f", not here yet (get them: {command(name, shards)})"
+        return cls(name, [], [], "unknown", note, public, tokens)
+
+    def estimated_tokens(self, tokenizer) -> int:
+        return self.public.shards_for(self.tokens(tokenizer.vocab_size)) * TOKENS_PER_SHARD
+
+
 def command(name: str, shards: int) -> str:
     """The command that downloads so many training shards of a public data set."""
     return f"python -m scripts.download --name={name} --num_shards={shards}"

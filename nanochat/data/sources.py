@@ -25,7 +25,7 @@ from nanochat.data import hub
 from nanochat.data.dataset import Dataset, build, open_built
 from nanochat.data.download import fetch
 from nanochat.data.parquet import footer_digest
-from nanochat.data.public import PUBLIC, PublicDataset, command
+from nanochat.data.public import PUBLIC, PublicDataset, UnseenDataset, command
 from nanochat.data.streaming_shards import PATIENCE_S, Arrival, ArrivingShards
 from nanochat.data.textfiles import find_files, read_documents
 from nanochat.files import user_path
@@ -42,6 +42,8 @@ def open_dataset(
     text_field: str = "text",
     tokens: Callable[..., int] | None = None,
     download: str = "off",
+    num_shards: int | None = None,
+    plan_only: bool = False,
 ) -> Dataset:
     """The data set of the settings `data`, `val_data` and `text_field`; it is built at the first use.
 
@@ -50,8 +52,10 @@ def open_dataset(
     of parquet files, that holds the text. Raises UserError if files are missing, damaged or without text, or
     if a split is empty.
 
-    For public data: `tokens(vocab_size)` is how many tokens the run reads, `tokens()` an estimate. With
-    download="on" this function downloads the validation shard and the first training shard.
+    For public data and the Hub, `tokens(vocab_size)` are the tokens that the run reads, `tokens()` about.
+    With download="on" this function downloads the validation shard and the first training shard of public
+    data. num_shards: the files to take of "hf:OWNER/NAME", see hub.py. plan_only: without the network; of
+    public data that are not here only the size is told, see UnseenDataset.
     """
     base_dir = user_path("base_dir", base_dir)
     if download == "on" and str(data) not in PUBLIC:
@@ -66,9 +70,10 @@ def open_dataset(
         return _open_embedded(base_dir)
     val_files = find_files("val_data", val_data)[0] if val_data is not None else []
     if str(data) in PUBLIC:
-        return _open_public(str(data), base_dir / "data" / str(data), val_files, tokens, download == "on")
+        folder = base_dir / "data" / str(data)
+        return _open_public(str(data), folder, val_files, tokens, download == "on", plan_only)
     if str(data).startswith(hub.PREFIX):
-        data, files = hub.local_files(str(data), base_dir, tokens)
+        data, files = hub.local_files(str(data), base_dir, tokens, num_shards, network=not plan_only)
         others = 0
     else:
         files, others = find_files("data", data)
@@ -215,8 +220,8 @@ def _pinned_validation(files: list[Path]) -> list[Path]:
 
 
 def _open_public(
-    name: str, folder: Path, val_files: list[Path], tokens: Callable | None, download: bool
-) -> PublicDataset:
+    name: str, folder: Path, val_files: list[Path], tokens: Callable | None, download: bool, plan_only: bool
+) -> PublicDataset | UnseenDataset:
     """The shards of a folder, up to the first one that is missing."""
     public = PUBLIC[name]
     if any(path.suffix != ".parquet" for path in val_files):
@@ -225,7 +230,10 @@ def _open_public(
         )
     at_start = {} if val_files else {public.validation: "validation split"}
     at_start |= {public.file(0): "first training shard"}
-    if download:
+    missing = [file for file in at_start if not (folder / file).exists()]
+    if missing and plan_only and tokens:
+        return UnseenDataset.of(name, public, tokens)
+    if missing and download:
         fetch(public.repo, [*at_start], folder)
     needed = public.shards_for(tokens()) if tokens else None
     how = command(name, needed or 8) + (", or give --download=on" if needed and not download else "")

@@ -10,12 +10,14 @@ regular expression cuts the text first, so no token spans a word boundary; then 
 """
 
 import base64
+import functools
 import hashlib
 import itertools
 import json
 import os
 import re
 import tempfile
+import types
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -56,6 +58,7 @@ TIKTOKEN_FILES = {
     "gpt2": ["gpt-2/encodings/main/vocab.bpe", "gpt-2/encodings/main/encoder.json"],
     "cl100k_base": ["encodings/cl100k_base.tiktoken"],
 }
+TIMEOUT_S = 15  # seconds for the connection, and between two pieces of a file
 _LONG_BLANK = re.compile(r"\s{20000}")
 
 
@@ -228,13 +231,14 @@ def train(
 
 
 def open_tokenizer(
-    setting: str, vocab_size: int, folder: Path, texts: Callable[[], Iterable[str]], exact: bool = True
+    setting: str, vocab_size: int, folder: Path, texts: Callable[[], Iterable[str]] | None, exact: bool = True
 ) -> Tokenizer:
     """The tokenizer of a setting: the path of a JSON file, one of tiktoken's names ("gpt2"), or "auto".
 
     "auto" is the tokenizer of `vocab_size` ids in `folder`, which belongs to one data set. The first use
-    trains it on the documents that `texts()` yields; see `train` for `exact`. Raises UserError if the
-    tokenizer cannot be read, downloaded, trained or written.
+    trains it on the documents that `texts()` yields; see `train` for `exact`. Without texts, which happens in
+    a plan, it is only a name and a size. Raises UserError if the tokenizer cannot be read, downloaded,
+    trained or written.
     """
     import tiktoken
 
@@ -242,6 +246,8 @@ def open_tokenizer(
         return from_tiktoken(setting)
     if setting != "auto":
         return Tokenizer.load(user_path("tokenizer", setting))
+    if texts is None:
+        return types.SimpleNamespace(name="not trained yet", vocab_size=vocab_size, fingerprint="unknown")
     path = tokenizer_path(folder, vocab_size)
     if path.exists():
         tokenizer = Tokenizer.load(path)
@@ -270,15 +276,20 @@ def from_tiktoken(name: str) -> Tokenizer:
 
     Raises UserError if its files are not on this machine and cannot be downloaded.
     """
+    from unittest import mock
+
+    import requests
     import tiktoken
 
     try:
-        encoding = tiktoken.get_encoding(name)
+        # By itself tiktoken waits for a blocked network without end
+        with mock.patch("requests.get", functools.partial(requests.get, timeout=TIMEOUT_S)):
+            encoding = tiktoken.get_encoding(name)
     except (OSError, ValueError) as error:  # no network, or a damaged download
         raise UserError(
-            f"the encoding {name} is not on this machine and cannot be downloaded ({type(error).__name__}); "
-            "connect to the internet once, point TIKTOKEN_CACHE_DIR at a folder that has it, or use "
-            "--tokenizer=auto"
+            f"the encoding {name} is not on this machine and cannot be had from {TIKTOKEN_HOST} "
+            f"({type(error).__name__}); connect to the internet once, point TIKTOKEN_CACHE_DIR at a folder "
+            "that has it, or use --tokenizer=auto"
         ) from error
     ranks = encoding._mergeable_ranks
     return Tokenizer(name, sorted(ranks, key=ranks.__getitem__), encoding._pat_str)

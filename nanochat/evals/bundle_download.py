@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 from nanochat import UserError
+from nanochat.data.download import route
 from nanochat.evals.bundle import GET, NAME, UNREADABLE, open_bundle, root_of
 from nanochat.terminal import bar, first_line, gib
 
@@ -33,21 +34,21 @@ def download_bundle(base_path: Path, host: str = HOST) -> None:
     base_path.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=base_path, prefix=f".{NAME}.") as temporary:
         archive = Path(temporary) / FILE
-        _get(f"{host.rstrip('/')}/{FILE}", archive)
+        _get(host.rstrip("/"), archive)
         tasks = install(archive, folder)
     print(f"the evaluation bundle is in {folder}: {tasks} tasks")
 
 
-def _get(url: str, path: Path) -> None:
-    """Download a URL into a file. If the server is busy, try again."""
+def _get(host: str, path: Path) -> None:
+    """Download the bundle into a file. If the server is busy, try again."""
     import requests
     from urllib3.util import Retry
 
-    again = Retry(3, connect=0, backoff_factor=1, status_forcelist=[429, 500, 502, 503, 504])
+    again = Retry(3, connect=0, read=0, backoff_factor=1, status_forcelist=[429, 500, 502, 503, 504])
     try:
         with requests.Session() as session, open(path, "wb") as file:
-            session.mount(url, requests.adapters.HTTPAdapter(max_retries=again))
-            with session.get(url, stream=True, timeout=TIMEOUT_S) as answer:
+            session.mount(host, requests.adapters.HTTPAdapter(max_retries=again))
+            with session.get(f"{host}/{FILE}", stream=True, timeout=TIMEOUT_S) as answer:
                 answer.raise_for_status()
                 size = int(answer.headers.get("Content-Length", 0)) or None
                 with bar("downloading", "B", size) as progress:
@@ -56,8 +57,8 @@ def _get(url: str, path: Path) -> None:
                         progress.update(len(chunk))
     except requests.RequestException as error:
         raise UserError(
-            f"{url} cannot be downloaded ({first_line(error)[:300]}); check the network and the proxy, or "
-            "name another server with --mirror"
+            f"{FILE} cannot be had from {route(host)}: {first_line(error)[:300]}; check the network, or name "
+            "another server with --mirror"
         ) from error
 
 

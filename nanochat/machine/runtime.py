@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import inspect
+import json
 import os
 import platform
 import subprocess
@@ -22,6 +23,7 @@ from nanochat.machine.transfers import Reading
 from nanochat.terminal import printable
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
+COMPUTE_NOTHING = {"run", "diagnostics", "evals", "hf", "checkpoint"}  # rooms that do not decide the losses
 # Settings that can be paths, which differ between machines
 PATHS = {"data", "val_data", "tokenizer", "init_from", "core_bundle", "base_dir", "out_dir"}
 
@@ -131,6 +133,7 @@ class Machine:
         """The machine and the versions that a run uses, for its config.json."""
         return {
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "sources": sources(PROJECT, Path(sys.argv[0])),
             "git_commit": git_commit(),
             "device": device_name(self.device),
             "world_size": self.world_size,
@@ -258,10 +261,19 @@ def git_commit(checkout: Path = PROJECT) -> str | None:
         return None
 
 
+def sources(folder: Path, script: Path) -> dict[str, str]:
+    """{file: its SHA-256} of a script and the sources in a checkout that decide what it computes."""
+    package = folder / "nanochat"
+    files = {file.relative_to(folder).as_posix(): file for file in sorted(package.rglob("*.py"))}
+    deciding = {name: file for name, file in files.items() if name.split("/")[1] not in COMPUTE_NOTHING}
+    digests = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in deciding.items()}
+    return digests | {script.name: hashlib.sha256(script.read_bytes()).hexdigest()}
+
+
 def sources_fingerprint(folder: Path) -> str:
     """SHA-256 of the sources in the checkout `folder` that decide what a run of base_train computes."""
-    files = [folder / "scripts" / "base_train.py", *sorted((folder / "nanochat").rglob("*.py"))]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    found = sources(folder, folder / "scripts" / "base_train.py")
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 
 def device_name(device: torch.device) -> str:

@@ -14,11 +14,12 @@ EPS = torch.finfo(torch.float32).eps  # added under the root of a norm, as F.rms
 SLOPE = 0.5  # slope of the leaky ReLU below 0
 
 
-def norm(x):
-    """RMSNorm of x (..., C) over its last dimension, without weights."""
+def norm(x, dtype: torch.dtype | None = None):
+    """RMSNorm of x (..., C) over its last dimension, without weights, in a dtype (None: that of x)."""
     if torch.compiler.is_compiling():
-        return _CompiledNorm.apply(x)
-    return _Norm.apply(x) if _by_hand(x) else F.rms_norm(x, (x.size(-1),))
+        return _CompiledNorm.apply(x, dtype or x.dtype)
+    n = _Norm.apply(x) if _by_hand(x) else F.rms_norm(x, (x.size(-1),))
+    return n.to(dtype or x.dtype)
 
 
 def norm_and_rotate(x, cos, sin, scale: float):
@@ -106,10 +107,11 @@ class _CompiledNorm(torch.autograd.Function):
     """_Norm in float32, for compiled code. Its result is kept anyway, for a product; x is not."""
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, dtype):
         x32 = x.float()
         r = torch.rsqrt(x32.square().mean(-1, keepdim=True) + EPS)
-        y = _cast(x32 * r, x.dtype)
+        y = _cast(x32 * r, dtype)
+        ctx.dtype = x.dtype
         ctx.save_for_backward(y, r)
         return y
 
@@ -117,7 +119,7 @@ class _CompiledNorm(torch.autograd.Function):
     def backward(ctx, dy):
         y, r = ctx.saved_tensors
         dn, n = dy.float(), y.float()
-        return _cast(r * (dn - n * (dn * n).mean(-1, keepdim=True)), y.dtype)
+        return _cast(r * (dn - n * (dn * n).mean(-1, keepdim=True)), ctx.dtype), None
 
 
 class _NormRotateShift(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 - "loss": the losses of a chunk of logits, and their gradient, with one read of the logits (loss.py)
 - "head": the product that gives the gradient of the head's weight adds to what is there, in float32 (loss.py)
-- "mlp": the products of the MLP with its activation (mlp.py)
+- "mlp": the products of the MLP with its norm and its activation (mlp.py)
 
 By default none is in use, as on a CPU: then loss.py and gpt.py compute the same in their plain way.
 """
@@ -171,20 +171,22 @@ def _mlp(config, numbers, dtype):
 
     C, N, rows = config.width, 4 * TIMED_ROWS, slice(0, CHECKED_ROWS)
     x, up, down, dy = numbers(N, C), numbers(4 * C, C), numbers(C, 4 * C), numbers(N, C)
-    u = (x[rows].double() @ up.double().T).requires_grad_()
+    r = numbers(N).float().abs()
+    u = (r[rows, None].double() * (x[rows].double() @ up.double().T)).requires_grad_()
     expected = F.leaky_relu(u, SLOPE) ** 2
     (du,) = torch.autograd.grad(expected, u, dy[rows].double() @ down.double())
-    z = torch.ops.nanochat.up_activated(x, up)
-    found = torch.ops.nanochat.down_activated_backward(dy, down, z)
+    z = torch.ops.nanochat.up_activated(x, up, r)
+    found = torch.ops.nanochat.down_activated_backward(dy, down, z, r)
 
     def plainly():  # the activation reads u and writes z; its backward pass reads dz and u and writes du
         u = x @ up.T
         torch.mul(dy @ down, u * u)
 
     def by_kernel():
-        torch.ops.nanochat.up_activated(x, up)
-        torch.ops.nanochat.down_activated_backward(dy, down, z)
+        torch.ops.nanochat.up_activated(x, up, r)
+        torch.ops.nanochat.down_activated_backward(dy, down, z, r)
 
+    du = r[rows, None].double() * du
     return max(distance(z[rows], expected.detach()), distance(found[rows], du)), by_kernel, plainly
 
 

@@ -1,17 +1,20 @@
-"""The two products of the MLP with its activation in between, for GPUs: only the activation z is kept.
+"""The MLP with its norm: two products with an activation in between. On GPUs only the activation z is kept.
 
-With u = x @ up.T, z is the square of leaky ReLU of u, and y = z @ down.T. Computed apart, the activation
-takes a kernel that reads u and writes z, and in the backward pass one that reads u and dz and writes du. Here
-one product writes z, and another one writes du. For that it needs z and the sign of u, which takes the place
-of the last bit of z: a bfloat16 number has 8 significant bits, z has 7 and the sign. The plain way rounds u
-to 8 bits, the square doubles that error, and z is rounded once more, which is no less in all.
+With u = norm(x) @ up.T, z is the square of leaky ReLU of u, and y = z @ down.T. Apart, the activation takes a
+kernel that reads u and writes z, and in the backward pass one that reads u and dz and writes du. Here one
+product writes z, and another one writes du. For that it needs z and the sign of u, which takes the place of
+the last bit of z: a bfloat16 number has 8 significant bits, z has 7 and the sign. The plain way rounds u to 8
+bits, the square doubles that error, and z is rounded once more, which is no less in all.
+
+norm(x) is x times r, the row's 1 / RMS, so u = r * (x @ up.T), and no normed copy of x is written. In the
+backward pass r * du is written. With d = r * du @ up and n = norm(x), x has the gradient d - n * mean(d * n).
 """
 
 import torch
 import torch.nn as nn
 
 from nanochat.ops import kernels, operators
-from nanochat.ops.elementwise import SLOPE, squared_leaky_relu
+from nanochat.ops.elementwise import EPS, SLOPE, norm, squared_leaky_relu
 
 
 def packed_activation(u):
@@ -30,38 +33,39 @@ def slope_of_activation(z):
     return z.float().sqrt() * torch.where(z.view(torch.int16) & 1 == 1, -2 * SLOPE, 2.0)
 
 
-def _up_activated(x, weight):
-    return packed_activation(x.float() @ weight.float().T)
+def _up_activated(x, weight, r):
+    return packed_activation(r[:, None] * (x.float() @ weight.float().T))
 
 
-def _down_activated_backward(dy, weight, z):
-    return (dy.float() @ weight.float() * slope_of_activation(z)).to(z.dtype)
+def _down_activated_backward(dy, weight, z, r):
+    return (r[:, None] * (dy.float() @ weight.float()) * slope_of_activation(z)).to(z.dtype)
 
 
-def _up_activated_kernel(x, weight):
+def _up_activated_kernel(x, weight, r):
     from nanochat.ops import triton_kernels  # the import takes seconds
 
-    return triton_kernels.up_activated(x, weight, SLOPE)
+    return triton_kernels.up_activated(x, weight, r, SLOPE)
 
 
-def _down_activated_backward_kernel(dy, weight, z):
+def _down_activated_backward_kernel(dy, weight, z, r):
     from nanochat.ops import triton_kernels
 
-    return triton_kernels.down_activated_backward(dy, weight, z, SLOPE)
+    return triton_kernels.down_activated_backward(dy, weight, z, r, SLOPE)
 
 
+# x, dy (N, C), weight (F, C) or (C, F), and z (N, F) are bfloat16, r (N,) is float32
 operators.register(
-    "up_activated",  # x (N, C), weight (F, C), bfloat16 -> z (N, F) = packed_activation(x @ weight.T)
-    "(Tensor x, Tensor weight) -> Tensor",
+    "up_activated",  # z = packed_activation(r * (x @ weight.T))
+    "(Tensor x, Tensor weight, Tensor r) -> Tensor",
     _up_activated,
-    lambda x, weight: x.new_empty(x.size(0), weight.size(0)),
+    lambda x, weight, r: x.new_empty(x.size(0), weight.size(0)),
     kernel=_up_activated_kernel,
 )
 operators.register(
-    "down_activated_backward",  # dy (N, C), weight (C, F), z (N, F) -> du (N, F) = dy @ weight * dz/du
-    "(Tensor dy, Tensor weight, Tensor z) -> Tensor",
+    "down_activated_backward",  # r * du = r * (dy @ weight) * dz/du, (N, F)
+    "(Tensor dy, Tensor weight, Tensor z, Tensor r) -> Tensor",
     _down_activated_backward,
-    lambda dy, weight, z: torch.empty_like(z),
+    lambda dy, weight, z, r: torch.empty_like(z),
     kernel=_down_activated_backward_kernel,
 )
 
@@ -71,27 +75,31 @@ class _MLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, up, down):
-        z = torch.ops.nanochat.up_activated(x, up)
-        ctx.save_for_backward(x, up, down, z)
+        r = torch.rsqrt(x.float().square().mean(-1) + EPS)
+        z = torch.ops.nanochat.up_activated(x, up, r)
+        ctx.save_for_backward(x, up, down, z, r)
         return z @ down.T
 
     @staticmethod
     def backward(ctx, dy):
-        x, up, down, z = ctx.saved_tensors
-        du = torch.ops.nanochat.down_activated_backward(dy, down, z)
-        return du @ up, du.T @ x, dy.T @ z
+        x, up, down, z, r = ctx.saved_tensors
+        r_du = torch.ops.nanochat.down_activated_backward(dy, down, z, r)
+        d, n = (r_du @ up).float(), x.float() * r[:, None]
+        dx = d - n * (d * n).mean(-1, keepdim=True)
+        return dx.to(x.dtype), r_du.T @ x, dy.T @ z
 
 
 def mlp(x, up, down):
-    """down(square of leaky ReLU of up(x)): x (B, T, C), weights up (F, C) and down (C, F) of any dtype ->
-    (B, T, C) bfloat16. For bfloat16 only, because of the packed activation."""
+    """down(square of leaky ReLU of up(norm(x))): x (B, T, C), weights up (F, C) and down (C, F), of any dtype
+    -> (B, T, C) bfloat16. For bfloat16 only, because of the packed activation."""
     x, up, down = (tensor.to(torch.bfloat16) for tensor in (x, up, down))
     with torch.autocast(x.device.type, enabled=False):
         return _MLP.apply(x.flatten(0, 1), up, down).view_as(x)
 
 
 def feed_forward(x, up: nn.Module, down: nn.Module):
-    """down(square of leaky ReLU of up(x)), x (B, T, C) -> (B, T, C): by the kernels where they are in use."""
+    """down(square of leaky ReLU of up(norm(x))), x (B, T, C) -> (B, T, C): by the kernels where they are in
+    use."""
     if "mlp" in kernels.IN_USE and x.dtype == torch.bfloat16 and x.size(1) > 1 and type(up) is nn.Linear:
         return mlp(x, up.weight, down.weight)
-    return down(squared_leaky_relu(up(x)))
+    return down(squared_leaky_relu(up(norm(x))))

@@ -116,14 +116,15 @@ CONFIGS = [
 @triton.autotune(CONFIGS, key=["F", "K", "FORWARD"])
 @triton.jit
 def product_kernel(
-    a, b, z, out, N, F, K: tl.constexpr,
+    a, b, z, out, r, N, F, K: tl.constexpr,
     SLOPE: tl.constexpr, FORWARD: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """FORWARD: out (N, F) = activation of a (N, K) @ b (F, K).T; z is not read.
-    Else: out (N, F) = a (N, K) @ b (K, F), times the activation's slope from z (N, F).
+    """FORWARD: out (N, F) = activation of r (N,) * a (N, K) @ b (F, K).T; z is not read.
+    Else: out (N, F) = r * a (N, K) @ b (K, F), times the activation's slope from z (N, F).
 
-    All are descriptors of bfloat16 matrices; what lies outside of a matrix reads as 0 and is not written.
+    r is float32, the others are descriptors of bfloat16 matrices. What lies outside of a matrix reads as 0
+    and is not written.
     """
     # Tiles in groups of GROUP rows of tiles, so that the tiles that run side by side read the same blocks of
     # a and b from the L2 cache
@@ -139,29 +140,31 @@ def product_kernel(
             total = tl.dot(a.load([i, k]), b.load([j, k]).T, total)
         else:
             total = tl.dot(a.load([i, k]), b.load([k, j]), total)
+    rows = i + tl.arange(0, BLOCK_N)
+    total *= tl.load(r + rows, mask=rows < N, other=0.0)[:, None]
     if FORWARD:
         out.store([i, j], _packed_activation(total, SLOPE))
     else:
         out.store([i, j], (total * _slope_of_activation(z.load([i, j]), SLOPE)).to(tl.bfloat16))
 
 
-def _product(a, b, z, out, forward: bool, slope: float):
+def _product(a, b, z, out, r, forward: bool, slope: float):
     descriptors = [TensorDescriptor.from_tensor(matrix, [1, 1]) for matrix in (a, b, z, out)]
     (N, K), F = a.shape, out.size(1)
 
     def tiles(blocks: dict):
         return (triton.cdiv(N, blocks["BLOCK_N"]) * triton.cdiv(F, blocks["BLOCK_F"]),)
 
-    product_kernel[tiles](*descriptors, N, F, K=K, SLOPE=slope, FORWARD=forward)
+    product_kernel[tiles](*descriptors, r.contiguous(), N, F, K=K, SLOPE=slope, FORWARD=forward)
     return out
 
 
-def up_activated(x, weight, slope: float):
+def up_activated(x, weight, r, slope: float):
     """See mlp.up_activated. All strides of rows are multiples of 16 bytes."""
     z = x.new_empty(x.size(0), weight.size(0), dtype=torch.bfloat16)
-    return _product(x.contiguous(), weight.contiguous(), z, z, True, slope)
+    return _product(x.contiguous(), weight.contiguous(), z, z, r, True, slope)
 
 
-def down_activated_backward(dy, weight, z, slope: float):
+def down_activated_backward(dy, weight, z, r, slope: float):
     """See mlp.down_activated_backward. All strides of rows are multiples of 16 bytes."""
-    return _product(dy.contiguous(), weight.contiguous(), z, torch.empty_like(z), False, slope)
+    return _product(dy.contiguous(), weight.contiguous(), z, torch.empty_like(z), r, False, slope)

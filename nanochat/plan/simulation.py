@@ -8,6 +8,7 @@ figures of others or assumptions. docs/scale.md has a table for many sizes, and 
 """
 
 import functools
+import re
 import types
 from dataclasses import dataclass, replace
 
@@ -39,13 +40,18 @@ FREE_MEMORY = 0.97  # share of the memory that a process finds free; assumed
 
 
 def known_device(name: str) -> GPU:
-    """The entry of GPUS for that name, in any case. UserError with the names that there are."""
+    """The entry of GPUS for a name as people type it: H100, rtx4090, "NVIDIA A100". UserError with the names
+    that there are."""
     known = [gpu for gpu in GPUS if gpu.memory]
     for device in known:
-        if device.name.lower() == name.strip().lower():
+        if _shortened(device.name) == _shortened(name):
             return device
     names = ", ".join(device.name for device in known)
     raise UserError(f"device {name!r} is not in the table of GPUs; give one of {names}")
+
+
+def _shortened(name: str) -> str:
+    return re.sub(r"nvidia|amd|instinct|tesla|geforce|rtx|[\s_-]", "", name.lower())
 
 
 # ------------------------------------------------------------------------------------------------------

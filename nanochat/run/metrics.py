@@ -12,7 +12,6 @@ from pathlib import Path
 from nanochat import UserError
 from nanochat.checkpoint import Checkpoint
 from nanochat.files import open_plain, replacing
-from nanochat.run.wandb_log import start_wandb
 
 RECENT_STEPS = 64  # losses that a spike is measured against
 SMOOTHING = 0.9  # share of the old mean in the smoothed loss
@@ -92,16 +91,16 @@ class LoopState:
 
 
 class Metrics:
-    """Writes records to `<out_dir>/metrics.jsonl` and, where a run has one, to wandb.
+    """Writes records to `<out_dir>/metrics.jsonl` and to the run's Loggers (loggers.py).
 
     A record is a line of JSON, written with one system call: if the process is killed, the file has whole
     records and perhaps the beginning of another, which is not read. NaN and infinity are written as null:
     JSON has neither.
     """
 
-    def __init__(self, out_dir, wandb_log=None, enabled: bool = True):
+    def __init__(self, out_dir, loggers=None, enabled: bool = True):
         self.path = Path(out_dir) / "metrics.jsonl"
-        self.wandb_log, self.enabled = wandb_log, enabled
+        self.loggers, self.enabled = loggers, enabled
         if enabled:  # the first process writes for all
             self.file = self._open()
 
@@ -126,8 +125,8 @@ class Metrics:
             ) from error
         if written < len(line):  # a resumed run drops the broken line
             raise UserError(f"cannot write {self.path} (the disk is full); make room and start again")
-        if self.wandb_log is not None:
-            self.wandb_log.write(record)
+        if self.loggers is not None:
+            self.loggers.write(record)
 
     def _begin_again(self):
         """Go on in a new file, and in a new folder if that was deleted too."""
@@ -141,12 +140,6 @@ class Metrics:
             flush=True,
         )
 
-    def start_wandb(self, run: str, config: dict, loop: LoopState, say):
-        """Log to a wandb run of that name too; a resumed run continues the one that `loop` remembers."""
-        if self.enabled:
-            self.wandb_log = start_wandb(run, config, self.path.parent, loop.wandb_id, say)
-            loop.wandb_id = self.wandb_log.id if self.wandb_log else None
-
     def sync(self):
         """Return when every record is on disk."""
         if self.enabled:
@@ -155,8 +148,8 @@ class Metrics:
     def close(self):
         if self.enabled:
             os.close(self.file)
-        if self.wandb_log is not None:
-            self.wandb_log.finish()
+        if self.loggers is not None:
+            self.loggers.finish()
 
 
 def _without_nan(value):

@@ -1,4 +1,4 @@
-"""What a run writes: metrics, console, wandb, checkpoints and the report."""
+"""What a run writes: metrics, console, loggers, checkpoints and the report."""
 
 import functools
 import json
@@ -15,18 +15,20 @@ from nanochat.plan.planning import Plan
 from nanochat.run import metrics
 from nanochat.run.clock import WARM_UP, Clock
 from nanochat.run.console import Console
+from nanochat.run.loggers import Loggers
 from nanochat.run.report import write_report
 
 MOST_BAD_STEPS = 3  # in a row that are not finite; then the run ends
 MOST_FAILED_SAVES = 3  # in a row; then the run ends, since what it computes would be lost
 
 
-def begin(resumed, identity: dict, plan: Plan, machine, accept: str):
+def begin(resumed, identity: dict, settings, plan: Plan, machine, accept: str):
     """Where a run begins: (step, step of its last evaluation, what changed, loop state, clock). All processes
     call it; a run that is finished already says so and ends here.
 
     resumed: of checkpoint.enter. identity: what must stay the same when a run is resumed; a difference that
-    `accept` does not name is refused. Raises UserError if the processes differ.
+    `accept` does not name is refused. Other settings may differ, and a line says which. Raises UserError if
+    the processes differ.
     """
     machine.check_same(
         identity | {"compute dtype": str(plan.hardware.dtype), "num_iterations": plan.num_iterations}
@@ -40,6 +42,9 @@ def begin(resumed, identity: dict, plan: Plan, machine, accept: str):
         last_eval_step = machine.all_gather(evaluated)[0]  # the first process wrote the file
         done = clock.progress(step)
         finished = done > 1 or (done == 1 and last_eval_step == step)
+        facts = {"settings": settings.record(), **machine.environment()}
+        for line in checkpoint.differences(resumed, facts):
+            machine.print(f"changed since {resumed.path.name}: {line}")
         machine.print(checkpoint.resume_message(resumed, plan.num_iterations, changed, finished))
         if finished:
             machine.exit()
@@ -70,7 +75,7 @@ def scores_in_words(record: dict) -> list[str]:
 class RunOutput:
     """The outputs of a run. All processes make one, once they know where the run begins.
 
-    The first process writes `log` (metrics.jsonl, wandb), the `console`, config.json and the report; each
+    The first process writes `log` (metrics.jsonl, loggers), the `console`, config.json and the report; each
     process writes its share of a checkpoint. Newer checkpoints than `resumed` are set aside first. settings,
     sections (of the plan) and identity: for config.json.
     """
@@ -88,7 +93,8 @@ class RunOutput:
         resumed: checkpoint.Checkpoint | None,
         loop: metrics.LoopState,
         clock: Clock,
-        wandb_run: str,  # its name, or dummy
+        loggers: list[str],  # of loggers.choose
+        run_name: str,  # the setting `run`
         keep_checkpoints: int,
         permanent_every: int = -1,
     ):
@@ -106,7 +112,7 @@ class RunOutput:
         self.log = metrics.Metrics(path, enabled=machine.is_main)  # its file is what makes it a run's folder
         if machine.is_main:
             checkpoint.write_whole(path / "config.json", self._files["config.json"])
-        self.log.start_wandb(wandb_run, facts, loop, machine.print)
+            self.log.loggers = Loggers(loggers, run_name, path, facts, loop, step, machine.print)
         self.console = Console(step, machine.is_main, loop, clock)
         self._saver = checkpoint.AsyncSaver(path, machine.rank, machine.world_size, run_id)
         distributed.before_end(self._saver.finish)  # if a process fails, a save under way is finished first
@@ -160,7 +166,7 @@ class RunOutput:
         self.console.print(*(f"--- {text}" for text in record.get("samples", ())))
         totals = {"progress": self._clock.progress(step), "tokens": loop.tokens}
         totals |= {"train_time_s": loop.train_seconds, "peak_memory": self._machine.peak_memory()}
-        self.log.write(record | totals)
+        self.log.write(record | totals | {"eval_time_s": time.monotonic() - began})
         self.report(final)
         self._clock.add_evaluation(time.monotonic() - began)
 

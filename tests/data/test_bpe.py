@@ -27,9 +27,11 @@ def children(process: int) -> list[int]:
 
 @pytest.mark.parametrize("text", ["a" * 400_000, dna(200_000), "漢" * 200_000])
 def test_a_long_unbroken_run_trains_in_seconds(text):
-    began = time.monotonic()
+    began = os.times()
     tokenizer = train([text], 4096, exact=False)
-    assert time.monotonic() - began < 15  # about 1 s on an idle machine; 30 s and more without cuts
+    ended = os.times()
+    seconds = ended.children_user - began.children_user  # of the process that trains, whatever else runs
+    assert 0 < seconds < 15  # about 1 s; 30 s and more without cuts
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
@@ -52,7 +54,7 @@ def test_the_training_process_ends_with_the_process_that_started_it():
             time.sleep(0.05)
         time.sleep(4)  # now it merges
         parent.kill()
-    until = time.monotonic() + 3
+    until = time.monotonic() + 20
     while any(Path(f"/proc/{child}/cmdline").exists() and running(child) for child in found):
         assert time.monotonic() < until
         time.sleep(0.05)

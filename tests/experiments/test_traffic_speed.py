@@ -102,5 +102,7 @@ def test_a_call_reads_its_inputs_and_writes_its_outputs_once():
 
 
 def test_an_operator_of_ours_with_a_product_reads_what_the_table_says():
-    dy, weight, z = (torch.ones(*shape, dtype=torch.bfloat16) for shape in ((8, 4), (4, 16), (8, 16)))
-    assert moved(torch.ops.nanochat.down_activated_backward, dy, weight, z)[0] == (8 * 16 * 2, 0)
+    shapes = (8, 4), (4, 16), (8, 16), (8,)
+    dy, weight, z, r = (torch.ones(*shape, dtype=torch.bfloat16) for shape in shapes)
+    reads_and_writes = moved(torch.ops.nanochat.down_activated_backward, dy, weight, z, r)[0]
+    assert reads_and_writes == (8 * 16 * 2, 0)

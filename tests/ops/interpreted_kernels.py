@@ -54,13 +54,14 @@ def products(N: int, C: int, F_: int) -> dict:
 
     x, up, down, dy = numbers(N, C), numbers(F_, C), numbers(C, F_), numbers(N, C)
     x[3] = 0
-    z = triton_kernels.up_activated(x, up, SLOPE)
-    du = triton_kernels.down_activated_backward(dy, down, z, SLOPE)
-    plain = torch.ops.nanochat.up_activated(x, up)
+    r = 1 + numbers(N).abs()
+    z = triton_kernels.up_activated(x, up, r, SLOPE)
+    du = triton_kernels.down_activated_backward(dy, down, z, r, SLOPE)
+    plain = torch.ops.nanochat.up_activated(x, up, r)
     return {
         "z": distance(z, plain.double()),
         "signs": (z.view(torch.int16) & 1).ne(plain.view(torch.int16) & 1).sum().item(),
-        "du": distance(du, dy.double() @ down.double() * mlp.slope_of_activation(z)),
+        "du": distance(du, r[:, None] * (dy.double() @ down.double()) * mlp.slope_of_activation(z)),
         "at_zero": z[3].abs().sum().item() + du[3].abs().sum().item(),
     }
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import nanochat.ops.loss  # noqa: F401  it registers operators
 from nanochat.machine.runtime import Machine
 from nanochat.ops import kernels, mlp
-from nanochat.ops.elementwise import SLOPE
+from nanochat.ops.elementwise import EPS, SLOPE
 from nanochat.ops.kernels import distance
 
 PROJECT = Path(__file__).parent.parent.parent
@@ -99,7 +99,7 @@ def test_the_mlp_and_its_gradients_are_as_near_to_float64_as_those_of_the_plain_
     *inputs, dy = problem()
 
     def plain(x, up, down):
-        return F.linear(activation(F.linear(x, up)), down)
+        return F.linear(activation(F.linear(F.rms_norm(x, (x.size(-1),), eps=EPS), up)), down)
 
     exact = [tensor.detach().bfloat16().double().requires_grad_() for tensor in inputs]
     y = plain(*exact)
@@ -127,11 +127,12 @@ def test_the_mlp_keeps_one_tensor_of_the_size_of_its_hidden_layer():
 def test_the_operators_have_the_shapes_that_they_announce():
     x, up, down, dy = (tensor.detach().bfloat16() for tensor in problem())
     x, dy = x.flatten(0, 1), dy.flatten(0, 1)
-    z = torch.ops.nanochat.up_activated(x, up)
+    r = torch.rand(len(x))
+    z = torch.ops.nanochat.up_activated(x, up, r)
     logits, targets = torch.randn(5, 33), torch.tensor([0, 32, -1, 4, 5])
     for operator, arguments in {
-        "up_activated": (x, up),
-        "down_activated_backward": (dy, down, z),
+        "up_activated": (x, up, r),
+        "down_activated_backward": (dy, down, z, r),
         "softcapped_losses_": (logits, targets, True, 1.0),
         "add_product_": (torch.ones(16, 16), x.T, dy),
     }.items():

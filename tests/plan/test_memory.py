@@ -28,8 +28,9 @@ def test_the_estimate_for_eager_code_is_what_autograd_keeps(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("is_compiled", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "is_compiled"), [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)]
+)
 def test_the_estimate_holds_for_d12(dtype, is_compiled):
     found = memory_count.compare(config(12, 64, 2048, 32768), 8, dtype, is_compiled)
     assert 0.95 < found["ratio"] < 1.1, found
@@ -99,8 +100,8 @@ def test_where_one_row_does_not_fit_shorter_rows_or_a_smaller_depth_are_named():
         return smaller.expected_bytes
 
     assert needs(depth) <= memory < needs(depth + 1)
-    deep = plan_of(depth=200, aspect_ratio=64, device_batch_size=1)
-    assert "--depth to" in advice(deep, 22 * 2**30)
+    deep = plan_of(depth=60, aspect_ratio=64, device_batch_size=1)
+    assert "--depth to" in advice(deep, 8 * 2**30)
     longer = plan_of(max_seq_len=4096, total_batch_size=24 * 4096, device_batch_size=12)
     memory = longer.with_rows(1).expected_bytes * 95 // 100
     assert re.fullmatch(

@@ -15,6 +15,15 @@ from nanochat.plan.simulation import known_device, simulate
 
 DEFAULTS = configurator.defaults(ROOT / "scripts" / "base_train.py")
 H100 = known_device("H100")
+
+
+def test_a_gpu_is_known_by_the_names_that_people_type():
+    for typed in ("RTX4090", "rtx 4090", "4090", "NVIDIA GeForce RTX 4090"):
+        assert known_device(typed).name == "RTX 4090"
+    with pytest.raises(UserError, match="H100"):
+        known_device("H101")
+
+
 C, L, V, T = 768, 12, 32768, 2048  # d12's width, layers, vocabulary, positions
 GATES = L // 2 * C * 6 + L * C * 6 + L * 16 * C // 16  # of value embeddings, heads, the stream before
 MATRICES = L * 12 * C * C + GATES  # query, key, value, out, 4 + 4 of the MLP

@@ -5,12 +5,11 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, python_m
+from helpers import ROOT, Process, insert, python_m
 
 TINY = "--max_seq_len=32 --vocab_size=300 --total_batch_size=128 --eval_tokens=500 --dtype=float32"
 
@@ -55,10 +54,40 @@ def without_time(results: list[dict]) -> list[dict]:
     return [run | {"step_s": 0} for run in results]
 
 
-def test_variants_are_compared_at_each_depth_and_what_has_a_result_is_not_trained_again(tmp_path):
+# Stands at the top of base_train in a copy of the sources: a training that takes no time. Its loss depends on
+# the settings and on the sources of the model.
+STAND_IN = """
+def stand_in():
+    import hashlib, json, pathlib, sys
+
+    given = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[1:])
+    out, _ = pathlib.Path(given.pop("out_dir")), given.pop("base_dir")
+    model = pathlib.Path(__file__).parents[1] / "nanochat" / "gpt.py"
+    made_of = model.read_text() + json.dumps(given, sort_keys=True)
+    loss = int(hashlib.sha256(made_of.encode()).hexdigest()[:6], 16) / 2**24
+    steps = int(given["num_iterations"])
+    step = {"step": steps, "tokens": steps * int(given["total_batch_size"])}
+    records = step | {"loss": loss, "step_time_s": 0.1}, step | {"val_bpb": 1 + loss}
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "metrics.jsonl").write_text("".join(json.dumps(r) + "\\n" for r in records))
+    sys.exit()
+
+if __name__ == "__main__":
+    stand_in()
+"""
+
+
+@pytest.fixture
+def stand_in(tree) -> Path:
+    script = tree / "scripts" / "base_train.py"
+    script.write_text(STAND_IN + script.read_text())
+    return tree
+
+
+def test_variants_are_compared_at_each_depth_and_what_has_a_result_is_not_trained_again(stand_in, tmp_path):
     mine = variants(tmp_path, {"usual": {}, "fast": {"matrix_lr": 0.2}, "left out": {}})
     arguments = [mine, "--seeds=1", "--depths=1,2,1", "--only=fast"]
-    first = results_of(ablate(tmp_path, *arguments))
+    first = results_of(ablate(tmp_path, *arguments, root=stand_in))
     trained = [("usual", 1), ("fast", 1), ("usual", 2), ("fast", 2)]  # the baseline is among them
     assert [(run["variant"], run["depth"]) for run in first] == trained
     assert len({run["val_bpb"] for run in first}) == 4 and all(run["tokens"] == 3 * 128 for run in first)
@@ -70,19 +99,18 @@ def test_variants_are_compared_at_each_depth_and_what_has_a_result_is_not_traine
     (stopped,) = (tmp_path / "base" / "ablations" / "mine").glob("fast-d2-*")
     (stopped / "ablation.json").unlink()
     (stopped / "run" / "metrics.jsonl").unlink()
-    again = results_of(ablate(tmp_path, *arguments))
+    again = results_of(ablate(tmp_path, *arguments, root=stand_in))
     assert again[:3] == first[:3] and without_time(again) == without_time(first)
 
 
-@pytest.mark.slow
-def test_a_result_of_other_sources_does_not_count(tree, tmp_path):
+def test_a_result_of_other_sources_does_not_count(stand_in, tmp_path):
     arguments = [variants(tmp_path, {"usual": {}}), "--seeds=1"]
-    (before,) = results_of(ablate(tmp_path, *arguments, root=tree))
-    with open(tree / "nanochat" / "gpt.py", "a") as model:
+    (before,) = results_of(ablate(tmp_path, *arguments, root=stand_in))
+    with open(stand_in / "nanochat" / "gpt.py", "a") as model:
         model.write("\nQK_SCALE = 1.5\n")
-    (after,) = results_of(ablate(tmp_path, *arguments, root=tree))
+    (after,) = results_of(ablate(tmp_path, *arguments, root=stand_in))
     assert before["val_bpb"] != after["val_bpb"]
-    assert results_of(ablate(tmp_path, *arguments, root=tree)) == [after]
+    assert results_of(ablate(tmp_path, *arguments, root=stand_in)) == [after]
 
 
 @pytest.fixture
@@ -114,19 +142,6 @@ PATCH = """\
 """
 
 
-def test_variants_with_a_patch_and_their_baseline_are_trained_with_the_commit_that_it_names(
-    repository, tmp_path
-):
-    tree, commit = repository
-    (tree / "nanochat" / "gpt.py").write_text("raise SystemExit('the sources of today')\n")
-    patch = PATCH.replace("+number = 2", "+raise SystemExit('the patched sources')")
-    (tmp_path / "mine.patch").write_text(f"Fits commit {commit}\n{patch}")
-    arguments = [variants(tmp_path, {"usual": {}, "patched": {"patch": "mine.patch"}}), "--seeds=1"]
-    said = ablate(tmp_path, *arguments, status=2, root=tree)
-    assert "the patched sources" in said and "the sources of today" not in said
-    assert [(row["variant"], row["commit"]) for row in rows(tmp_path)] == [("usual", commit)]
-
-
 @pytest.mark.parametrize("first_line", ["Fits commit 0123456", "Fits commit COMMIT"])
 def test_a_patch_that_does_not_fit_its_commit_is_refused_before_the_first_training(
     repository, tmp_path, first_line
@@ -139,10 +154,10 @@ def test_a_patch_that_does_not_fit_its_commit_is_refused_before_the_first_traini
     assert "does not fit" in said and not (tmp_path / "base").exists()
 
 
-@pytest.mark.slow
-def test_more_seeds_add_to_the_results_of_fewer_and_are_compared_in_pairs(tmp_path):
-    first = results_of(ablate(tmp_path, "--variants=documents", "--seeds=1"))
-    output = ablate(tmp_path, "--variants=documents", "--seeds=3")
+def test_more_seeds_add_to_the_results_of_fewer_and_are_compared_in_pairs(stand_in, tmp_path):
+    arguments = [variants(tmp_path, {"usual": {}, "fast": {"matrix_lr": 0.2}}), "--seeds=1"]
+    first = results_of(ablate(tmp_path, *arguments, root=stand_in))
+    output = ablate(tmp_path, *arguments, "--seeds=3", root=stand_in)
     assert output.count("seed 0: ") == 0 and output.count("seed 1: ") == 2
     results = results_of(output)
     assert results[:2] == first
@@ -154,33 +169,39 @@ def test_more_seeds_add_to_the_results_of_fewer_and_are_compared_in_pairs(tmp_pa
     assert float(error) == pytest.approx((spread / 3) ** 0.5, abs=6e-5)
 
 
-def wait_for_records(logs: Path, trainings: int) -> list[Path]:
+def wait_for_records(process: Process, logs: Path, trainings: int) -> list[Path]:
     """The metrics of so many trainings, once each has a line: before that a run has nothing to save."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         found = [path for path in logs.glob("*/run/metrics.jsonl") if path.stat().st_size]
         if len(found) >= trainings:
             return found
+        assert process.poll() is None, process.communicate()
         time.sleep(0.02)
     raise AssertionError("no training began")
 
 
 @pytest.mark.slow
-def test_a_stopped_command_goes_on_where_every_training_was(tmp_path):
-    arguments = ["--variants=documents", "--seeds=1", "--jobs=2"]
-    long = command(tmp_path, *arguments, more="--num_iterations=2000")
-    process = subprocess.Popen([sys.executable, "-m", *long], cwd=ROOT)
-    logs = tmp_path / "base" / "ablations" / "documents"
-    wait_for_records(logs, 2)
-    second = python_m(long, ROOT)
+def test_a_stopped_command_goes_on_where_every_training_was(tree, tmp_path):
+    slow = tmp_path / "slow"  # while this file is there, a step takes a second
+    slow.touch()
+    insert(tree, at_step_end=f"import os\ntime.sleep(os.path.exists({str(slow)!r}))")
+    mine = variants(tmp_path, {"usual": {}, "fast": {"matrix_lr": 0.2}})
+    arguments = [mine, "--seeds=1", "--jobs=2"]
+    long = command(tmp_path, *arguments, more="--num_iterations=100")
+    process = Process(long, tree)
+    logs = tmp_path / "base" / "ablations" / "mine"
+    wait_for_records(process, logs, 2)
+    second = python_m(long, tree)
     assert second.returncode == 2 and "is in use by process" in second.stderr
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 143
+    assert process.wait() == 143
     assert len([*logs.glob("*/run/step_*")]) == 2 and not [*logs.glob("*/ablation.json")]
-    done = python_m(long, ROOT)
+    slow.unlink()
+    done = python_m(long, tree)
     assert done.returncode == 0, done.stderr
     assert all("going on from" in path.read_text() for path in logs.glob("*/log.txt"))
-    assert all(run["tokens"] == 2000 * 128 for run in results_of(done.stdout))
+    assert all(run["tokens"] == 100 * 128 for run in results_of(done.stdout))
     assert not [*logs.glob("*/run/step_*")]  # no checkpoint is left
 
 
@@ -214,22 +235,26 @@ def test_a_list_that_is_none_is_one_sentence(text, tmp_path):
     assert "mine.py" in ablate(tmp_path, variants(tmp_path, text), status=2)
 
 
-def test_texts_named_relatively_with_commas_and_a_field_serve_the_variants_with_a_patch_too(
+def test_a_variant_with_a_patch_and_its_baseline_have_the_commit_that_it_names_and_the_texts_of_today(
     repository, tmp_path
 ):
-    """Such a variant has other sources. Without vocab_size the tokenizer suits the text."""
+    """The texts are named relatively, with a comma and a field, and the tokenizer suits them."""
     tree, commit = repository
+    (tree / "nanochat" / "gpt.py").write_text("raise SystemExit('the sources of today')\n")
     for name in "a", "b":
         lines = (json.dumps({"content": f"document {name}{i} " + "word and " * 30}) for i in range(200))
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    (tmp_path / "mine.patch").write_text(f"Fits commit {commit}\n{PATCH}")
+    patch = PATCH.replace("number = 2", f"open({str(tmp_path / 'patched')!r}, 'w')")
+    (tmp_path / "mine.patch").write_text(f"Fits commit {commit}\n{patch}")
     texts = ",".join(os.path.relpath(tmp_path / f"{name}.jsonl", tree) for name in "ab")
     more = f"--data={texts} --text_field=content --max_seq_len=32 --total_batch_size=128 --num_iterations=3"
-    places = [f"--base_dir={tmp_path / 'base'}", "--table=none", "--depths=1", "--seeds=1", "--json"]
+    table = f"--table={tmp_path / 'table.md'}"
+    places = [f"--base_dir={tmp_path / 'base'}", table, "--depths=1", "--seeds=1", "--json"]
     mine = variants(tmp_path, {"usual": {}, "patched": {"patch": "mine.patch"}})
     done = python_m(["scripts.ablate", mine, f"--more={more}", *places], tree)
     assert done.returncode == 0, done.stderr
     assert [run["variant"] for run in results_of(done.stdout)] == ["usual", "patched"]
+    assert [row["commit"] for row in rows(tmp_path)] == [commit] * 2 and (tmp_path / "patched").exists()
 
 
 @pytest.mark.slow

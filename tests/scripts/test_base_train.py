@@ -4,12 +4,10 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, command, losses, records, run, wait_for_step
+from helpers import Process, command, losses, records, run, wait_for_step
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +40,7 @@ def test_a_run_leaves_the_files_and_records_that_others_rely_on(undisturbed):
 
 def test_a_run_killed_and_started_again_has_the_losses_of_one_never_killed(corpus, undisturbed, tmp_path):
     out = tmp_path / "run"
-    process = subprocess.Popen(
-        [sys.executable, "-m", *command(corpus, out)], cwd=ROOT, stdout=subprocess.DEVNULL
-    )
+    process = Process(command(corpus, out))
     wait_for_step(process, out, 4)  # past the checkpoint at 3
     process.kill()
     process.wait()
@@ -60,11 +56,10 @@ def test_a_run_killed_and_started_again_has_the_losses_of_one_never_killed(corpu
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to catch")
 def test_sigterm_saves_and_exits_with_0_and_the_same_command_goes_on(corpus, undisturbed, tmp_path):
     out = tmp_path / "run"
-    arguments = [sys.executable, "-m", *command(corpus, out, "--save_every=-1")]
-    process = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = Process(command(corpus, out, "--save_every=-1"))
     wait_for_step(process, out, 1)
     process.send_signal(signal.SIGTERM)
-    printed, _ = process.communicate(timeout=60)
+    printed, _ = process.communicate()
     assert process.returncode == 0 and "stopped by SIGTERM" in printed
     assert len(list(out.glob("step_*"))) == 1
     run(command(corpus, out, "--save_every=-1"))
@@ -87,7 +82,10 @@ def test_a_finished_run_says_so_and_resume_never_sets_it_aside(corpus, tmp_path)
     short = ["--num_iterations=2", "--eval_every=-1"]
     run(command(corpus, out, *short))
     before = (out / "metrics.jsonl").read_bytes()
-    assert "finished already" in run(command(corpus, out, *short))
+    said = run(command(corpus, out, *short))
+    assert "finished already" in said and "changed" not in said
+    said = run(command(corpus, out, *short, "--matrix_lr=0.5"))
+    assert "finished already" in said and "matrix_lr 0.02 -> 0.5" in said
     assert (out / "metrics.jsonl").read_bytes() == before
     # A run that was stopped after its last save and before its evaluation has that still to do
     (out / "metrics.jsonl").write_bytes(b"".join(before.splitlines(keepends=True)[:-1]))
@@ -96,7 +94,8 @@ def test_a_finished_run_says_so_and_resume_never_sets_it_aside(corpus, tmp_path)
     assert "step 2: validation" in run(command(corpus, out, *short))
     *kept, again = records(out)
     assert kept == scored
-    assert again.pop("peak_memory") > 0 and again.items() <= json.loads(before.splitlines()[-1]).items()
+    assert again.pop("peak_memory") > 0 and again.pop("eval_time_s") > 0
+    assert again.items() <= json.loads(before.splitlines()[-1]).items()
     before = (out / "metrics.jsonl").read_bytes()
     assert "still going on" not in (out / "report.md").read_text()
     run(command(corpus, out, *short, "--resume=never"))
@@ -129,7 +128,7 @@ def test_plan_prints_the_derivation_and_leaves_nothing(corpus, tmp_path):
         (["--device_type=cuda"], "this machine has: cpu"),
         (["--num_iterations=-1", "--target_param_data_ratio=-1"], "the run has no end"),
         (["--init_from=auto"], "no checkpoint in auto"),
-        (["--depth=400", "--aspect_ratio=400"], "are free; lower --depth to "),
+        (["--depth=24", "--aspect_ratio=4096"], "are free; lower --depth to "),
         (["--data=/no/such/place"], "/no/such/place"),
     ],
 )

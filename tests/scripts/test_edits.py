@@ -11,6 +11,7 @@ import pytest
 from helpers import command, insert, losses, multiply_loss, records, run_tree
 from safetensors.torch import load_file
 
+ONCE = "--eval_every=-1"  # each evaluation writes a report
 CHANGED_BLOCK = """
 
 class ChangedBlock(Block):
@@ -67,7 +68,7 @@ def test_new_weights_and_matrices_in_a_block_are_trained_and_the_checkpoint_chat
         begin="nn.init.ones_(block.gain), nn.init.zeros_(block.bias), nn.init.zeros_(block.mixer.weight)",
     )
     out = tmp_path / "run"
-    run_tree(tree, command(corpus, out, "--dtype=bfloat16", "--num_iterations=5"))
+    run_tree(tree, command(corpus, out, ONCE, "--dtype=bfloat16", "--num_iterations=5"))
     trained = weights(out)
     for name, start in (("gain", 1), ("bias", 0), ("mixer.weight", 0)):
         values = [trained[f"blocks.{layer}.{name}"] for layer in (0, 1)]
@@ -92,20 +93,20 @@ def test_new_weights_and_matrices_in_a_block_are_trained_and_the_checkpoint_chat
 )
 def test_what_is_missing_for_a_new_parameter_is_said_by_name(tree, corpus, tmp_path, change, says):
     change_model(tree, **change)
-    assert re.search(says, run_tree(tree, command(corpus, tmp_path / "run"), status=2))
+    assert re.search(says, run_tree(tree, command(corpus, tmp_path / "run", ONCE), status=2))
 
 
 def test_our_optimizer_names_a_parameter_that_the_model_never_uses(tree, corpus, tmp_path):
     change_model(tree, make=f"self.unused = {VECTOR}", begin="nn.init.zeros_(block.unused)")
-    printed = run_tree(tree, command(corpus, tmp_path / "run"), status=2)
+    printed = run_tree(tree, command(corpus, tmp_path / "run", ONCE), status=2)
     assert "blocks.0.unused, blocks.1.unused got no gradient" in printed
 
 
 def test_a_checkpoint_from_before_a_change_of_the_model_is_refused_by_name(tree, corpus, tmp_path):
     out = tmp_path / "run"
-    run_tree(tree, command(corpus, out, "--num_iterations=2"))
+    run_tree(tree, command(corpus, out, ONCE, "--num_iterations=2"))
     change_model(tree, f"self.gain = {VECTOR}", "x * self.gain", "nn.init.ones_(block.gain)")
-    printed = run_tree(tree, command(corpus, out, "--num_iterations=4"), status=2)
+    printed = run_tree(tree, command(corpus, out, ONCE, "--num_iterations=4"), status=2)
     assert "does not fit the model" in printed and "blocks.0.gain, blocks.1.gain" in printed
 
 
@@ -120,16 +121,16 @@ optim = type("optim", (), {**vars(optim), "MuonAdamW": torchs_adamw})
 def test_torchs_adamw_in_place_of_ours_trains_saves_and_resumes_bit_for_bit(tree, corpus, tmp_path):
     insert(tree, after_settings=TORCHS_ADAMW)
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    run_tree(tree, command(corpus, whole))
+    run_tree(tree, command(corpus, whole, ONCE))
     assert losses(whole)[7] < losses(whole)[0]
     shutil.copytree(whole, halves)
     shutil.rmtree(halves / "step_000008")
-    assert "step_000006" in run_tree(tree, command(corpus, halves))
+    assert "step_000006" in run_tree(tree, command(corpus, halves, ONCE))
     assert losses(halves) == losses(whole)
     assert all((a == b).all() for a, b in zip(weights(whole).values(), weights(halves).values(), strict=True))
     script = tree / "scripts" / "base_train.py"
     script.write_text(script.read_text().replace("torch.optim.AdamW", "torch.optim.RMSprop"))
-    printed = run_tree(tree, command(corpus, whole, "--num_iterations=9"), status=2)
+    printed = run_tree(tree, command(corpus, whole, ONCE, "--num_iterations=9"), status=2)
     assert "has the state of AdamW, not of RMSprop" in printed
 
 
@@ -137,7 +138,7 @@ def test_torchs_adamw_skips_a_step_that_is_not_finite(tree, corpus, tmp_path):
     insert(tree, after_settings=TORCHS_ADAMW)
     multiply_loss(tree, "inf if step == 2 else 1")
     out = tmp_path / "run"
-    run_tree(tree, command(corpus, out))
+    run_tree(tree, command(corpus, out, ONCE))
     assert [r["skipped"] for r in records(out) if "loss" in r] == [0, 0, 1, 1, 1, 1, 1, 1]
     assert losses(out)[7] < losses(out)[0]
 
@@ -145,7 +146,7 @@ def test_torchs_adamw_skips_a_step_that_is_not_finite(tree, corpus, tmp_path):
 def test_another_model_class_takes_a_few_lines(tree, corpus, tmp_path):
     insert(tree, after_settings=MY_MODEL)
     out = tmp_path / "run"
-    run_tree(tree, command(corpus, out))
+    run_tree(tree, command(corpus, out, ONCE))
     assert losses(out)[7] < losses(out)[0] - 0.001
 
 

@@ -5,17 +5,13 @@ import json
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from helpers import ROOT, command, losses, python_m, records, run
-from torch.nn.parallel import DistributedDataParallel
+from processes import run_in_processes
 
 import configurator
-from nanochat import checkpoint, gradients
+from nanochat import checkpoint
 from nanochat.checkpoint.files import read_tensors
-from nanochat.gpt import GPT, GPTConfig
-from nanochat.machine import precision, runtime
-from nanochat.optim import MuonAdamW, parameter_groups
+from nanochat.machine import precision
 from nanochat.plan import scaling
 from nanochat.plan.memory import training_bytes
 
@@ -140,12 +136,22 @@ def test_a_float16_run_that_no_scale_can_save_ends_and_names_the_step(corpus, tr
 # Two processes: an overflow of one is one of both
 
 
-def one_of_two(rank: int, folder: str):
-    """Four steps of two micro-steps. In the second step one gradient of process 1 is infinite, of a matrix
-    that it updates itself: process 0 never gets it."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    torch.set_num_threads(1)
-    cpu, generator = torch.device("cpu"), torch.Generator().manual_seed(rank)
+# Four steps of two micro-steps. In the second step one gradient of process 1 is infinite, of a matrix that it
+# updates itself: process 0 never gets it.
+ONE_OF_TWO = """
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from nanochat import gradients
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.machine import precision, runtime
+from nanochat.optim import MuonAdamW, parameter_groups
+
+torch.set_num_threads(1)
+
+def main(folder):
+    machine = runtime.start("cpu", seed=0, timeout_s=60)
+    rank, cpu = machine.rank, machine.device
+    generator = torch.Generator().manual_seed(rank)
     model = GPT(GPTConfig(depth=2, width=32, num_heads=2, vocab_size=61, max_seq_len=16))
     model.init_weights(torch.Generator().manual_seed(0))
     rates = {"embedding_lr": 0.1, "unembedding_lr": 0.01, "matrix_lr": 0.02, "scalar_lr": 0.3}
@@ -172,11 +178,12 @@ def one_of_two(rank: int, folder: str):
         state = {name: tensor.clone() for name, tensor in optimizer.named_state().items()}
         seen.append((scaler.get_scale(), bool(norm.isfinite()), weights, state))
     torch.save(seen, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    machine.close()
+"""
 
 
 def test_an_overflow_in_one_process_is_skipped_by_all(tmp_path):
-    multiprocessing.spawn(one_of_two, (str(tmp_path),), nprocs=2)
+    run_in_processes(ONE_OF_TWO, [[2, str(tmp_path)]])
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     for mine, other in zip(first, second, strict=True):
         assert mine[:2] == other[:2] and torch.equal(mine[2], other[2])

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from helpers import command, losses, python_m, run_tree
+from helpers import command, losses, run, run_tree
 from safetensors.torch import load_file
 
 SIZES = ["--fp8", "--dtype=bfloat16", "--aspect_ratio=64", "--head_dim=64"]  # width 128: all products fit
@@ -27,9 +27,7 @@ def test_a_run_in_fp8_resumes_to_the_bit_needs_fp8_again_and_agrees_with_two_pro
     assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
     run_tree(tree, ["scripts.chat", f"--source={whole}", "--prompt=a", "--max_tokens=2"])
 
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]
-    done = python_m([*torchrun, *command(corpus, two, *SIZES)], tree)
-    assert done.returncode == 0, done.stderr
+    run(command(corpus, two, *SIZES), processes=2, folder=tree)
     # Each process scales its own part of the batch, so the values are rounded otherwise
     assert [*losses(two).values()] == pytest.approx([*losses(whole).values()], rel=1e-2)
     assert losses(two) != losses(whole)

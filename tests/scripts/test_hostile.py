@@ -4,13 +4,11 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
-from helpers import ROOT, command, craft, insert, losses, multiply_loss, records, run, run_tree
+from helpers import Process, command, craft, insert, losses, multiply_loss, records, run, run_tree
 from safetensors.torch import load_file, save
 
 
@@ -29,7 +27,9 @@ def test_a_run_whose_folder_is_deleted_makes_it_again_and_says_so(tree, corpus, 
     printed = run_tree(tree, command(corpus, out))
     assert printed.count("was deleted while the run goes on") == 1
     assert (out / "step_000008" / "manifest.json").exists() and sorted(losses(out)) == [1, 2, 3, 4, 5, 6, 7]
-    assert "finished already" in run_tree(tree, command(corpus, out))
+    (tree / "nanochat" / "muon.py").write_bytes((tree / "nanochat" / "muon.py").read_bytes() + b"# edited\n")
+    said = run_tree(tree, command(corpus, out))
+    assert "finished already" in said and "nanochat/muon.py" in said
 
 
 def test_weights_that_are_not_finite_end_the_run_and_are_never_saved(tree, corpus, tmp_path):
@@ -76,34 +76,31 @@ def test_resuming_from_weights_that_are_not_finite_is_refused(tree, corpus, tmp_
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to catch")
 @pytest.mark.parametrize("seconds", [0, 8])
-def test_sigterm_in_set_up_or_compilation_ends_the_run_within_five_seconds(corpus, tmp_path, seconds):
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}  # compile again
-    process = subprocess.Popen(
-        [sys.executable, "-m", *command(corpus, tmp_path / "run", "--compile=on")],
-        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+def test_sigterm_in_set_up_or_compilation_ends_the_run(corpus, tmp_path, seconds):
+    cache = str(tmp_path / "cache")  # compile again
+    process = Process(command(corpus, tmp_path / "run", "--compile=on"), TORCHINDUCTOR_CACHE_DIR=cache)
     try:
-        assert "machine" in process.stdout.readline()  # the plan is printed; next come build and compilation
+        while "machine" not in process.stdout:  # the plan is printed; next come build and compilation
+            assert process.poll() is None, process.stderr
+            time.sleep(0.01)
         time.sleep(seconds)
         process.send_signal(signal.SIGTERM)
-        began = time.monotonic()
-        assert process.wait(timeout=60) == 0 and time.monotonic() - began < 5
-        assert "stopped by SIGTERM before the first step" in process.stderr.read()
+        assert process.wait() == 0
+        assert "stopped by SIGTERM before the first step" in process.stderr
     finally:
         process.kill()
-        process.communicate()
 
 
-@pytest.mark.parametrize("damage", [b'{"step": 1, "lo', b"[1, 2]", b"\xff\xfe"])
-def test_a_damaged_line_of_the_metrics_is_skipped_and_named(tree, corpus, tmp_path, damage):
+def test_damaged_lines_of_the_metrics_are_skipped_and_named(corpus, tmp_path):
     out = tmp_path / "run"
-    run_tree(tree, command(corpus, out, "--num_iterations=4", "--eval_every=-1"))
+    run(command(corpus, out, "--num_iterations=5", "--eval_every=-1"))
     lines = (out / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    lines[1] = damage + b"\n"
+    lines[1:4] = [b'{"step": 1, "lo\n', b"[1, 2]\n", b"\xff\xfe\n"]
     (out / "metrics.jsonl").write_bytes(b"".join(lines))
-    printed = run_tree(tree, command(corpus, out, "--num_iterations=5", "--eval_every=-1"))
-    assert re.search(r"metrics.jsonl, line 2,? .*skipped", printed)
-    assert sorted(losses(out)) == [0, 2, 3, 4]
+    printed = run(command(corpus, out, "--num_iterations=6", "--eval_every=-1"))
+    for number in (2, 3, 4):
+        assert re.search(rf"metrics.jsonl, line {number},? .*skipped", printed), printed
+    assert sorted(losses(out)) == [0, 4, 5]
 
 
 @pytest.mark.parametrize("setting", ["out_dir", "resume"])

@@ -4,12 +4,10 @@ import json
 import random
 import re
 import shutil
-import subprocess
-import sys
 import time
 
 import pytest
-from helpers import ROOT, command, craft, insert, losses, multiply_loss, records, run, run_tree
+from helpers import Process, command, craft, insert, losses, multiply_loss, records, run, run_tree
 
 from nanochat import checkpoint
 
@@ -76,6 +74,7 @@ def test_both_formats_train_and_leave_what_a_run_leaves(undisturbed):
     assert list(evaluated) == [0, 4, 8] and evaluated[8]["val_bpb"] < evaluated[0]["val_bpb"]
     assert all(0 <= r["exact_match"] <= 1 for r in evaluated.values())
     assert "0.3 x the base run's" in printed and "the answers" in printed
+    assert "warning" in printed and "has seen only" in printed  # a base model of 8 steps
     assert (out / "step_000008" / "model.safetensors").exists() and (out / "report.md").exists()
 
 
@@ -101,8 +100,7 @@ def test_a_run_killed_at_10_random_moments_equals_an_undisturbed_one_bit_for_bit
     long = ["--num_iterations=3000", "--warmdown_ratio=0", "--save_every=20", "--eval_every=-1"]
     draw, out, kills = random.Random(3), tmp_path / "killed", 0
     while kills < 10:
-        command = [sys.executable, "-m", *mid(base, chats, out, *long)]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = Process(mid(base, chats, out, *long))
         before = checkpoint.newest_in_words(out)
         while checkpoint.newest_in_words(out) == before and process.poll() is None:
             time.sleep(0.01)

@@ -39,7 +39,7 @@ def test_a_job_saves_and_requeues_at_the_warning_and_the_next_one_finishes(corpu
         **os.environ, "PATH": path, "SCONTROL_LOG": str(log), "SLURM_JOB_ID": "4711", "SLURM_NTASKS": "2",
         "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "here",
     }  # fmt: skip
-    arguments = command(corpus, out, "--num_iterations=400", "--save_every=-1", "--eval_every=-1")[1:]
+    arguments = command(corpus, out, "--num_iterations=150", "--save_every=-1", "--eval_every=-1")[1:]
 
     def submit(restarts):
         job = ["bash", "runs/slurm.sh", *arguments, "--resume=never"]
@@ -49,13 +49,13 @@ def test_a_job_saves_and_requeues_at_the_warning_and_the_next_one_finishes(corpu
     job = submit(restarts=0)
     wait_for_step(job, out, 3)
     job.send_signal(signal.SIGUSR1)
-    printed, _ = job.communicate(timeout=120)
+    printed, _ = job.communicate(timeout=300)
     assert job.returncode == 0 and "stopped by SIGUSR1" in printed, printed
     assert log.read_text() == "requeue 4711\n"
     stopped_at = checkpoint.find(out, "auto").step
-    assert 3 < stopped_at < 400
+    assert 3 < stopped_at < 150
     job = submit(restarts=1)  # --resume=never must not make it start over
     printed, _ = job.communicate(timeout=300)
     assert job.returncode == 0 and "going on from" in printed and "done:" in printed
-    assert sorted(losses(out)) == list(range(400))
+    assert sorted(losses(out)) == list(range(150))
     assert log.read_text() == "requeue 4711\n"  # the job has finished: no second requeue

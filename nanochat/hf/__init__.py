@@ -1,0 +1,1 @@
+"""A model as the Hugging Face tools read it; scripts/export.py writes the folder."""

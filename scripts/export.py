@@ -1,0 +1,157 @@
+"""Write a checkpoint as a folder that Hugging Face's transformers loads, and what is built on it.
+
+    python -m scripts.export --source=d12 --out=d12-hf
+
+    model = AutoModelForCausalLM.from_pretrained("d12-hf", trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained("d12-hf")
+
+The folder has the weights, the model's code in one file, the tokenizer with its chat format, where a text
+ends, and a model card to complete. Sub-word embeddings are added to the rows of tokens, so the tables are
+plain. docs/ecosystem.md says what else reads it. It needs `pip install -e '.[export]'`.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+import configurator
+from nanochat import UserError
+from nanochat.checkpoint import Checkpoint
+from nanochat.checkpoint.resume import EXPORTED_TOKENIZER
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.engine import find_source, load_for_inference
+from nanochat.files import user_path
+from nanochat.gpt import GPT
+from nanochat.hf.text import generation_config, write_text
+from nanochat.terminal import table
+
+source: str | None = None  # a run's tag, its folder or a checkpoint's (none = the newest, mid before base)
+out: str | None = None  # the folder to write; it must be new or empty
+dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights in the folder
+base_dir = "~/.cache/nanochat"  # where runs live (environment: NANOCHAT_BASE_DIR)
+
+settings = configurator.configure(globals())
+
+# A difference in the equations makes logits differ by 1, not by the rounding of sums
+TOLERANCE = 1e-3
+
+
+def check_folder(folder: Path):
+    """Raise UserError if something is in the way of a new folder."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"{folder} exists already; give another folder with --out, or remove it")
+
+
+def to_transformers(ours: GPT, identity: dict, endings: dict):
+    """The model with the same weights as transformers knows it. endings: for its GenerationConfig. Raises
+    UserError if it computes something else, as after a change of gpt.py, or if transformers is missing."""
+    try:
+        from transformers import GenerationConfig
+        from transformers.utils import logging
+
+        from nanochat.hf.modeling_nanochat import NanochatConfig, NanochatForCausalLM
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error.name} is missing; pip install -e '.[export]'") from error
+    logging.disable_progress_bar()
+    NanochatConfig.register_for_auto_class()
+    NanochatForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+    sizes = {name: value for name, value in asdict(ours.config).items() if name != "spelled"}
+    with torch.device("meta"):
+        theirs = NanochatForCausalLM(NanochatConfig(**sizes, nanochat=identity)).eval()
+    change = "gpt.py has changed; make the same change in nanochat/hf/modeling_nanochat.py"
+    try:
+        theirs.load_state_dict(ours.state_dict(), assign=True)
+    except RuntimeError as error:
+        raise UserError(f"{change} ({' '.join(str(error).split()):.300})") from error
+    shape = 1, min(2048, ours.config.max_seq_len)
+    idx = torch.randint(ours.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        difference = (ours(idx) - theirs(idx).logits).abs().max().item()
+    if not difference <= TOLERANCE:
+        raise UserError(f"{change} (logits differ by {difference:.2g})")
+    theirs.generation_config = GenerationConfig(**endings)
+    return theirs
+
+
+def card(name: str, checkpoint: Checkpoint, chat: bool) -> str:
+    """The model card: what it is, how it is used, and what the run says of itself."""
+    plan = []
+    if "config.json" in checkpoint.files:
+        plan = json.loads((checkpoint.path / "config.json").read_bytes())["plan"]
+    paths = "folder:", "base:"  # of this machine
+    plan = "\n".join(line for line in plan if not line.startswith(paths))
+    loop = checkpoint.state.get("loop", {})
+    rows = [["steps", f"{checkpoint.step:,}"], ["tokens trained on", f"{loop.get('tokens', 0):,}"]]
+    if (bits := loop.get("val_bpb")) is not None:
+        rows.append(["bits per byte of the validation " + ("answers" if chat else "text"), f"{bits:.4f}"])
+    kind = "answers in turns" if chat else "continues a text"
+    beginning = '[{"role": "user", "content": "Hello"}]' if chat else '"Once upon a time"'
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+# license: add the one you choose here, as in: mit
+---
+# {name}
+
+A GPT that was trained with nanochat. It {kind}.
+
+```python
+from transformers import pipeline
+
+write = pipeline("text-generation", "THIS_FOLDER", trust_remote_code=True)
+print(write({beginning}, max_new_tokens=100)[0]["generated_text"])
+```
+
+## Figures
+
+{table([["", ""], *rows])}
+
+## Plan
+
+```
+{plan}
+```
+"""
+
+
+# ------------------------------------------------------------------------------------------------------
+# Load
+
+if not out:
+    raise UserError("name the folder to write with --out=FOLDER")
+folder = user_path("out", out)
+check_folder(folder)
+checkpoint = find_source(source, user_path("base_dir", base_dir))
+tokenizer = Tokenizer.load(checkpoint.path / "tokenizer.json")
+ours = load_for_inference(checkpoint, torch.device("cpu"), torch.float32)
+chat = "loss_on" in checkpoint.state["identity"]  # trained on conversations
+identity = {"model": checkpoint.state["identity"]["model"], "tokenizer": tokenizer.fingerprint}
+theirs = to_transformers(ours, identity, generation_config(tokenizer, chat)).to(getattr(torch, dtype))
+
+# ------------------------------------------------------------------------------------------------------
+# Write, under another name until it is complete
+
+run_folder = checkpoint.path.parent if checkpoint.path.name.startswith("step_") else checkpoint.path
+temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
+try:
+    temporary.mkdir(parents=True)
+    theirs.save_pretrained(temporary)  # with the file of its code
+    write_text(tokenizer, temporary, chat, ours.config.max_seq_len)
+    (temporary / EXPORTED_TOKENIZER).write_bytes(tokenizer.to_bytes())  # for --init_from
+    (temporary / "README.md").write_text(card(run_folder.name, checkpoint, chat), encoding="utf-8")
+    if folder.exists():
+        folder.rmdir()  # empty
+    temporary.rename(folder)
+except OSError as error:
+    raise UserError(f"cannot write {folder} ({error}); make room, or give another --out") from error
+finally:
+    shutil.rmtree(temporary, ignore_errors=True)
+
+size = sum(path.stat().st_size for path in folder.iterdir())
+print(f"{checkpoint.path}: {theirs.num_parameters():,} parameters in {dtype}, {size / 2**20:,.1f} MiB")
+print(f"exported: {folder}; the licence in its README.md is yours to choose")
