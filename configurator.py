@@ -27,7 +27,9 @@ import io
 import operator
 import os
 import re
+import select
 import shutil
+import stat
 import sys
 import textwrap
 import tokenize
@@ -35,7 +37,8 @@ import warnings
 from collections import deque, namedtuple
 from dataclasses import dataclass
 
-from nanochat import UserError, explained
+from nanochat import UserError, explained, streams
+from nanochat.terminal import printable
 
 ENVIRONMENT = {"base_dir": "NANOCHAT_BASE_DIR"}  # setting -> the environment variable that may set it
 WORDS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
@@ -45,6 +48,7 @@ OPERATORS |= {ast.FloorDiv: operator.floordiv, ast.UAdd: operator.pos, ast.USub:
 OPERATORS[ast.Pow] = lambda base, exponent: float(base) ** exponent if exponent > 1024 else base**exponent
 LARGEST = 1e308  # the largest number that is accepted, so that every integer fits into a float
 MAX_FILE_BYTES = 100_000  # the largest config file
+PIPE_S = 10  # seconds to wait for a config file that another program writes into a pipe
 MAX_COLUMN = 28  # the rightmost column where help texts begin; a longer --name=default sticks out
 # How --help names a type, and how an error describes it
 TYPES = {int: ("int", "a whole number"), float: ("float", "a number"), str: ("text", "text")}
@@ -78,12 +82,10 @@ def configure(globals_, argv=None, arguments="CONFIG_FILE", aliases=None):
     People may type either name. It is read from the source of the call, so it must be written out there.
     --help prints every setting and exits with status 0. If anything is wrong, all mistakes are printed on
     stderr, no variable changes, and the script exits with status 2. From this call on, a UserError that
-    nothing catches ends the script in the same way: its sentence, status 2, no traceback. A character that
-    the terminal cannot show is printed as an escape, such as \\u2192.
+    nothing catches ends the script in the same way: its sentence, status 2, no traceback. Ctrl-C prints
+    nothing. stdout and stderr are as nanochat/streams.py says.
     """
-    for stream in sys.stdout, sys.stderr:
-        if hasattr(stream, "reconfigure"):  # a program may have replaced the stream by one without it
-            stream.reconfigure(errors="backslashreplace")
+    streams.secure()
     if sys.excepthook is not _excepthook:
         _excepthook.previous, sys.excepthook = sys.excepthook, _excepthook
     argv = sys.argv[1:] if argv is None else argv
@@ -247,7 +249,11 @@ def _read_file(path, names, errors):
     if path.startswith("runs/") and not os.path.exists(path):  # an installed copy has its recipes beside it
         where = os.path.join(os.path.dirname(__file__), path)
     try:
-        with open(where, "rb") as file:
+        with open(where, "rb", opener=_without_waiting) as file:
+            if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
+                if not select.select([file], [], [], PIPE_S)[0]:
+                    raise ValueError("it is a pipe to which no program writes")
+                os.set_blocking(file.fileno(), True)
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
             raise ValueError(f"over {MAX_FILE_BYTES:,} bytes, which is too long")
@@ -267,6 +273,11 @@ def _read_file(path, names, errors):
         elif statement is not body[0] or ast.get_docstring(ast.Module(body, [])) is None:
             errors.append(f"{place}: a config file holds lines of name = value, and nothing else")
     return given
+
+
+def _without_waiting(path, flags):
+    """An opener: to open a pipe would wait for the program that writes to it."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _expression(text, kind):
@@ -421,13 +432,12 @@ def _help_lines(left, setting, column, width):
 def _say(text, stream):
     """Print on the first process of each machine."""
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) in ("", "0"):
-        try:
-            print(text, file=stream, flush=True)
-        except BrokenPipeError:  # the reader of the output, such as `head`, has ended
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        print(printable(text), file=stream, flush=True)
 
 
 def _excepthook(kind, error, traceback):
+    if kind is KeyboardInterrupt:  # no error: Python ends as one who stops by Ctrl-C does
+        return None
     error = explained(error)
     if not isinstance(error, UserError):
         return _excepthook.previous(kind, error, traceback)

@@ -9,6 +9,7 @@ class UserError(ValueError):
     """
 
 
+NO_THREAD = "Failed to launch worker thread", "can't start new thread"  # words of pyarrow and Python
 _translations = []
 
 
@@ -22,12 +23,21 @@ def explain_errors(translate):
 
 
 def explained(error):
-    """The UserError in place of an error that a function of `explain_errors` knows, else the error itself.
-    Whatever prints the last error of a process asks for this first."""
+    """The UserError in place of an error that a function of `explain_errors` knows, of a file that this user
+    may not touch, or of a limit of memory or threads; else the error itself. Whatever prints the last error
+    of a process asks for this first."""
     for translate in reversed(_translations) if not isinstance(error, UserError) else ():
         try:
             if sentence := translate(error):
                 return UserError(sentence)
         except Exception:  # it must not hide the error that it was asked about
             continue
+    if isinstance(error, PermissionError) and error.filename:  # a colleague's folder on a shared machine
+        return UserError(f"{error.filename}: no permission; ask its owner for it, or name another place")
+    if isinstance(error, MemoryError) or any(words in str(error) for words in NO_THREAD):
+        what = str(error).strip() or "out of memory"
+        return UserError(
+            f"this process lacks memory or threads ({what}); end other programs, or raise its limits "
+            "(ulimit -v, ulimit -u)"
+        )
     return error

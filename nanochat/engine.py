@@ -38,7 +38,7 @@ def find_source(
     """
     places = [Path(base_dir) / name for name in kinds]
     runs = [
-        sorted((run for run in place.glob("*") if checkpoints_in(run)), key=_last_saved) for place in places
+        sorted((run for run in place.glob("*") if _has_checkpoints(run)), key=_last_saved) for place in places
     ]
     if source is None:
         folders = [of_place[-1] for of_place in runs if of_place]
@@ -62,13 +62,21 @@ def find_source(
     )
 
 
+def _has_checkpoints(run: Path) -> bool:
+    """Whether a folder is a run's with checkpoints. One that this user may not read has none for him."""
+    try:
+        return bool(checkpoints_in(run))
+    except UserError:
+        return False
+
+
 def _last_saved(run: Path) -> float:
     """When a run's last checkpoint was written, in seconds since 1970."""
     times = [0.0]
     for folder in checkpoints_in(run).values():
         try:
             times.append(os.path.getmtime(folder))
-        except FileNotFoundError:  # the run that writes here has just deleted it
+        except OSError:  # the run that writes here has just deleted it
             continue
     return max(times)
 

@@ -73,26 +73,14 @@ class LogLines:
 
 
 def print_line(text: str, stream, above: bool = False):
-    """Print to a stream, or go on without it: its reader may be gone, or its disk full. above: print above a
-    bar or line that a terminal redraws."""
-    try:
-        if above:
-            from tqdm import tqdm
+    """Print to a stream. above: print above a bar or line that a terminal redraws."""
+    if above:
+        from tqdm import tqdm
 
-            tqdm.write(text, file=stream)
-        else:
-            print(text, file=stream)
+        tqdm.write(text, file=stream)
         stream.flush()
-    except OSError:
-        give_up(stream)
-
-
-def give_up(stream):
-    """Send what follows on a stream nowhere. Ctrl-C also ends the `tee` behind a run, and the run still has
-    to save."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    else:
+        print(text, file=stream, flush=True)
 
 
 def printable(text: str) -> str:

@@ -36,7 +36,7 @@ from datetime import date
 from pathlib import Path
 
 import configurator
-from nanochat import UserError, checkpoint
+from nanochat import UserError, checkpoint, streams
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import open_tokenizer
 from nanochat.files import user_path
@@ -329,7 +329,7 @@ def add_to_table(table: Path, rows: list[str]):
 
 def stop(number, frame):
     """Exit; train_all then lets the trainings save."""
-    print(f"{signal.Signals(number).name}: the trainings save; the same command goes on", file=sys.stderr)
+    streams.from_handler(f"{signal.Signals(number).name}: the trainings save; the same command goes on\n")
     sys.exit(128 + number)
 
 
@@ -362,6 +362,7 @@ lock = checkpoint.lock_folder(list_path)  # else two commands could train the sa
 # Seeds in the outer loop: after a stop all variants have about the same number of results
 trainings = [Training(name, depth, seed) for depth in of_depths for seed in range(seeds) for name in chosen]
 at_once = jobs if jobs > 0 else 1 if machine.device.type != "cpu" else os.cpu_count() or 1
+streams.in_background()  # so that a reader who has stopped does not keep the trainings from saving
 for name in ("SIGTERM", "SIGINT", "SIGHUP"):
     number = getattr(signal, name, None)  # Windows has no SIGHUP, and nohup ignores it
     if number and signal.getsignal(number) != signal.SIG_IGN:

@@ -32,7 +32,7 @@ from nanochat.evals.bundle import Task, open_bundle
 from nanochat.evals.tasks import cloze_tasks, score_tasks
 from nanochat.files import user_path
 from nanochat.machine import precision, runtime
-from nanochat.terminal import bar, fenced, table
+from nanochat.terminal import bar, fenced, printable, table
 
 # Model
 source: str | None = None  # a run's tag, its folder or a checkpoint's (none = the newest, mid before base)
@@ -217,7 +217,7 @@ def page() -> str:
 
 
 if machine.is_main:
-    say(text := page())
+    say(text := printable(page()))
     stem = folder / f"base_eval_{found.step:06d}"
     try:
         os.makedirs(folder, exist_ok=True)

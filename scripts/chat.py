@@ -9,12 +9,12 @@ continues each line as a text of its own. To a model of mid_train each line is y
 remembers the earlier ones until its row is full. The text goes to stdout, everything else to stderr.
 """
 
-import os
 import signal
 import sys
 from typing import Literal
 
 import configurator
+from nanochat import streams
 from nanochat.data import chat_format
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.engine import Stream, find_source, load_for_inference, text_pieces
@@ -41,17 +41,11 @@ dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of weights 
 settings = configurator.configure(globals())
 
 
-def interrupted(number, frame):
-    """End the program without a traceback."""
-    os.write(2, b"\n")
-    sys.exit(130)
-
-
-signal.signal(signal.SIGINT, interrupted)
+signal.signal(signal.SIGINT, lambda number, frame: sys.exit(130))  # Ctrl-C: no traceback
 
 
 def note(text: str):
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -67,8 +61,7 @@ wanted = room if max_tokens == -1 else max_tokens
 answers = "loss_on" in checkpoint.state["identity"]  # trained on conversations
 if answers:
     chat_format.check(tokenizer, model.config.vocab_size)
-if sys.stdin:  # None if it is closed
-    sys.stdin.reconfigure(errors="replace")  # bytes that are not text
+sys.stdin.reconfigure(errors="replace")  # bytes that are not text
 note(
     f"{checkpoint.path}: {sum(p.numel() for p in model.parameters()):,} parameters on {machine.device.type} "
     f"in {precision.name_of(compute_dtype)} ({dtype_reason})"
@@ -141,9 +134,8 @@ def lines():
 # ------------------------------------------------------------------------------------------------------
 # Write
 
-try:
-    act = Conversation().answer if answers else write
-    for number, text in enumerate(lines() if prompt is None else [prompt]):
-        act(text, seed + number)
-except BrokenPipeError:  # the reader of the output, such as `head`, has ended
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+act = Conversation().answer if answers else write
+for number, text in enumerate(lines() if prompt is None else [prompt]):
+    act(text, seed + number)
+    if streams.nobody_reads():  # the reader of the output, such as `head`, has ended
+        break

@@ -114,8 +114,8 @@ chat_format.check(tokenizer, config.vocab_size)
 with machine.main_first("conversations", stop):
     conversations = open_conversations(data, val_data, skip_bad, base_path, say, network=not plan_only)
 if show:
-    for messages in conversations.train.messages[:show]:
-        say(chat_format.coloured(tokenizer, messages, loss_on), end="\n\n")
+    for messages in conversations.train.messages[: show if machine.is_main else 0]:
+        print(chat_format.coloured(tokenizer, messages, loss_on), end="\n\n")
     machine.exit()
 train_tokens = render_all(conversations.train, tokenizer, config.max_seq_len, loss_on)
 val_tokens = render_all(conversations.val, tokenizer, config.max_seq_len, loss_on)

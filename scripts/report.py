@@ -14,6 +14,7 @@ import configurator
 from nanochat import UserError
 from nanochat.files import replacing, user_path
 from nanochat.run.report import MOST_RUNS, comparison_page, find_run, read_run, run_page, write_files
+from nanochat.terminal import printable
 
 out: str | None = None  # file to write (none = the run's report.html; comparison.html here for several runs)
 price_per_hour = -1.0  # what the machine costs an hour, to show the cost (-1 = as the run says) [-1, 0..1e9]
@@ -23,7 +24,7 @@ settings = configurator.configure(globals(), arguments="RUN")
 
 
 def warn(message: str):
-    print(message, file=sys.stderr)
+    print(printable(message), file=sys.stderr)
 
 
 folders = [find_run(name, user_path("base_dir", base_dir)) for name in dict.fromkeys(settings.arguments)]
@@ -42,5 +43,5 @@ try:
             file.write(page.encode())
 except OSError as error:
     reason = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    raise UserError(f"no report ({reason}); give another place with --out=FILE") from error
+    raise UserError(f"no report ({reason}); name another run, or another place with --out=FILE") from error
 print(f"report: {path}")

@@ -76,11 +76,3 @@ def test_on_a_terminal_import_and_tokenizer_have_bars_that_fit_its_width(at_term
     drawn = at_terminal(lambda: bpe.train_tokens(["some text"] * 9, 260, PATTERN, 50, show_progress=True))
     assert "joining pairs" in drawn and "6.00/6.0" in drawn  # of 9 documents, 50 characters are in 6
     assert at_terminal(lambda: bpe.train_tokens(["some text"] * 9, 260, PATTERN)) == ""
-
-
-def test_a_stream_whose_reader_is_gone_is_given_up(clock):
-    reads, writes = os.pipe()
-    os.close(reads)
-    with os.fdopen(writes, "w") as stream:
-        bars.print_line("one", stream)
-        bars.print_line("two", stream)

@@ -5,13 +5,15 @@ import re
 import runpy
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from helpers import ROOT
 
 import configurator
-from nanochat import UserError
+from nanochat import UserError, explained
 
 SCRIPT = '''\
 """Train a small thing.
@@ -167,6 +169,33 @@ def test_other_processes_of_a_machine_stop_with_the_same_status_in_silence(capsy
     assert stopped(capsys, "--dept=6") == (2, "", "") and stopped(capsys, "--help") == (0, "", "")
     monkeypatch.setenv("LOCAL_RANK", "0")  # the first process of a second machine speaks
     assert "error: unknown setting --dept" in stopped(capsys, "--dept=6")[2]
+
+
+@pytest.mark.parametrize("error, words", [
+    (PermissionError(13, "Permission denied", "/a/colleague"), "/a/colleague: no permission"),
+    (MemoryError(), "lacks memory"),
+    (RuntimeError("can't start new thread"), "ulimit -u"),
+    (pa.ArrowMemoryError("malloc of size 64 failed"), "ulimit -v"),
+    (pa.ArrowException("Unknown error: Failed to launch worker thread: no resources"), "ulimit -u"),
+    (pa.ArrowException("Unknown error: a wrong type"), None),
+    (ValueError("a mistake in the code"), None),
+])  # fmt: skip
+def test_what_a_machine_refuses_is_a_sentence_and_a_mistake_in_the_code_is_none(error, words):
+    found = explained(error)
+    assert found is error if words is None else isinstance(found, UserError) and words in str(found)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes of POSIX")
+def test_a_config_file_comes_from_a_program_and_a_pipe_without_one_is_refused(folder, capsys, monkeypatch):
+    monkeypatch.setattr(configurator, "PIPE_S", 0.1)
+    os.mkfifo("settings.py")
+    status, _, said = stopped(capsys, "settings.py")
+    assert status == 2 and "settings.py: it is a pipe to which no program writes" in said
+    monkeypatch.setattr(configurator, "PIPE_S", 60)
+    writer = threading.Thread(target=lambda: Path("settings.py").write_text("depht = 7"))
+    writer.start()
+    assert "settings.py:1: unknown setting depht" in stopped(capsys, "settings.py")[2]
+    writer.join()
 
 
 # Real processes

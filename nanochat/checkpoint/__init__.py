@@ -18,6 +18,7 @@ from nanochat.checkpoint.folder import (
     check_shared,
     checkpoints_in,
     lock_folder,
+    make_room,
     newest_in_words,
     prune,
     set_aside,

@@ -1,5 +1,6 @@
 """Saving on a background thread, so that training does not wait for the disk."""
 
+import functools
 import json
 import os
 import sys
@@ -49,12 +50,13 @@ class AsyncSaver:
         if _keeps_buffers(model, optimizer):
             self._job = self._thread.submit(self._reserve, model=model, optimizer=optimizer)
 
-    def submit(self, step, *, model, optimizer, state, files=None, before_publish=None, after_publish=None):
+    def submit(self, step, *, model, optimizer, state, make_room=None, after_publish=None, **more):
         """Wait for the previous save, copy all tensors and the state, and start `save` with them.
 
-        The arguments are those of `save`. before_publish and after_publish (to prune, for example) run on the
-        background thread of rank 0. If the previous save failed, this one starts, and then the SaveError of
-        the previous one is raised.
+        The other arguments are those of `save`. What follows runs on the background thread of rank 0:
+        make_room() before the save, make_room(failed=True) if it fails, before_publish, and after_publish (to
+        prune, for example). If the previous save failed, this one starts, and then the SaveError of the
+        previous one is raised.
         """
         check_finite(model, step, self._where["out_dir"])
         failure = None
@@ -64,7 +66,7 @@ class AsyncSaver:
             failure = e
         self._count += 1
         run_id = self._run_id and f"{self._run_id}-{self._count}"  # notes of an older attempt do not count
-        what = dict(step=step, files=files, before_publish=before_publish, run_id=run_id, **self._where)
+        what = dict(step=step, run_id=run_id, **more, **self._where)
         what["state"] = json.loads(to_json(state))  # a copy: the loop changes its own while this one is saved
         what["model"] = self._copy("model", model) if self._where["rank"] == 0 else {}
         what["optimizer"] = self._copy("optimizer", optimizer)
@@ -73,12 +75,19 @@ class AsyncSaver:
             copied = torch.cuda.Event(blocking=True)  # sleeps; torch.cuda.synchronize keeps a core busy
             copied.record()
             copied.synchronize()
-        self._job = self._thread.submit(self._save, what, after_publish)
+        self._job = self._thread.submit(self._save, what, after_publish, make_room)
         if failure:
             raise failure
 
-    def _save(self, what, after_publish):
-        path = save(**what)
+    def _save(self, what, after_publish, make_room):
+        if make_room and what["rank"] == 0:
+            attempt(make_room)
+        try:
+            path = save(**what)
+        except SaveError:
+            if make_room:
+                attempt(functools.partial(make_room, failed=True))
+            raise
         if after_publish and what["rank"] == 0:
             after_publish()
         if not self._keep:

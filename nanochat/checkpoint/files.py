@@ -140,6 +140,8 @@ def read_json(path):
         refuse_endless(path)
         raw = path.read_bytes()
         value = json.loads(raw.decode(), parse_constant=refuse)
+    except PermissionError:  # the checkpoint is not damaged
+        raise
     except OSError as e:
         raise _unreadable(path, e) from e
     except (ValueError, RecursionError) as e:
@@ -160,6 +162,8 @@ def verify_file(path, entry):
                 raise damaged(path, f"has {actual:,} bytes instead of {entry['size']:,}")
             while n := f.readinto(buffer):
                 digest.update(buffer[:n])
+    except PermissionError:  # the checkpoint is not damaged
+        raise
     except OSError as e:
         raise _unreadable(path, e) from e
     if digest.hexdigest() != entry["sha256"]:

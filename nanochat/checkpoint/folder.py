@@ -17,6 +17,12 @@ from nanochat.files import open_plain
 
 LOCK = ".lock"
 STEP = re.compile(r"(?:\.old-)?step_(\d{6,})")  # .old-: good until its successor is there
+METRICS = "metrics.jsonl"
+# What a run writes into its folder, beside checkpoints; base_eval writes there too
+FILES = re.compile(
+    rf"{re.escape(METRICS)}|config\.json|report\.(md|html)|loss\.png|profile_\d+\.json\.gz|"
+    r"base_eval_\d+\.(md|json)|wandb|tensorboard|\.tmp-.*"
+)
 
 
 def checkpoints_in(out_dir):
@@ -95,30 +101,52 @@ def check_shared(out_dir, machine):
 
 
 def prune(out_dir, keep, permanent_every=-1, say=print):
-    """Delete old checkpoints. The `keep` newest stay (keep <= 0: all), and so does every checkpoint whose
-    step is a multiple of `permanent_every` (-1: none).
+    """Delete old checkpoints; returns their steps. The `keep` newest stay (keep <= 0: all), and so does every
+    checkpoint whose step is a multiple of `permanent_every` (-1: none).
 
     A deletion that fails does not end training: it goes to `say`.
     """
     steps = checkpoints_in(out_dir)
     passing = [step for step in sorted(steps) if permanent_every <= 0 or step % permanent_every]
-    for step in passing[:-keep] if keep > 0 else []:
+    old = passing[:-keep] if keep > 0 else []
+    for step in old:
         if e := attempt(remove_folder, steps[step]):
             say(f"could not delete the old checkpoint of step {step} ({reason(e)}); training goes on")
+    return old
+
+
+def make_room(out_dir, keep, permanent_every=-1, say=print, failed=False):
+    """Before a save: if the disk has less room than the newest checkpoint takes, or if a save has `failed`,
+    delete the checkpoints that `prune` would delete after the next save, but for the newest one."""
+    steps = checkpoints_in(out_dir)
+    if not steps or keep <= 0:
+        return
+    needed = sum(file.stat().st_size for file in steps[max(steps)].iterdir())
+    full = failed or shutil.disk_usage(out_dir).free < needed
+    if full and (gone := prune(out_dir, max(1, keep - 1), permanent_every, say)):
+        say(f"the disk is full: deleted the checkpoint of step {', '.join(map(str, gone))} for the next one")
 
 
 def set_aside(out_dir, after=None):
-    """Move what an old run left in `out_dir` to the first free `<out_dir>.old-N`; returns that folder, or
-    None if there was nothing to move.
+    """Move what an old run wrote into `out_dir` to the first free `<out_dir>.old-N`; returns that folder, or
+    None if there was nothing to move. Other files stay.
 
     after: move only the checkpoints of later steps than this one. The newest moves first, so a kill leaves a
-    shorter run without gaps. Raises UserError if a folder cannot be moved.
+    shorter run without gaps. Raises UserError if a folder cannot be moved, or if files have names of a run's
+    and there is no run.
     """
     out_dir = Path(out_dir).resolve()
     steps = checkpoints_in(out_dir)
     moving = [steps[s] for s in sorted(steps, reverse=True) if after is None or s > after]
     if after is None and out_dir.is_dir():
-        moving += [p for p in sorted(out_dir.iterdir()) if p not in moving and p.name != LOCK]
+        names = [name for name in sorted(os.listdir(out_dir)) if FILES.fullmatch(name)]
+        if names and not steps and METRICS not in names:
+            raise UserError(
+                f"{out_dir} has {names[0]} but no {METRICS} and no checkpoint, so it is not a run's folder; "
+                "choose another --out_dir, or move the file"
+            )
+        names.sort(key=METRICS.__eq__)  # the last to go: a kill leaves a folder that is still a run's
+        moving += [out_dir / name for name in names]
     if not moving:
         return None
     n = 1

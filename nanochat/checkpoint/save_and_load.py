@@ -145,8 +145,8 @@ def _sentence(e, final, tensors):
     with contextlib.suppress(OSError):
         room += f", {shutil.disk_usage(final.parent).free / 1e6:,.1f} MB are free"
     return (
-        f"could not save {final} ({reason(e)}; {room}); "
-        "make room there or choose another --out_dir; the checkpoints before it are untouched"
+        f"could not save {final} ({reason(e)}; {room}); make room there, lower --keep_checkpoints or choose "
+        "another --out_dir; the checkpoints before it are untouched"
     )
 
 

@@ -43,9 +43,17 @@ class Rendered:
         return np.diff(self.first)
 
     def epoch_rows(self, epoch: int, seed: int, max_seq_len: int) -> list[list[int]]:
-        """The rows of an epoch, each a list of conversations, in the order of training."""
+        """The rows of an epoch, at least one, each a list of conversations, in the order of training. Raises
+        UserError if the weights are too small for that."""
+        if (expected := self.weights.sum()) < 1 - 1e-9:
+            raise UserError(
+                f"with its weights --data has {expected:.2g} conversations an epoch; give larger weights"
+            )
         generator = np.random.default_rng([seed, epoch])
-        rows = pack(self.sizes, draw(self.weights, generator), max_seq_len + 1)
+        order = draw(self.weights, generator)
+        if not len(order):  # chance has left all out
+            order = generator.choice(len(self.weights), 1, p=self.weights / expected)
+        rows = pack(self.sizes, order, max_seq_len + 1)
         return [rows[i] for i in generator.permutation(len(rows))]
 
     def summary(self, loss_on: str) -> str:

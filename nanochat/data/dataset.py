@@ -73,11 +73,13 @@ class Dataset:
         """End the download. Raises UserError on every process if the run ended because it ran out of text."""
 
 
-def build(folder: Path, name: str, documents: Iterable[tuple[str, str]], note: str) -> Dataset:
+def build(
+    folder: Path, name: str, documents: Iterable[tuple[str, str]], note: str, given: bool = False
+) -> Dataset:
     """Write (split, text) documents as shards into `folder`, and open it.
 
-    Two `{}` in `note` become the numbers of training and validation documents. Raises UserError if a split is
-    empty or the folder cannot be written.
+    Two `{}` in `note` become the numbers of training and validation documents. given: --val_data names the
+    validation split. Raises UserError if a split is empty or the folder cannot be written.
     """
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -86,8 +88,10 @@ def build(folder: Path, name: str, documents: Iterable[tuple[str, str]], note: s
         try:
             index = write_sorted(documents, temporary)
             train, val = index.pop("documents")
-            if not val and not train:
+            if not train and (given or not val):
                 raise UserError(f"{name} holds no text; give --data files with documents in them")
+            if given and not val:
+                raise UserError("--val_data holds no text; give it files with documents in them")
             if not val or not train:
                 missing = "validation" if train else "training"
                 raise UserError(

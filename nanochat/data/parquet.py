@@ -125,7 +125,7 @@ def open_shard(shard: Path, field: str = "text"):
         ) from error
     schema = file.schema_arrow
     if schema.names.count(field) != 1 or not _is_text(schema.field(field).type):
-        columns = ", ".join(schema.names)
+        columns = ", ".join(f"{column.name}: {column.type}" for column in schema)
         raise UserError(
             f"{shard} has no text in a column `{field}` (it has {columns}); name the column with --text_field"
         )

@@ -143,7 +143,7 @@ def _open_local(
         note = f"{{:,}} training and {{:,}} validation documents of {len(files) + len(val_files):,} files"
         note += f", {others:,} files of other kinds left out" if others else ""
         documents = _import([("train" if val_files else "hash", files), ("val", val_files)], text_field)
-        dataset = build(target, name, documents, note)
+        dataset = build(target, name, documents, note, given=bool(val_files))
         if (_stamp(files), _stamp(val_files)) != stamp:
             shutil.rmtree(target)
             raise UserError(f"files of {name} changed during the import; start again")

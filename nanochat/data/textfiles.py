@@ -166,7 +166,9 @@ def json_values(path: Path, file: BinaryIO, bad: list[str] | None = None) -> Ite
         for number, value in enumerate(values if isinstance(values, list) else [values], start=1):
             yield value, f"{path}, item {number}"
         return
-    lines = gzip.GzipFile(fileobj=file) if path.suffix.lower() == ".gz" else file
+    lines = file
+    if path.suffix.lower() == ".gz":  # GzipFile's own lines take twice the time
+        lines = io.BufferedReader(gzip.GzipFile(fileobj=file), CHUNK)
     for number, line in enumerate(lines, start=1):
         if line.isspace():
             continue

@@ -21,9 +21,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from nanochat import UserError, explained
+from nanochat import UserError, explained, streams
 from nanochat.machine import watchdog
-from nanochat.terminal import first_line
+from nanochat.terminal import first_line, printable
 
 GRACE_S = 3.0  # seconds in which the waiting processes find out which one does not wait
 FINISH_S = 20.0  # seconds for work in progress, such as a save, to end; torchrun kills after 30
@@ -223,9 +223,7 @@ class _Ending:
         for finish in _to_finish:
             with contextlib.suppress(Exception):  # the cause is printed; a later error would hide it
                 finish(FINISH_S)
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
+        streams.drain(streams.END_S)
         if self.watchdog:
             self.watchdog.close(watchdog.FAILED)
         os._exit(status)  # threads and destructors of a broken process group may wait for ever
@@ -241,7 +239,7 @@ class _Ending:
         if said == 1:
             who = f"process {self.rank}: " if self.rank > 0 else ""
             _report_to_torchrun(error)
-            print(f"error: {who}{error}", file=sys.stderr, flush=True)
+            print(printable(f"error: {who}{error}"), file=sys.stderr, flush=True)
         if self.serves and self.store:  # the others look into the store before they speak
             deadline = time.monotonic() + GRACE_S
             while self.store.add(key, 0) < self.world_size and time.monotonic() < deadline:

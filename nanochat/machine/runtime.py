@@ -20,7 +20,7 @@ from nanochat import UserError
 from nanochat.machine import distributed, memory, watchdog
 from nanochat.machine.signals import StopSignal
 from nanochat.machine.transfers import Reading
-from nanochat.terminal import give_up
+from nanochat.terminal import printable
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 COMPUTE_NOTHING = {"run", "diagnostics", "evals", "hf", "checkpoint"}  # rooms that do not decide the losses
@@ -54,12 +54,9 @@ class Machine:
         return 1 if self.device.type == "cuda" else 0
 
     def print(self, *words, **options):
-        """print() in the first process; nothing in the others."""
+        """print() in the first process, with control characters as escapes; nothing in the others."""
         if self.is_main:
-            try:
-                print(*words, **options, flush=True)
-            except OSError:
-                give_up(sys.stdout)
+            print(*map(printable, map(str, words)), **options, flush=True)
 
     def all_sum(self, values: list[float]) -> list[float]:
         """Element-wise sums over all processes."""

@@ -4,9 +4,10 @@ import contextlib
 import os
 import signal
 import socket
-import stat
 import threading
 import time
+
+from nanochat import streams
 
 NAMES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGQUIT")  # Windows has the first two
 PATIENCE_S = 1.0  # seconds in which Python's own handler should have answered
@@ -17,10 +18,12 @@ class StopSignal:
     after its step.
 
     A second Ctrl-C (SIGINT) or Ctrl-\\ (SIGQUIT) ends the process at once. If the torchrun that started this
-    process dies, that counts as a signal too. Under nohup, SIGHUP stays ignored.
+    process dies, that counts as a signal too. Under nohup, SIGHUP stays ignored. What is printed is written
+    in the background, so that a reader who has stopped does not keep the run from saving.
     """
 
     def __init__(self):
+        streams.in_background()
         self._name, self._in_set_up = "", True
         self._torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         with contextlib.suppress(ValueError):  # outside the main thread the handlers stay as they are
@@ -49,17 +52,16 @@ class StopSignal:
     def set_up_done(self):
         """The first step is done: from now on there is something to save."""
         self._in_set_up = False
+        streams.never_wait()
 
     def _remember(self, number, frame):
         name = signal.Signals(number).name
-        if name == "SIGHUP":
-            _silence_closed_terminals()
         if self._in_set_up:
             _end_set_up(number)
         if self._name == name and name in ("SIGINT", "SIGQUIT"):
             os._exit(128 + number)  # a checkpoint is complete or absent at any moment: nothing to clean up
         self._name = name
-        _write(f"\n{name}: finishing this step, then saving\n")
+        streams.from_handler(f"\n{name}: finishing this step, then saving\n")
 
     def _watch(self):
         """Let a thread end the set-up when the main thread cannot: Python calls `_remember` between two of
@@ -82,18 +84,8 @@ def _end_set_up(number):
     """End the process now: before its first step, a run has nothing to save. Status 0, as after a save, so a
     scheduler puts the job back into its queue."""
     name = signal.Signals(number).name
-    _write(f"\nstopped by {name} before the first step was done; the same command starts again\n")
+    streams.from_handler(
+        f"\nstopped by {name} before the first step was done; the same command starts again\n"
+    )
+    streams.drain(streams.STALLED_S)
     os._exit(0)  # files are complete or absent at any moment: nothing to clean up
-
-
-def _write(text: str):
-    with contextlib.suppress(OSError):  # stderr may be closed; print() is not safe in a signal handler
-        os.write(2, text.encode())
-
-
-def _silence_closed_terminals():
-    """Send the output for a closed terminal to /dev/null: writing there would be an error before the save."""
-    for fd in (1, 2):
-        with contextlib.suppress(OSError):
-            if stat.S_ISCHR(os.fstat(fd).st_mode) and not os.isatty(fd):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), fd)

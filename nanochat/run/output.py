@@ -19,6 +19,7 @@ from nanochat.run.loggers import Loggers
 from nanochat.run.report import write_report
 
 MOST_BAD_STEPS = 3  # in a row that are not finite; then the run ends
+MOST_FAILED_SAVES = 3  # in a row; then the run ends, since what it computes would be lost
 
 
 def begin(resumed, identity: dict, settings, plan: Plan, machine, accept: str):
@@ -108,18 +109,17 @@ class RunOutput:
             "tokenizer.json": tokenizer.to_bytes(),
             "config.json": json.dumps(facts, indent=2).encode(),
         }
+        self.log = metrics.Metrics(path, enabled=machine.is_main)  # its file is what makes it a run's folder
         if machine.is_main:
             checkpoint.write_whole(path / "config.json", self._files["config.json"])
-        opened = None
-        if machine.is_main:
-            opened = Loggers(loggers, run_name, path, facts, loop, step, machine.print)
-        self.log = metrics.Metrics(path, opened, enabled=machine.is_main)
+            self.log.loggers = Loggers(loggers, run_name, path, facts, loop, step, machine.print)
         self.console = Console(step, machine.is_main, loop, clock)
         self._saver = checkpoint.AsyncSaver(path, machine.rank, machine.world_size, run_id)
         distributed.before_end(self._saver.finish)  # if a process fails, a save under way is finished first
-        self._prune = functools.partial(
-            checkpoint.prune, path, keep_checkpoints, permanent_every, self.console.print
-        )
+        kept = path, keep_checkpoints, permanent_every, self.console.print
+        self._prune = functools.partial(checkpoint.prune, *kept)
+        self._make_room = functools.partial(checkpoint.make_room, *kept)
+        self._failed_saves = 0  # in a row
         self._saved_at = time.monotonic()
 
     @torch.profiler.record_function("log")  # its name in a trace
@@ -178,7 +178,8 @@ class RunOutput:
         """Start to write a checkpoint after `step` updates. Every process calls it at the same step.
 
         state: what else the run needs to continue, ready for JSON; the same on all processes. Raises
-        UserError if the model's weights are not finite. Prints a warning if the save before failed.
+        UserError if the model's weights are not finite. Prints a warning if the save before failed, and
+        raises its SaveError if it was the last of MOST_FAILED_SAVES in a row.
         """
         random_state = runtime.random_state(self._machine.device) if self._machine.is_main else {}
         try:
@@ -190,9 +191,14 @@ class RunOutput:
                 files=self._files,
                 before_publish=self.log.sync,
                 after_publish=self._prune,
+                make_room=self._make_room,
             )
-        except checkpoint.SaveError as error:  # training goes on
-            self.console.print(f"warning: {error}")
+            self._failed_saves = 0
+        except checkpoint.SaveError as error:
+            self._failed_saves += 1
+            if self._failed_saves == MOST_FAILED_SAVES:
+                raise
+            self.console.print(f"warning: {error}")  # training goes on
         self._saved_at = time.monotonic()
 
     def save_is_overdue(self, minutes: float) -> bool:

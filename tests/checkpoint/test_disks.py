@@ -1,8 +1,10 @@
 """Full, read-only and unwritable disks: the save in progress fails in one sentence, older ones stay good."""
 
+import functools
 import os
 import resource
 import subprocess
+import types
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from helpers import check, disk, names_in, save_step
 
 from nanochat import UserError
-from nanochat.checkpoint import SaveError, find, lock_folder, prune
+from nanochat.checkpoint import AsyncSaver, SaveError, find, lock_folder, make_room, prune
 
 PAGE = 4096  # bytes
 
@@ -52,6 +54,37 @@ def test_a_disk_that_fills_up_anywhere_in_a_save_costs_that_save_alone(small_dis
     assert {"optimizer-00000-of-00001.safetensors", "model.safetensors", "manifest.json"} < failed
     check(find(run), 2)
     lock.close()
+
+
+@pytest.mark.parametrize("quota", [False, True])
+def test_old_checkpoints_make_room_for_the_next_one_and_the_newest_always_stays(
+    small_disk, monkeypatch, quota
+):
+    """A quota limits a user, and not what the disk says is free."""
+    if quota:
+        monkeypatch.setattr("shutil.disk_usage", lambda path: types.SimpleNamespace(free=2**40))
+    run, said, failed = small_disk / "run", [], []
+    saver = AsyncSaver(run)
+    for step in range(1, 7):
+        saver.submit(
+            step,
+            model={"wte": torch.full((16_000,), float(step))},  # 64 kB: the disk has room for three
+            optimizer={},
+            state={"step": step},
+            make_room=functools.partial(make_room, run, 3, say=said.append),
+            after_publish=functools.partial(prune, run, 3),
+        )
+        try:
+            saver.wait()
+        except SaveError:
+            failed.append(step)
+    assert failed == ([4, 6] if quota else [])  # with a quota, the save after a failed one has room
+    assert "step 1" in said[0] and len(said) == len(failed or [4, 5, 6])
+    assert names_in(run)[-1] == ("step_000005" if quota else "step_000006")
+    assert not any(name.startswith(".tmp") for name in names_in(run))
+    make_room(run, 1, failed=True)
+    assert len(names_in(run)) == 1
+    saver.close()
 
 
 def test_a_process_that_finds_the_disk_full_makes_room_to_report_it_to_rank_0(small_disk):

@@ -32,6 +32,27 @@ def test_never_sets_the_old_run_aside_and_keeps_the_lock(tmp_path):
     lock.close()
 
 
+def test_only_what_a_run_wrote_is_set_aside(tmp_path):
+    run = tmp_path / "run"
+    (run / "thesis").mkdir(parents=True)
+    (run / "log.txt").write_text("stdout of the run")
+    assert find(run, "never") is None and names_in(run) == ["log.txt", "thesis"]
+    written = ["config.json", "metrics.jsonl", "report.md", "base_eval_000001.md", "profile_3.json.gz"]
+    for name in written:
+        (run / name).touch()
+    save_step(run, 1)
+    assert sorted([*written, "step_000001"]) == names_in(set_aside(run))
+    assert names_in(run) == ["log.txt", "thesis"]
+
+
+def test_a_folder_that_is_no_runs_is_not_set_aside_nor_written_to(tmp_path):
+    for name in ("report.md", "config.json"):
+        (tmp_path / name).write_text("of something else")
+        with pytest.raises(UserError, match="not a run's folder; choose another --out_dir"):
+            find(tmp_path, "never")
+    assert names_in(tmp_path) == ["config.json", "report.md"]
+
+
 def test_a_run_that_continues_from_an_earlier_step_puts_the_later_ones_away(tmp_path):
     run = tmp_path / "run"
     for step in (1, 2, 3):

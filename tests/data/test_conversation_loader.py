@@ -108,6 +108,13 @@ def test_a_weight_below_one_is_a_share_of_the_epochs():
     assert 35 < np.mean(counts) < 65 and len(set(counts)) > 1
 
 
+def test_an_epoch_is_never_empty_and_weights_for_less_than_one_conversation_are_refused():
+    for epoch in range(50):
+        assert rendered([5] * 10, [0.1] * 10).epoch_rows(epoch, 0, T)
+    with pytest.raises(UserError, match=r"0\.005 conversations an epoch"):
+        rendered([5] * 50, [0.0001] * 50).epoch_rows(0, 0, T)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_any_number_of_processes_sees_the_same_rows_and_counts_the_same_targets(world_size):
     alone = steps(make(SIZES, device_batch_size=6), 8, 1)

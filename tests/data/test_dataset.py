@@ -104,7 +104,7 @@ def test_another_field_or_column_holds_the_text_when_named(tmp_path):
     data = open_dataset(tmp_path / "in", base_dir=tmp_path / "base", text_field="body")
     expected = {f"{letter}{i}" for letter in "ab" for i in range(99)}
     assert set(flat(documents(data))) == expected
-    with pytest.raises(UserError, match=r"column `text` .it has body.; name the column with --text_field"):
+    with pytest.raises(UserError, match=r"column `text` .it has body: string.; name the column"):
         open_dataset(tmp_path / "in", base_dir=tmp_path / "base")
 
 

@@ -157,6 +157,9 @@ def test_row_groups_are_numbered_through_the_shards_without_the_empty_ones(tmp_p
         ("good", "good/a.parquet", "every file"),
         ("no.parquet", "good/a.parquet", "cannot be read as a parquet file"),
         ("words.parquet", "good/a.parquet", "no text in a column `text` .it has words"),
+        ("numbers.parquet", "good/a.parquet", "no text in a column `text` .it has text: int64"),
+        ("nothing.txt", "text.txt", "nothing.txt holds no text; give --data"),
+        ("text.txt", "nothing.txt", "--val_data holds no text"),
         ("embedded", "good/a.parquet", "its own validation"),
     ],
 )
@@ -166,6 +169,9 @@ def test_bad_input_is_refused_in_one_sentence(tmp_path, monkeypatch, data, val_d
     (tmp_path / "empty").mkdir()
     (tmp_path / "no.parquet").write_text("no parquet")
     pq.write_table(pa.table({"words": ["a"]}), tmp_path / "words.parquet")
+    pq.write_table(pa.table({"text": [1]}), tmp_path / "numbers.parquet")
+    (tmp_path / "nothing.txt").touch()
+    (tmp_path / "text.txt").write_text("text")
     with pytest.raises(UserError, match=message) as error:
         open_dataset(data, val_data, base_dir=tmp_path / "base")
     assert "\n" not in str(error.value)

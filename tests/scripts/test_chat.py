@@ -193,7 +193,9 @@ def test_ctrl_c_ends_it_without_a_traceback(base):
 
 @pytest.mark.skipif(os.name == "nt", reason="a closed pipe is another error there")
 def test_a_closed_output_pipe_is_no_error(base):
-    process = start(base, "--prompt=a", "--max_tokens=40")
+    process = start(base, "--max_tokens=40")
     process.stdout.close()
+    process.stdin.write(b"a\n")  # one line is written; the input stays open, and ends nothing
+    process.stdin.flush()
     notes = process.stderr.read()
     assert process.wait(timeout=300) == 0 and b"Traceback" not in notes and b"BrokenPipe" not in notes

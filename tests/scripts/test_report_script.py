@@ -60,8 +60,8 @@ def test_what_is_no_run_is_refused_with_a_sentence(folders, tmp_path, report):
         ([], "name 1 to"),
         ([str(tmp_path)], "has no metrics.jsonl"),
         (["three"], "there is no run three"),
-        ([folders[0], f"--out={tmp_path}"], "give another place with --out"),
-        ([folders[0], f"--out={tmp_path}/no/page.html"], "give another place with --out"),
+        ([folders[0], f"--out={tmp_path}"], "another place with --out"),
+        ([folders[0], f"--out={tmp_path}/no/page.html"], "another place with --out"),
     ):
         with pytest.raises(UserError, match=words):
             report(*arguments, f"--base_dir={tmp_path}")

@@ -138,9 +138,11 @@ def read_run(folder, say=lambda warning: None) -> Run:
     """Read a run's folder; `say` gets warnings about damage. Raises UserError if it is no run's folder, and
     OSError for a file that cannot be read."""
     folder = Path(folder)
-    if not os.path.lexists(folder / "metrics.jsonl"):
+    try:
+        os.lstat(folder / "metrics.jsonl")
+    except (FileNotFoundError, NotADirectoryError) as error:
         what = "has no metrics.jsonl" if folder.is_dir() else "is no folder"
-        raise UserError(f"{folder} {what}; name the folder of a run, such as base_checkpoints/d4")
+        raise UserError(f"{folder} {what}; name the folder of a run, such as base_checkpoints/d4") from error
     run = Run(text(folder.resolve().name), folder, _read_config(folder / "config.json", say))
     columns, others = {name: array("d") for name in COLUMNS}, []
     for record in _records(folder / "metrics.jsonl", say):
