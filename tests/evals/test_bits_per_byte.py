@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from evals.processes import in_processes
+from evals.as_threads import in_processes
 
 from nanochat import UserError
 from nanochat.data.validation import ValidationBatches

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bundles import write_bundle
-from evals.processes import in_processes
+from evals.as_threads import in_processes
 
 from nanochat import UserError
 from nanochat.data.tokenizer import train

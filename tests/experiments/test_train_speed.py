@@ -45,6 +45,7 @@ def test_the_first_run_of_a_start_is_the_cold_one_and_no_median_has_it(monkeypat
     monkeypatch.setattr(peer_run, "shape_of", lambda run: {"depth": 4})
     monkeypatch.setattr(start_speed, "peer_first_step", lambda *_: next(peers))
     monkeypatch.setattr(start_speed, "first_line", lambda command: next(phases))
+    monkeypatch.setattr(start_speed, "evaluations", lambda *_: {})
     settings = {"recipe": "recipe.py", "base_dir": str(tmp_path), "rounds": 3, "peer": "peer"}
     assert start_speed.bench(settings) == {
         "first_s": 40, "median_s": 4, "slowest_s": 9, "full_first_s": 90, "full_median_s": 8,

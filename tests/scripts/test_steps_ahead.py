@@ -28,7 +28,7 @@ def ahead(tree):
 
 def lasting(out) -> list[dict]:
     """What the records say but for times and memory."""
-    times = ("step_time_s", "data_wait_s", "tok_per_sec", "mfu", "train_time_s", "peak_memory")
+    times = "step_time_s", "data_wait_s", "tok_per_sec", "mfu", "train_time_s", "eval_time_s", "peak_memory"
     return [{name: value for name, value in r.items() if name not in times} for r in records(out)]
 
 
