@@ -114,8 +114,8 @@ class Writer:
 
 
 def secure():
-    """Make sys.stdin, stdout and stderr usable, whoever started the script. A character that a terminal
-    cannot show is printed as an escape, such as \\u2192. A stream that a program has replaced stays."""
+    """Make sys.stdin, stdout and stderr usable, also if they are closed. What the terminal cannot show is
+    printed as an escape, such as \\u2192. Streams that a program has replaced stay."""
     with contextlib.suppress(OSError):
         while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # else a file of the run would become stdout
             os.set_inheritable(fd, True)

@@ -16,7 +16,7 @@ from nanochat.files import user_path
 
 EXPORTED_TOKENIZER = "nanochat_tokenizer.json"  # in a folder of scripts/export.py
 
-OF_ONE_COMMAND = {"resume", "accept", "plan", "device", "world_size"}  # settings that a run has not
+OF_ONE_COMMAND = {"resume", "accept", "plan", "device", "world_size"}  # of one command, not of the run
 
 
 def enter(run_path, resume, machine):

@@ -390,3 +390,10 @@ def test_memory_that_is_kept_is_not_asked_of_the_system_again():
     command = [sys.executable, "-c", FAULTS]
     given_back, kept = (int(subprocess.check_output([*command, k], cwd=ROOT)) for k in ("False", "True"))
     assert kept < given_back / 10
+
+
+def test_the_sources_that_decide_a_run_are_told_also_when_a_profiler_started_the_script():
+    found = runtime.sources(ROOT, ROOT / "scripts" / "base_train.py")
+    assert {"nanochat/gpt.py", "nanochat/ops/loss.py", "base_train.py"} <= found.keys()
+    assert not any(name.startswith("nanochat/run/") for name in found)
+    assert runtime.sources(ROOT, Path("scripts.base_train")).keys() == found.keys() - {"base_train.py"}
