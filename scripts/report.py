@@ -1,10 +1,12 @@
-"""Write the report of a run again, or a page that compares runs.
+"""List the runs, write the report of a run again, or write a page that compares runs.
 
-    python -m scripts.report ~/.cache/nanochat/base_checkpoints/laptop    # its report.html and report.md
-    python -m scripts.report d4 d4-again --out=comparison.html            # curves over each other
+    python -m scripts.report                       # the runs under base_dir
+    python -m scripts.report laptop                # its report.html and report.md
+    python -m scripts.report d4 d4-again --out=comparison.html    # curves over each other
 
-A run is named by its folder, or by its tag in base_checkpoints or mid_checkpoints of base_dir. The page is
-a single file that loads nothing: mail it, or put it on a server.
+A run is named by its folder, or by its tag in base_checkpoints or mid_checkpoints of base_dir. A tag of a
+base run and a mid run means both; base_checkpoints/TAG means one. The page is a single file that loads
+nothing: mail it, or put it on a server.
 """
 
 import sys
@@ -13,7 +15,7 @@ from pathlib import Path
 import configurator
 from nanochat import UserError
 from nanochat.files import replacing, user_path
-from nanochat.run.report import MOST_RUNS, comparison_page, find_run, read_run, run_page, write_files
+from nanochat.run import report
 from nanochat.terminal import printable
 
 out: str | None = None  # file to write (none = the run's report.html; comparison.html here for several runs)
@@ -27,18 +29,29 @@ def warn(message: str):
     print(printable(message), file=sys.stderr)
 
 
-folders = [find_run(name, user_path("base_dir", base_dir)) for name in dict.fromkeys(settings.arguments)]
-if not 1 <= len(folders) <= MOST_RUNS:
-    raise UserError(f"name 1 to {MOST_RUNS} runs, such as: python -m scripts.report d4")
+base_path = user_path("base_dir", base_dir)
+found = [report.find_runs(name, base_path) for name in settings.arguments]
+folders = list(dict.fromkeys(folder for same in found for folder in same))
+if len(folders) > report.MOST_RUNS:
+    raise UserError(f"{len(folders)} runs are too many for a page; name 1 to {report.MOST_RUNS}")
 price = price_per_hour if price_per_hour >= 0 else None
 path = user_path("out", out) if out else Path("comparison.html")
 try:
-    run, *others = runs = [read_run(folder, warn) for folder in folders]
+    if not folders:
+        runs = [report.read_run(folder, warn) for folder in report.runs_in(base_path)]
+        print(printable(report.table_of_runs(runs)) if runs else f"there is no run under {base_path}")
+        raise SystemExit(0)
+    for same in found:
+        if len(same) > 1:
+            both = " and ".join(str(folder.relative_to(base_path)) for folder in same)
+            print(f"{same[0].name} is {both}: both are shown")
+    run, *others = runs = [report.read_run(folder, warn) for folder in folders]
+    goes_on = run.state == "running"
     if not others and not out:
         path = run.folder / "report.html"
-        write_files(run, not run.goes_on, price)
+        report.write_files(run, not goes_on, price)
     else:
-        page = comparison_page(runs, price) if others else run_page(run, not run.goes_on, price)
+        page = report.comparison_page(runs, price) if others else report.run_page(run, not goes_on, price)
         with replacing(path) as file:
             file.write(page.encode())
 except OSError as error:

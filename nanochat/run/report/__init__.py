@@ -2,11 +2,15 @@
 `write_report` makes them during a run; scripts/report.py makes them again and compares runs."""
 
 from nanochat.files import replacing
+from nanochat.run.report.charts import can_draw, charts_of, png
 from nanochat.run.report.pages import MOST_RUNS, comparison_page, run_page
-from nanochat.run.report.run_data import Run, find_run, read_run
-from nanochat.run.report.summary import loss_png, markdown
+from nanochat.run.report.run_data import Run, find_runs, read_run, runs_in
+from nanochat.run.report.summary import markdown, table_of_runs
 
-__all__ = ["MOST_RUNS", "comparison_page", "find_run", "read_run", "run_page", "write_files", "write_report"]
+__all__ = [
+    "MOST_RUNS", "comparison_page", "find_runs", "read_run", "run_page", "runs_in", "table_of_runs",
+    "write_files", "write_report",
+]  # fmt: skip
 
 
 def write_report(folder, final: bool, say=print):
@@ -26,10 +30,11 @@ def write_files(run: Run, final: bool, price_per_hour: float | None = None):
     """Write report.html, report.md and, after the first step, loss.png into the run's folder. A link in their
     place is replaced and not followed. Raises OSError.
     """
-    picture = loss_png(run)
-    contents = {"loss.png": picture} if picture else {}
-    page = run_page(run, final, price_per_hour, picture)
-    contents |= {"report.html": page.encode(), "report.md": markdown(run, final).encode()}
+    page, text = run_page(run, final, price_per_hour), markdown(run, final)
+    contents = {"report.html": page.encode(), "report.md": text.encode()}
+    drawn = [chart for chart in charts_of([run], [run.name]) if chart.id in ("chart-loss", "chart-val_bpb")]
+    if run.num_steps and drawn and can_draw():
+        contents["loss.png"] = png(drawn)
     for name, content in contents.items():
         with replacing(run.folder / name) as file:
             file.write(content)

@@ -1,37 +1,33 @@
-"""An HTML page and its pieces. Style, script and data are inside; the page loads nothing.
+"""An HTML page and its pieces. Style and pictures are inside; the page loads nothing.
 
 It may show text that a model wrote or that comes from a stranger's folder. All text is escaped, and the
-page's Content-Security-Policy allows only its own script, by checksum.
+page's Content-Security-Policy allows no script, and only its own style sheet, by checksum.
 """
 
 import base64
 import hashlib
-import json
-import time
+import math
 from datetime import datetime, timezone
 from html import escape
 from importlib.resources import files
 
-from nanochat.run.report.charts import AXES, Chart, chosen_of
+from nanochat.run.report.charts import LABELS, SPIKE, Chart, can_draw, chosen_of, svg
 from nanochat.run.report.run_data import text
 
-RELOAD_S = 30  # seconds between two reloads of a running run's page, in a browser without JavaScript
+RELOAD_S = 30  # seconds between two reloads of a running run's page
 TABLE_ROWS = 12  # of the table under a chart
 
 
-def document(
-    title: str, head: str, sections: list[tuple], charts: list[Chart], x_of: dict, glance="", running=False
-) -> str:
+def document(title: str, head: str, sections: list[tuple], glance="", running=False) -> str:
     """The whole page. sections: (id, title, content) each; one without content is left out.
 
-    glance: HTML above the sections. x_of: {group: {axis: x values}} of the charts' curves.
+    glance: HTML above the sections. running: the page reloads itself.
     """
-    style, script = _own_file("page.css"), _own_file("numbers.js") + _own_file("page.js")
-    policy = f"default-src 'none'; style-src {_checksum(style)}; script-src {_checksum(script)}; "
-    policy += "img-src data:; base-uri 'none'; form-action 'none'"
-    reload = f'<noscript><meta http-equiv="refresh" content="{RELOAD_S}"></noscript>\n' if running else ""
-    data = {"x": x_of, "axes": AXES, "running": running, "written": int(time.time())}
-    data["charts"] = [_chart_data(chart) for chart in charts]
+    style = files("nanochat.run.report").joinpath("page.css").read_text(encoding="utf-8")
+    checksum = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{checksum}'; img-src data:; base-uri 'none'; "
+    policy += "form-action 'none'"
+    reload = f'<meta http-equiv="refresh" content="{RELOAD_S}">\n' if running else ""
     now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     shown = [section for section in sections if section[2]]
     links = "".join(f'<li><a href="#{id}">{heading}</a></li>' for id, heading, _ in shown)
@@ -48,29 +44,9 @@ def document(
         f'<a class="skip" href="#main">Skip to the report</a>\n<div class="page">\n<header>{head}'
         f'<nav aria-label="Sections"><ul>{links}</ul></nav></header>\n'
         f'<main id="main">\n{glance}{main}\n</main>\n'
-        f'<footer>Written by nanochat, <span id="written">{now}</span>. One file; it loads nothing.</footer>'
-        f'\n</div>\n<script type="application/json" id="page-data">{json_in_html(data)}</script>\n'
-        f"<script>{script}</script>\n</body>\n</html>\n"
+        f"<footer>Written by nanochat, {now}. One file; it loads nothing.</footer>\n"
+        "</div>\n</body>\n</html>\n"
     )
-
-
-def _own_file(name: str) -> str:
-    return files("nanochat.run.report").joinpath(name).read_text(encoding="utf-8")
-
-
-def _checksum(source: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}'"
-
-
-def json_in_html(data) -> str:
-    """JSON in which no HTML parser sees a tag or the end of the script."""
-    written = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return written.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _chart_data(chart: Chart) -> dict:
-    curves = [{k: v for k, v in vars(c).items() if v is not None} for c in chart.curves]
-    return {"id": chart.id, "kind": chart.kind, "log": chart.log, "marks": chart.marks, "curves": curves}
 
 
 def e(value) -> str:
@@ -126,35 +102,29 @@ def tiles(entries: list[tuple]) -> str:
     return f'<dl class="tiles">\n{chr(10).join(made)}\n</dl>'
 
 
-def figure(chart: Chart, x_of: dict) -> str:
-    """A chart, which page.js draws, with its legend and its values as a table."""
-    legend = [
-        f'<li><i class="swatch c{c.color % 8}"></i>{e(c.name)}<b class="value"></b></li>'
-        for c in chart.curves
-    ]
-    for kind, label in (("spike", "spike (6 sigma)"), ("skipped", "skipped step (not finite)")):
-        if any(mark == kind for mark, _ in chart.marks):
-            legend.append(f'<li><i class="swatch {kind}"></i>{label}</li>')
+def figure(chart: Chart) -> str:
+    """A chart with its legend and its values as a table."""
+    legend = [(f"c{c.color % 8}", c.name) for c in chart.curves if c.name != chart.title]
+    legend += [(f"c9 {'spike' if kind == SPIKE else 'skipped'}", kind) for kind in chart.marks]
+    legend = "".join(f'<li><i class="swatch {look}"></i>{e(name)}</li>' for look, name in legend)
     unit = e(chart.unit) + (", logarithmic" if chart.log else "")
+    drawn = svg(chart) if can_draw() else "<p>Without matplotlib there is no picture.</p>"
     return (
-        f'<figure class="chart" id="{chart.id}"><figcaption><h3>{e(chart.title)}</h3> '
-        f'<small>{unit}</small><span class="where"></span></figcaption>\n'
-        f'<ul class="legend">{"".join(legend)}</ul>\n<svg class="plot" aria-label="{e(chart.title)}, {unit}">'
-        f'</svg>\n<details class="table"><summary>Values</summary>{_values(chart, x_of)}</details></figure>'
+        f'<figure class="chart" id="{chart.id}"><figcaption><h3>{e(chart.title)}</h3> <small>{unit}</small>'
+        f'</figcaption>\n<ul class="legend">{legend}</ul>\n{drawn}\n{_values(chart)}</figure>'
     )
 
 
-def _values(chart: Chart, x_of: dict) -> str:
-    """At most TABLE_ROWS points of each curve; curves with the same x values share a table."""
-    axis, head = ("position", "tokens of context") if chart.kind == "position" else ("step", "step")
-    made = []
-    for group in dict.fromkeys(curve.group for curve in chart.curves):
-        curves = [curve for curve in chart.curves if curve.group == group]
-        points = chosen_of(list(zip(x_of[group][axis], *(c.y for c in curves), strict=True)), TABLE_ROWS)
-        rows = [[f"{x:,.0f}", *map(_cell, ys)] for x, *ys in points]
-        made.append(table([head, *(c.name for c in curves)], rows, numbers=True))
-    return "".join(made)
+def _values(chart: Chart) -> str:
+    """At most TABLE_ROWS points of the curves, if these have the same x values."""
+    xs = [chart.labels or [f"{x:,.0f}" for x in curve.x] for curve in chart.curves]
+    if any(x != xs[0] for x in xs):
+        return ""
+    rows = list(zip(xs[0], *([_cell(y) for y in curve.y] for curve in chart.curves), strict=True))
+    head = [LABELS.get(chart.axis, "seconds in steps"), *(curve.name for curve in chart.curves)]
+    shown = table(head, chosen_of(rows, TABLE_ROWS), numbers=True)
+    return f'<details class="table"><summary>Values</summary>{shown}</details>'
 
 
-def _cell(value: float | None) -> str:
-    return "" if value is None else f"{value:,.0f}" if abs(value) >= 1e5 else f"{value:.5g}"
+def _cell(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:,.0f}" if abs(value) >= 1e5 else f"{value:.5g}"

@@ -1,6 +1,5 @@
 """report.html, the page of one run, and the page that compares runs."""
 
-import base64
 from pathlib import Path
 
 from nanochat.run.report import charts, elements, summary
@@ -12,40 +11,35 @@ from nanochat.terminal import duration, short
 MOST_RUNS = 24  # beside each other
 MOST_SAMPLES = 30  # sets of samples on a page
 MOST_COLUMNS = 5  # evaluations in the table of tasks
-BEST = {"validation": min, "training loss": min, "CORE": max, "own tasks": max, "exact match": max}
-CONTROLS = '<div id="controls" class="controls" hidden></div>'
-SLIDER = (
-    '<div id="travel" class="travel" hidden><label for="travel-input">Through time</label>'
-    '<input id="travel-input" type="range" min="0" max="1" value="0"><output></output></div>'
-)
+# What is best, and the parts of a run that must be the same: else its numbers cannot be compared
+BEST = {
+    "validation of": (min, ("val_data", "eval_tokens", "loss_on")),  # a further validation set
+    "validation": (min, ("data", "eval_tokens", "loss_on")),
+    "training loss": (min, ("data", "tokenizer", "loss_on")),
+    "CORE": (max, ("core_bundle", "core_metric_max_per_task")),
+    "own tasks": (max, ("data",)),
+    "exact match": (max, ("data", "eval_questions")),
+}
 
 
-def run_page(run: Run, final: bool, price_per_hour: float | None = None, picture=b"") -> str:
-    """The whole page. final: if False, the run goes on, and the page reloads itself.
-
-    picture: a PNG for browsers without JavaScript, which show no charts.
-    """
-    drawn, x_of = charts.charts_of([run], [run.name])
-    figures = {chart.id: figure(chart, x_of) for chart in drawn}
-    tasks = [figures.pop(id) for id in ("chart-own", "chart-core") if id in figures]
+def run_page(run: Run, final: bool, price_per_hour: float | None = None) -> str:
+    """The whole page. final: if False, the run goes on, and the page reloads itself."""
+    figures = {chart.id: figure(chart) for chart in charts.charts_of([run], [run.name])}
+    scores = [figures.pop(id) for id in ("chart-own_score", "chart-core") if id in figures]
     position = figures.pop("chart-position", "")
-    image = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
-    still = f'<noscript><img src="{image}" alt="Loss and bits per byte"></noscript>' if picture else ""
     plan = [line.partition(": ")[::2] for line in plan_lines(run)]
-    again = f'<div class="command">{code(summary.command(run))}</div>'
     sections = [
-        ("curves", "Curves", CONTROLS + still + grid([*figures.values()]) if figures else ""),
-        ("tasks", "Tasks", grid([*tasks, _tasks(run)])),
+        ("curves", "Curves", grid([*figures.values()])),
+        ("tasks", "Tasks", grid(scores) + "".join(_tasks(run, key) for key in summary.TASKS)),
         ("position", "Does it use its context?", _position(run, position)),
         ("samples", "What it writes", _samples(run)),
         ("settings", "Changed settings", _settings(run)),
         ("plan", "Plan", card(table(["what", "how much, and why"], plan))),
         ("environment", "Environment", _environment(run)),
-        ("repeat", "Do it again", again if run.settings() else ""),
+        ("repeat", "Do it again", code(summary.command(run)) if run.settings() else ""),
     ]
     glance = elements.tiles(summary.at_a_glance(run, price_per_hour))
-    title = f"{run.name}: nanochat report"
-    return elements.document(title, _header(run, final), sections, drawn, x_of, glance, not final)
+    return elements.document(f"{run.name}: nanochat report", _header(run, final), sections, glance, not final)
 
 
 def _header(run: Run, final: bool) -> str:
@@ -66,13 +60,12 @@ def _header(run: Run, final: bool) -> str:
     return f"{made}<p>{bar} <small>{e(detail)}</small></p>"
 
 
-def _tasks(run: Run) -> str:
-    shown = [r for r in charts.chosen_of(run.tasks, MOST_COLUMNS) if task_scores(r)]
-    names = dict.fromkeys(name for r in reversed(shown) for name in task_scores(r))
+def _tasks(run: Run, key: str) -> str:
+    shown = [r for r in charts.chosen_of(run.tasks, MOST_COLUMNS) if task_scores(r, key)]
+    names = dict.fromkeys(name for r in reversed(shown) for name in task_scores(r, key))
     head = ["task", *(f"step {r['step']:,}" for r in shown)]
-    rows = [[name, *(_percent(task_scores(r).get(name)) for r in shown)] for name in names]
-    note = "Answers that are right, of our own tasks, where chance is above 0 %; CORE's scores are centred."
-    return card(table(head, rows, note, numbers=True))
+    rows = [[name, *(_percent(task_scores(r, key).get(name)) for r in shown)] for name in names]
+    return card(table(head, rows, summary.TASKS[key], numbers=True))
 
 
 def _percent(score) -> str:
@@ -96,12 +89,14 @@ def _samples(run: Run) -> str:
     for i, record in enumerate(charts.chosen_of(run.samples, MOST_SAMPLES)[::-1]):
         tokens = number(record.get("tokens"))
         title = f"after {record['step']:,} steps" + (f", {short(tokens)} tokens" if tokens else "")
-        sets.append(
-            f'<details class="sample-set" data-step="{record["step"]}"{" open" * (i == 0)}>'
-            f'<summary>{title}</summary><div class="samples">{"".join(map(code, record["samples"]))}</div>'
-            "</details>"
-        )
-    return SLIDER + "\n".join(sets) if sets else ""
+        sets.append(_sample_set(title, record["samples"], opened=i == 0))
+    return "\n".join(sets)
+
+
+def _sample_set(title: str, samples: list[str], opened: bool) -> str:
+    texts = "".join(map(code, samples))
+    shown = f'<summary>{e(title)}</summary><div class="samples">{texts}</div>'
+    return f"<details{' open' * opened}>{shown}</details>"
 
 
 def _settings(run: Run) -> str:
@@ -134,57 +129,68 @@ def _environment(run: Run) -> str:
 def comparison_page(runs: list[Run], price_per_hour: float | None = None) -> str:
     """The whole page, for two runs or more."""
     names = unique_names(runs)
-    drawn, x_of = charts.charts_of(runs, names)
-    figures = [figure(chart, x_of) for chart in drawn]
     sections = [
         ("numbers", "Numbers", _numbers(runs, names, price_per_hour)),
-        ("curves", "Curves", CONTROLS + grid(figures) if figures else ""),
+        ("curves", "Curves", grid([*map(figure, charts.charts_of(runs, names))])),
         ("settings", "What differs", _differences(runs, names)),
         ("samples", "What they write", _last_samples(runs, names)),
     ]
     lead = f"{len(runs)} runs beside each other: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}."
     head = f'<h1>Comparison of runs</h1><p class="lead">{e(lead)}</p>'
-    return elements.document("Comparison of runs: nanochat report", head, sections, drawn, x_of)
+    goes_on = any(run.state == "running" for run in runs)
+    return elements.document("Comparison of runs: nanochat report", head, sections, running=goes_on)
 
 
 def unique_names(runs: list[Run]) -> list[str]:
-    """The runs' names, each with as many parent folders as make all of them different."""
+    """The runs' names: the folder's, with the kind where two runs share it, else with as many parent folders
+    as make all of them different."""
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        names = [f"{run.name} ({run.kind})" for run in runs]
     paths = [Path(run.folder).resolve().parts for run in runs]
-    for depth in range(1, max(map(len, paths)) + 1):
-        names = [text("/".join(parts[-depth:]))[:120] for parts in paths]
-        if len(set(names)) == len(names):
-            return names
-    return [f"{run.name} ({i})" for i, run in enumerate(runs, start=1)]
+    for depth in range(2, max(map(len, paths)) + 1):
+        if len(set(names)) < len(names):
+            names = [text("/".join(parts[-depth:]))[:120] for parts in paths]
+    return names if len(set(names)) == len(names) else [f"{n} ({i})" for i, n in enumerate(names, start=1)]
 
 
 def _numbers(runs, names, price_per_hour) -> str:
-    """A table of `at_a_glance` of each run; the best values are bold if they can be compared."""
+    """A table of `at_a_glance` of each run; the best values are bold where they can be compared."""
     found = []
     for run in runs:
         entries = summary.at_a_glance(run, price_per_hour)
-        found.append({f"{name}, {unit}" if unit else name: value for name, value, unit, _ in entries})
+        found.append({"kind": run.kind})
+        found[-1] |= {f"{name}, {unit}" if unit else name: value for name, value, unit, _ in entries}
     columns = list(dict.fromkeys(column for values in found for column in values))
     rows = [[name, *(values.get(c, "") for c in columns)] for name, values in zip(names, found, strict=True)]
-    best, note = set(), "No value is bold: the texts, tokens or targets of the runs differ"
-    if len({_task_of(run) for run in runs}) == 1:
-        note = "Bold: the best of them"
-        for i, column in enumerate(columns, start=1):
-            if choose := BEST.get(column.partition(",")[0]):
-                winner = choose(float(row[i]) for row in rows if row[i])
-                best |= {(n, i) for n, row in enumerate(rows) if row[i] and float(row[i]) == winner}
+    best, apart = set(), []
+    for i, column in enumerate(columns, start=1):
+        known = next((name for name in BEST if column.startswith(name)), None)
+        here = [(n, float(row[i])) for n, row in enumerate(rows) if known and row[i]]
+        if len(here) > 1:
+            choose, parts = BEST[known]
+            if differ := [p for p in parts if len({_part_of(runs[n], p) for n, _ in here}) > 1]:
+                apart.append(f"{column.partition(',')[0]} ({', '.join(differ)})")
+            else:
+                winner = choose(value for _, value in here)
+                best |= {(n, i) for n, value in here if value == winner}
+    note = "Bold: the best of them. " if best else ""
+    note += f"Not comparable, because the runs differ: {', '.join(apart)}" if apart else ""
     return card(table(["run", *columns], rows, note, numbers=True, best=best))
 
 
-def _task_of(run: Run) -> tuple:
-    """Text, tokenizer and targets: if these are the same, losses and scores can be compared."""
-    identity, loss_on = run.section("identity"), run.settings().get("loss_on", {})
-    return text(identity.get("data")), text(identity.get("tokenizer")), text(loss_on.get("value"))
+def _part_of(run: Run, name: str) -> str:
+    """A part of the run's identity, else a setting."""
+    value = run.section("identity").get(name, run.settings().get(name, {}).get("value"))
+    return text(value)
 
 
 def _differences(runs, names) -> str:
     """A table of the settings, versions and machines that differ between the runs."""
-    rows = []
-    for name in dict.fromkeys(name for run in runs for name in run.settings()):
+    rows, settings = [], dict.fromkeys(name for run in runs for name in run.settings())
+    if len({run.kind for run in runs}) > 1:  # each script has settings of its own
+        settings = [name for name in settings if all(name in run.settings() for run in runs)]
+    for name in settings:
         values = [run.settings().get(name) for run in runs]
         rows.append([name, *("(missing)" if v is None else shown_value(v["value"]) for v in values)])
     for name in ("device", "world_size", "git_commit"):
@@ -201,7 +207,6 @@ def _last_samples(runs, names) -> str:
     made = []
     for run, name in zip(runs, names, strict=True):
         if run.samples:
-            title = f"{e(name)}, after {run.samples[-1]['step']:,} steps"
-            texts = "".join(map(code, run.samples[-1]["samples"][:4]))
-            made.append(f'<details><summary>{title}</summary><div class="samples">{texts}</div></details>')
+            title = f"{name}, after {run.samples[-1]['step']:,} steps"
+            made.append(_sample_set(title, run.samples[-1]["samples"][:4], opened=False))
     return "\n".join(made)

@@ -21,9 +21,11 @@ from nanochat.terminal import counted
 
 MAX_CONFIG_BYTES, MAX_LINE_BYTES = 2**22, 2**22
 MAX_TEXT = 4000  # characters of a sample or a value; the rest is cut
-COLUMNS = (  # of training records
-    "step", "loss", "lr_multiplier", "grad_norm", "step_time_s", "data_wait_s", "tok_per_sec", "mfu",
-    "tokens", "flops", "train_time_s", "skipped", "spike",
+MAX_COLUMNS = 64
+PLACES = ("base_checkpoints", "mid_checkpoints")  # of runs, under base_dir
+COLUMNS = (  # of training records, which are there in any case; what else has numbers follows
+    "step", "loss", "tokens", "train_time_s", "step_time_s", "data_wait_s", "tok_per_sec", "mfu", "flops",
+    "skipped", "spike",
 )  # fmt: skip
 
 
@@ -31,19 +33,26 @@ COLUMNS = (  # of training records
 class Run:
     """What a run's folder holds. Records of one kind are in the order of their steps.
 
-    steps: {each of COLUMNS: (steps,) float64}; NaN = missing.
-    evals, tasks: records with val_bpb; with own_score or core. samples: records with samples.
-    progress: of the last record that has it, in [0, 1].
+    steps: {name of a number in training records: (steps,) float64}; NaN = missing.
+    records: the others; evals, tasks, samples: those with val_bpb; with own_score or core; with samples.
+    progress: of the last record that has it, in [0, 1]. written: when the last record was, in Unix time.
     """
 
     name: str
     folder: Path
     config: dict = field(default_factory=dict)
     steps: dict[str, np.ndarray] = field(default_factory=dict)
+    records: list[dict] = field(default_factory=list)
     evals: list[dict] = field(default_factory=list)
     tasks: list[dict] = field(default_factory=list)
     samples: list[dict] = field(default_factory=list)
     progress: float | None = None
+    written: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        """base or mid: only mid_train has the setting loss_on."""
+        return "mid" if "loss_on" in self.settings() else "base"
 
     @property
     def num_steps(self) -> int:
@@ -75,8 +84,23 @@ class Run:
         """Whether a process seems to train: the run is not complete, and a step was written just now."""
         times = self.steps["step_time_s"][-100:]
         patience = 60 + 20 * float(np.nanmedian(times)) if (times >= 0).any() else 60
-        written = (self.folder / "metrics.jsonl").stat().st_mtime
-        return not self.is_complete and time.time() - written < patience
+        return not self.is_complete and time.time() - self.written < patience
+
+    @property
+    def state(self) -> str:
+        """finished, running or stopped."""
+        return "finished" if self.is_complete else "running" if self.goes_on else "stopped"
+
+    @property
+    def record_keys(self) -> list[str]:
+        """The names of the numbers in the records that are not of a training step."""
+        found = dict.fromkeys(k for r in self.records for k, v in r.items() if number(v) is not None)
+        return [name for name in found if is_name(name)][:MAX_COLUMNS]
+
+    @property
+    def validation_keys(self) -> list[str]:
+        """val_bpb, and val_bpb_NAME of each further validation set."""
+        return [name for name in self.record_keys if re.match("val_bpb(_|$)", name)]
 
     @property
     def model(self) -> dict:
@@ -99,6 +123,11 @@ class Run:
         values = self.steps[column][~np.isnan(self.steps[column])]
         return float(values[-1]) if len(values) else None
 
+    def median(self, column: str) -> float | None:
+        """The median of a column; None if it has no value."""
+        values = self.steps[column][~np.isnan(self.steps[column])]
+        return float(np.median(values)) if len(values) else None
+
 
 def _is_setting(entry) -> bool:
     plain = (str, int, float, bool, type(None))
@@ -118,19 +147,27 @@ def text(value) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in cut)
 
 
-def find_run(name: str, base_dir: Path) -> Path:
-    """The folder of a run that is named by its folder, or by its tag under base_dir. Raises UserError."""
+def is_name(name: str) -> bool:
+    """Whether a key of a record may be shown as the name of a number."""
+    return re.fullmatch(r"[A-Za-z_][\w./-]{0,63}", name) is not None
+
+
+def runs_in(base_dir: Path) -> list[Path]:
+    """The folders of all runs under base_dir."""
+    return [path.parent for place in PLACES for path in sorted((base_dir / place).glob("*/metrics.jsonl"))]
+
+
+def find_runs(name: str, base_dir: Path) -> list[Path]:
+    """The folders of the runs that a name means: a folder, or a tag under base_dir, which a base run and a
+    mid run may share; base_checkpoints/TAG is one of them. Raises UserError if there is none."""
     given = user_path("run", name)
     if given.is_dir():
-        return given
-    places = [base_dir / place for place in ("mid_checkpoints", "base_checkpoints")]
-    for place in places:
-        if given.name == name and (place / name).is_dir():
-            return place / name
-    tags = sorted({folder.name for place in places for folder in place.glob("*") if folder.is_dir()})
-    known = ", ".join(tags[:20]) or "none"
+        return [given]
+    if found := [base_dir / place / given for place in ("", *PLACES) if (base_dir / place / given).is_dir()]:
+        return found
+    tags = ", ".join(dict.fromkeys(folder.name for folder in runs_in(base_dir))) or "none"
     raise UserError(
-        f"there is no run {name}; give its folder, or its tag (under {base_dir} there are: {known})"
+        f"there is no run {name}; give its folder, or its tag (under {base_dir} there are: {tags})"
     )
 
 
@@ -144,18 +181,19 @@ def read_run(folder, say=lambda warning: None) -> Run:
         what = "has no metrics.jsonl" if folder.is_dir() else "is no folder"
         raise UserError(f"{folder} {what}; name the folder of a run, such as base_checkpoints/d4") from error
     run = Run(text(folder.resolve().name), folder, _read_config(folder / "config.json", say))
-    columns, others = {name: array("d") for name in COLUMNS}, []
+    run.written = (folder / "metrics.jsonl").stat().st_mtime
+    columns = {name: array("d") for name in COLUMNS}
     for record in _records(folder / "metrics.jsonl", say):
         progress = number(record.get("progress"))
         run.progress = run.progress if progress is None else min(max(progress, 0.0), 1.0)
-        if "loss" not in record:
-            others.append(record)
-            continue
-        for name, column in columns.items():
-            column.append(_as_float(record.get(name)))
+        if "loss" in record:
+            _add(record, columns)
+        else:
+            run.records.append(record)
     order = np.argsort(columns["step"], kind="stable")
     run.steps = {name: np.array(column)[order] for name, column in columns.items()}
-    for record in sorted(others, key=lambda r: r["step"]):
+    run.records.sort(key=lambda r: r["step"])
+    for record in run.records:
         if number(record.get("val_bpb")) is not None:
             run.evals.append(record)
         if any(number(record.get(name)) is not None for name in ("own_score", "core")):
@@ -165,9 +203,18 @@ def read_run(folder, say=lambda warning: None) -> Run:
     return run
 
 
-def _as_float(value) -> float:
-    value = float(value) if isinstance(value, bool) else number(value)
-    return math.nan if value is None else value
+def _add(record: dict, columns: dict[str, array]):
+    """Add a training record's numbers to the columns, which stay equally long. A new name begins a column."""
+    length = len(columns["step"])
+    for name, value in record.items():
+        value = float(value) if isinstance(value, bool) else number(value)
+        if name not in columns and value is not None and len(columns) < MAX_COLUMNS and is_name(name):
+            columns[name] = array("d", [math.nan]) * length
+        if name in columns:
+            columns[name].append(math.nan if value is None else value)
+    for column in columns.values():
+        if len(column) == length:
+            column.append(math.nan)
 
 
 def _read_config(path: Path, say) -> dict:

@@ -1,20 +1,25 @@
 """A run in words and numbers: at a glance, its settings, the command that repeats it, and report.md."""
 
 import importlib.util
-import io
 import re
 import shlex
+import time
 
 import numpy as np
 
 import configurator
 from nanochat.run.report import charts
 from nanochat.run.report.run_data import Run, number, text
-from nanochat.terminal import duration, fenced, gib, short, table
+from nanochat.terminal import counted, duration, fenced, gib, short, table
 
 # Settings that the command to repeat a run leaves out: it uses another folder
 NOT_REPEATED = ("out_dir", "model_tag", "resume", "base_dir", "plan", "price_per_hour")
+RECENT_S = 180 * 86_400  # seconds; what is older has a year in the list of runs
 MOST_ROWS = 200  # of the table of evaluations
+TASKS = {  # name in a record: what its numbers are
+    "own_tasks": "Our own tasks: share of right answers, not centred",
+    "core_tasks": "CORE's tasks: centred scores, 0 % = chance",
+}
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -51,12 +56,13 @@ def at_a_glance(run: Run, price_per_hour: float | None = None) -> list[tuple]:
 
 
 def _results(run: Run):
-    if run.evals:
-        best, last = min(run.evals, key=lambda r: r["val_bpb"]), run.evals[-1]
-        note = f"from {run.evals[0]['val_bpb']:.3f} at step {run.evals[0]['step']:,}"
-        if best["val_bpb"] < last["val_bpb"]:
-            note = f"best {best['val_bpb']:.4f} at step {best['step']:,}"
-        yield "validation", f"{last['val_bpb']:.4f}", "bits per byte", note
+    for key in run.validation_keys:
+        bits = [(number(r[key]), r["step"]) for r in run.evals if number(r.get(key)) is not None]
+        (first, first_step), (last, _), (best, best_step) = bits[0], bits[-1], min(bits)
+        note = f"from {first:.3f} at step {first_step:,}"
+        if best < last:
+            note = f"best {best:.4f} at step {best_step:,}"
+        yield f"validation{set_name(key)}", f"{last:.4f}", "bits per byte", note
     exact = [share for r in run.evals if (share := number(r.get("exact_match"))) is not None]
     if exact:
         note = f"of validation questions answered word for word; {100 * exact[0]:.1f} % at first"
@@ -67,10 +73,16 @@ def _results(run: Run):
             yield name, f"{scores[-1]:.3f}", "", charts.CHANCE
     smoothed = charts.smooth(run.steps["loss"])
     if (good := ~np.isnan(run.steps["loss"])).any():
-        yield "training loss", f"{smoothed[good][-1]:.4f}", "nats per token", "the end of the smoothed curve"
+        note = f"mean of the last {counted(charts.window(len(good)) + 1, 'step', 'steps')}"
+        yield "training loss", f"{smoothed[good][-1]:.4f}", "nats per token", note
     if run.num_steps:
         skipped, spikes = run.last("skipped") or 0, int((run.steps["spike"] == 1).sum())
         yield "steps", f"{run.num_steps:,}", "", f"{spikes:,} spikes (6 sigma), {skipped:,.0f} skipped"
+
+
+def set_name(key: str) -> str:
+    """What to add to the name of a number of a validation set; "" for the first one, val_bpb."""
+    return key.removeprefix("val_bpb").replace("_", " of ", 1)
 
 
 def _amounts(run: Run):
@@ -78,24 +90,29 @@ def _amounts(run: Run):
     if depth:
         parameters, width = number(derived.get("parameters")), number(run.model.get("width"))
         note = f"depth {depth:.0f}" + (f", width {width:.0f}" if width else "")
-        yield ("parameters", short(parameters), "", note) if parameters else ("model", note, "", "")
+        yield ("parameters", _count(parameters), "", note) if parameters else ("model", note, "", "")
     tokens, data = run.last("tokens"), number(derived.get("data_tokens"))
     if tokens:
         name = text(run.settings().get("data", {}).get("value"))[:60]
         note = f"{tokens / data:.2g} epochs of {name or 'the text'}" if data else name
-        yield "tokens", short(tokens), "", note
+        yield "tokens", _count(tokens), "", note
     if flops := run.last("flops"):
         yield "FLOPs", f"{flops:.3g}", "", f"{flops / tokens:.3g} a token" if tokens else ""
 
 
+def _count(number: float) -> str:
+    """A count as it is, unless it is too long for a tile."""
+    return f"{number:,.0f}" if number < 1e8 else short(number)
+
+
 def _costs(run: Run, price_per_hour):
-    seconds, step_seconds = run.last("train_time_s"), _median(run, "step_time_s")
+    seconds, step_seconds = run.last("train_time_s"), run.median("step_time_s")
     if seconds:
         note = f"median step {1000 * step_seconds:.4g} ms" if step_seconds else ""
         yield "time in steps", duration(seconds), "", note
-    if speed := _median(run, "tok_per_sec"):
+    if speed := run.median("tok_per_sec"):
         yield "tokens per second", f"{speed:,.0f}", "", "at the median step"
-    if mfu := _median(run, "mfu"):
+    if mfu := run.median("mfu"):
         yield "MFU", f"{100 * mfu:.1f}", "%", "model FLOPs, of the machine's peak"
     if memory := next((m for r in reversed(run.evals) if (m := number(r.get("peak_memory")))), None):
         yield "memory", gib(memory), "", "the most that a process held"
@@ -109,17 +126,10 @@ def _costs(run: Run, price_per_hour):
         yield "cost", shown, "", f"time in steps at {price:,.2f} an hour"
 
 
-def _median(run: Run, column: str) -> float | None:
-    values = run.steps[column][~np.isnan(run.steps[column])]
-    return float(np.median(values)) if len(values) else None
-
-
-def task_scores(record: dict) -> dict[str, float]:
-    """{task: score} of a record; accuracies of our own tasks and centred scores of CORE's."""
-    named = {}
-    for key, prefix in (("own_tasks", ""), ("core_tasks", "CORE: ")):
-        scores = record.get(key) if isinstance(record.get(key), dict) else {}
-        named |= {prefix + text(k)[:80]: number(v) for k, v in list(scores.items())[:64]}
+def task_scores(record: dict, key: str) -> dict[str, float]:
+    """{task: score} of a record. key: of TASKS."""
+    scores = record.get(key) if isinstance(record.get(key), dict) else {}
+    named = {text(name)[:80]: number(score) for name, score in list(scores.items())[:64]}
     return {name: score for name, score in named.items() if score is not None}
 
 
@@ -142,8 +152,8 @@ def changed_settings(run: Run, defaults: dict) -> dict[str, dict]:
 
 
 def script_of(run: Run) -> str:
-    """The script that made the run: only mid_train has the setting loss_on."""
-    return "scripts.mid_train" if "loss_on" in run.settings() else "scripts.base_train"
+    """The script that made the run."""
+    return f"scripts.{run.kind}_train"
 
 
 def defaults_of(script: str) -> dict:
@@ -171,7 +181,7 @@ def command(run: Run) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------
-# report.md and its plot
+# report.md
 
 
 def markdown(run: Run, final: bool) -> str:
@@ -182,17 +192,18 @@ def markdown(run: Run, final: bool) -> str:
     parts += ["![Training loss and validation bits per byte](loss.png)" if run.num_steps else ""]
     parts += ["## Plan", "\n".join(f"- {_line(line)}" for line in plan_lines(run))]
     if run.evals:
-        shown = [
-            (r["step"], number(r.get("tokens")), r["val_bpb"]) for r in charts.chosen_of(run.evals, MOST_ROWS)
-        ]
-        rows = [[f"{step:,}", f"{tokens or 0:,.0f}", f"{bpb:.4f}"] for step, tokens, bpb in shown]
-        parts += ["## Validation", table([["step", "tokens", "bits per byte"], *rows])]
+        rows = [["step", "tokens", *(f"bits per byte{set_name(key)}" for key in run.validation_keys)]]
+        for r in charts.chosen_of(run.evals, MOST_ROWS):
+            bits = ("" if (v := number(r.get(key))) is None else f"{v:.4f}" for key in run.validation_keys)
+            rows.append([f"{r['step']:,}", f"{number(r.get('tokens')) or 0:,.0f}", *bits])
+        parts += ["## Validation", table(rows)]
     if by := last_by_position(run):
         rows = [[label, f"{loss:.4f}"] for label, loss in by.items()]
         parts += ["## Loss by position", table([["tokens of context", "nats per token"], *rows])]
-    if scores := task_scores(run.tasks[-1]) if run.tasks else {}:
-        rows = [[_line(name), f"{100 * score:.1f} %"] for name, score in scores.items()]
-        parts += [f"## Tasks, at step {run.tasks[-1]['step']:,}", table([["task", "score"], *rows])]
+    for key, what in TASKS.items():
+        if scores := task_scores(run.tasks[-1], key) if run.tasks else {}:
+            rows = [[_line(name), f"{100 * score:.1f} %"] for name, score in scores.items()]
+            parts += [f"## {what}, at step {run.tasks[-1]['step']:,}", table([["task", "score"], *rows])]
     if run.samples:
         parts += ["## Samples", *map(fenced, run.samples[-1]["samples"])]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -208,30 +219,25 @@ def _line(words: str) -> str:
     return " ".join(words.split()).replace("<", "&lt;")
 
 
-def loss_png(run: Run) -> bytes:
-    """A plot of the training loss and of the validation's bits per byte; b"" before the first step, and
-    without matplotlib."""
-    if not run.num_steps:
-        return b""
-    try:
-        from matplotlib.figure import Figure  # a slow import, so only before a plot
-    except ImportError:
-        return b""
+# ------------------------------------------------------------------------------------------------------
+# The list of runs
 
-    ends = charts.bin_ends(len(run.steps["step"]))
-    curve = charts.step_curve(run.steps["loss"], ends, "", "")
-    low, high, loss = (np.array(values, dtype=float) for values in (curve.low, curve.high, curve.y))
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    left, x = figure.subplots(), run.steps["step"][ends]
-    left.fill_between(x, low, high, color="tab:blue", alpha=0.25, linewidth=0.8)
-    left.plot(x, loss, color="tab:blue", label="training loss (nats per token)")
-    left.set(xlabel="step", ylabel="loss, nats per token")
-    if run.evals:
-        right = left.twinx()
-        right.plot([r["step"] for r in run.evals], [r["val_bpb"] for r in run.evals], "o-", color="tab:red")
-        right.set_ylabel("validation bits per byte", color="tab:red")
-    left.legend(loc="upper right")
-    left.grid(alpha=0.3)
-    written = io.BytesIO()
-    figure.savefig(written, format="png", dpi=110)
-    return written.getvalue()
+
+def table_of_runs(runs: list[Run]) -> str:
+    """The runs, one a line of at most 80 characters, the one that was written last first."""
+    rows = [["run", "kind", "steps", "bits per byte", "last step", "state"]]
+    for run in sorted(runs, key=lambda run: -run.written):
+        planned, bits = run.num_iterations, f"{run.evals[-1]['val_bpb']:.4f}" if run.evals else ""
+        steps = f"{run.num_steps:,}" + (f" of {planned:,}" if planned and not run.is_complete else "")
+        shown = "%b %d %H:%M" if abs(time.time() - run.written) < RECENT_S else "%b %d  %Y"  # as ls does
+        when = time.strftime(shown, time.localtime(run.written))
+        rows.append([run.name, run.kind, steps, bits, when, run.state])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    room = 80 - sum(widths[1:]) - 2 * len(widths[1:])
+    lines = []
+    for name, kind, steps, bits, when, state in rows:
+        name = name if len(name) <= room else name[: room - 3] + "..."
+        _, *w = widths
+        numbers = f"{steps:>{w[1]}}  {bits:>{w[2]}}"
+        lines.append(f"{name:{min(widths[0], room)}}  {kind:{w[0]}}  {numbers}  {when:{w[3]}}  {state}")
+    return "\n".join(lines)
