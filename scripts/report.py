@@ -29,32 +29,50 @@ def warn(message: str):
     print(printable(message), file=sys.stderr)
 
 
+def reason(error: OSError) -> str:
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
+
+
+def list_runs():
+    """Print the runs under base_dir."""
+    runs = []
+    for folder in report.runs_in(base_path):
+        try:
+            runs.append(report.read_run(folder, warn))
+        except OSError as error:
+            warn(f"warning: {folder} is left out ({reason(error)})")
+    print(printable(report.table_of_runs(runs)) if runs else f"there is no run under {base_path}")
+
+
+def write_page() -> Path:
+    """Write the page of the named runs; returns its path."""
+    path = user_path("out", out) if out else Path("comparison.html")
+    price = price_per_hour if price_per_hour >= 0 else None
+    run, *others = runs = [report.read_run(folder, warn) for folder in folders]
+    final = run.state != "running"
+    if not others and not out:
+        report.write_files(run, final, price)
+        return run.folder / "report.html"
+    page = report.comparison_page(runs, price) if others else report.run_page(run, final, price)
+    with replacing(path) as file:
+        file.write(page.encode())
+    return path
+
+
 base_path = user_path("base_dir", base_dir)
 found = [report.find_runs(name, base_path) for name in settings.arguments]
 folders = list(dict.fromkeys(folder for same in found for folder in same))
+for several in (same for same in found if len(same) > 1):
+    both = " and ".join(str(folder.relative_to(base_path)) for folder in several)
+    print(f"{several[0].name} is {both}: both are shown")
 if len(folders) > report.MOST_RUNS:
     raise UserError(f"{len(folders)} runs are too many for a page; name 1 to {report.MOST_RUNS}")
-price = price_per_hour if price_per_hour >= 0 else None
-path = user_path("out", out) if out else Path("comparison.html")
-try:
-    if not folders:
-        runs = [report.read_run(folder, warn) for folder in report.runs_in(base_path)]
-        print(printable(report.table_of_runs(runs)) if runs else f"there is no run under {base_path}")
-        raise SystemExit(0)
-    for same in found:
-        if len(same) > 1:
-            both = " and ".join(str(folder.relative_to(base_path)) for folder in same)
-            print(f"{same[0].name} is {both}: both are shown")
-    run, *others = runs = [report.read_run(folder, warn) for folder in folders]
-    goes_on = run.state == "running"
-    if not others and not out:
-        path = run.folder / "report.html"
-        report.write_files(run, not goes_on, price)
-    else:
-        page = report.comparison_page(runs, price) if others else report.run_page(run, not goes_on, price)
-        with replacing(path) as file:
-            file.write(page.encode())
-except OSError as error:
-    reason = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    raise UserError(f"no report ({reason}); name another run, or another place with --out=FILE") from error
-print(f"report: {path}")
+if not folders:
+    list_runs()
+else:
+    try:
+        print(f"report: {write_page()}")
+    except OSError as error:
+        raise UserError(
+            f"no report ({reason(error)}); name another run, or another place with --out=FILE"
+        ) from error

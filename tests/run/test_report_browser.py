@@ -1,17 +1,16 @@
-"""The report in a browser, if one is installed: it loads nothing, says nothing, and its charts are live."""
+"""The report in a browser, if one is installed: it loads nothing, says nothing, and shows its charts."""
 
-import json
 import math
+import time
 
 import pytest
 from browser import BINARY, Browser
 from test_report import SAMPLES, make_run, write_records
 from test_report_page import NASTY, configure
 
-from nanochat.run.report import comparison_page, read_run, write_report
+from nanochat.run.report import comparison_page, elements, read_run, run_page, write_report
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="no Chromium is installed")
-TICKS = "[...document.querySelectorAll('#chart-bpb svg text')].map((t) => t.textContent).join()"
 
 
 @pytest.fixture(scope="module")
@@ -45,68 +44,41 @@ def looked_at(browser, path, **how):
     assert browser.console == [], "the console is not silent"
 
 
-def middle_of_the_loss(browser):
-    """(x, y, width) of the middle of the chart of the loss, which is scrolled into the window."""
-    browser.value("document.querySelector('#chart-loss').scrollIntoView()")
-    box = "JSON.stringify(document.querySelector('#chart-loss svg').getBoundingClientRect())"
-    box = json.loads(browser.value(box))
-    return box["x"] + box["width"] / 2, box["y"] + 60, box["width"]
-
-
 @pytest.mark.parametrize("name", ["report.html", "comparison.html"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_a_page_loads_nothing_says_nothing_and_fits_the_window(browser, folder, name, width):
     looked_at(browser, folder / name, width=width, dark=width == 390)
     assert browser.value("document.documentElement.scrollWidth") == width
     figures = "[...document.querySelectorAll('figure svg')]"
-    assert browser.value(f"{figures}.every((s) => s.querySelector('path.line'))"), "each chart is drawn"
+    assert browser.value(f"{figures}.every((s) => s.querySelector('path').getBBox().width)"), (
+        "each chart is drawn"
+    )
 
 
-def test_a_page_without_javascript_has_a_picture_of_the_loss_tables_and_samples(browser, folder):
-    looked_at(browser, folder / "report.html", script=False)
-    browser.call("Emulation.setScriptExecutionDisabled", value=False)  # to ask; the page's script did not run
-    assert browser.value("document.querySelector('noscript img').naturalWidth") > 600
+def test_a_page_follows_dark_mode_and_needs_no_javascript(browser, folder):
+    colors = []
+    for dark in (False, True):
+        looked_at(browser, folder / "report.html", dark=dark, script=False)
+        browser.call("Emulation.setScriptExecutionDisabled", value=False)  # to ask
+        parts = "['#chart-loss svg path[stroke]', '#chart-loss svg text']"
+        style = "(part) => JSON.stringify([getComputedStyle(document.querySelector(part)).stroke, "
+        style += "getComputedStyle(document.querySelector(part)).fill])"
+        colors.append(browser.value(f"{parts}.map({style})"))
+    assert all(light != dark for light, dark in zip(*colors, strict=True))
     assert browser.value("document.querySelectorAll('#chart-loss tbody tr').length") > 5
-    assert browser.value("document.querySelector('.sample-set[open] pre').checkVisibility()")
+    assert browser.value("document.querySelector('#samples details[open] pre').checkVisibility()")
 
 
-def test_values_follow_the_pointer_and_the_axis_can_be_switched(browser, folder):
-    looked_at(browser, folder / "report.html")
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    losses = {r["step"]: r["loss"] for r in records if "loss" in r}
-    where = "document.querySelector('#chart-bpb .where').textContent"
-    x, y, _ = middle_of_the_loss(browser)
-    browser.mouse("mouseMoved", x, y)
-    step = int(browser.value(where).removeprefix("step "))
-    shown = float(browser.value("document.querySelector('#chart-loss .value').textContent"))
-    assert 10 < step < 30 and shown == pytest.approx(losses[step], rel=1e-3)
-    browser.value("document.querySelector('[data-axis=tokens]').click()")
-    browser.mouse("mouseMoved", x + 1, y)
-    assert browser.value(where).endswith(" tokens")
-    browser.value("document.querySelector('[data-axis=step]').click()")
-    assert browser.console == []
-
-
-def test_a_drag_zooms_all_charts_and_the_keys_move_and_reset(browser, folder):
-    looked_at(browser, folder / "report.html")
-    whole = browser.value(TICKS)
-    x, y, width = middle_of_the_loss(browser)
-    for kind, share in (("mousePressed", -0.1), ("mouseMoved", 0), ("mouseReleased", 0.1)):
-        browser.mouse(kind, x + share * width, y, button="left", buttons=1, clickCount=1)
-    assert browser.value(TICKS) != whole
-    browser.value("document.querySelector('#chart-loss svg').focus()")
-    browser.key("ArrowLeft")
-    said = browser.value("document.querySelector('#chart-loss svg').getAttribute('aria-valuetext')")
-    assert said.startswith("step ") and "loss " in said
-    browser.key("Escape")
-    assert browser.value(TICKS) == whole and browser.console == []
-
-
-def test_the_slider_goes_through_the_samples_in_time(browser, folder):
-    looked_at(browser, folder / "report.html")
-    texts = "[...document.querySelectorAll('.sample-set pre')].filter((p) => p.checkVisibility())"
-    shown = f"{texts}.map((p) => p.textContent)"
-    assert browser.value(shown) == ["after 40"]
-    browser.value("document.querySelector('#travel-input').focus()")
-    browser.key("Home")
-    assert browser.value(shown) == ["after 0"] and browser.console == []
+def test_the_page_of_a_run_that_goes_on_reloads_itself_where_it_is(browser, folder, monkeypatch):
+    monkeypatch.setattr(elements, "RELOAD_S", 1)
+    path = folder / "running.html"
+    page = run_page(read_run(folder), final=False)
+    path.write_text(page, encoding="utf-8")
+    looked_at(browser, path, width=390)
+    browser.value("scrollTo(0, 800)")
+    path.write_text(page.replace("<h1>", "<h1>now "), encoding="utf-8")
+    end = time.monotonic() + 60
+    while "now " not in browser.value("document.querySelector('h1')?.textContent ?? ''"):
+        assert time.monotonic() < end, "the page does not reload"
+        time.sleep(0.1)
+    assert browser.value("new Promise((done) => setTimeout(() => done(scrollY), 300))") == 800

@@ -10,7 +10,8 @@ import pytest
 from test_report import SAMPLES, make_run, write_records
 
 import configurator
-from nanochat.run.report import comparison_page, read_run, run_page, summary
+from nanochat.run.report import comparison_page, read_run, run_page, summary, table_of_runs
+from nanochat.run.report.pages import unique_names
 from nanochat.run.report.run_data import text
 
 NASTY = [
@@ -32,7 +33,7 @@ class Page(HTMLParser):
     def __init__(self, content: str):
         super().__init__()
         self.elements, self.text, self.inside = [], "", []
-        self.parts = {"script": [], "pre": [], "b": []}  # the text of each such element
+        self.parts = {"pre": [], "b": [], "figure": []}  # the text of each such element
         self.feed(content)
         self.close()
 
@@ -49,11 +50,16 @@ class Page(HTMLParser):
     def handle_data(self, data):
         for tag in set(self.inside) & set(self.parts):
             self.parts[tag][-1] += data
-        if not {"script", "style"} & set(self.inside):
+        if "style" not in self.inside:
             self.text += data
 
     def names(self):
         return [tag for tag, _ in self.elements]
+
+    def figures(self):
+        """{id: text} of the charts."""
+        ids = [attributes["id"] for tag, attributes in self.elements if tag == "figure"]
+        return dict(zip(ids, self.parts["figure"], strict=True))
 
 
 def page_of(folder, final=True):
@@ -76,24 +82,39 @@ def test_the_page_shows_the_run_at_a_glance_its_samples_and_its_curves(tmp_path)
     for words in ("1.2346", "depth 4, width 192", "0.5 epochs", "25.0 %", "5,120", "AMD EPYC", "finished"):
         assert words in page.text
     assert [pre for pre in page.parts["pre"] if "base_train" not in pre] == SAMPLES
-    figures = {attributes["id"] for tag, attributes in page.elements if tag == "figure"}
-    data = json.loads(page.parts["script"][0])
-    assert {"chart-loss", "chart-bpb", "chart-speed"} <= figures == {chart["id"] for chart in data["charts"]}
-    (loss,) = data["charts"][0]["curves"]
-    assert loss["y"] == pytest.approx([8 - step / 10 for step in range(40)])
-    assert data["x"][loss["group"]]["tokens"] == [512 * (step + 1) for step in range(40)]
+    figures = page.figures()
+    assert {"chart-loss", "chart-val_bpb", "chart-tok_per_sec"} <= figures.keys()
+    assert page.names().count("svg") == len(figures)
+    table = figures["chart-val_bpb"].partition("Values")[2]  # below the curve
+    assert "102.75" in table and "401.2346" in table  # step and bits per byte
 
 
-def test_the_page_names_no_address_and_runs_one_script_by_checksum(tmp_path):
+def test_the_page_names_no_address_and_has_no_script(tmp_path):
     make_run(tmp_path, samples=SAMPLES)
     content = run_page(read_run(tmp_path), final=True)
-    outside = content.replace("http://www.w3.org/2000/svg", "")  # a name, which is not fetched
-    assert not re.search(r"https?:|//[a-z]+\.|@import|url\((?!#)", outside)
+    assert not re.search(r"https?:|//[a-z]+\.|@import|url\((?!#)", content)
     page = Page(content)
     (policy,) = (a["content"] for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
     assert policy.startswith("default-src 'none'; style-src 'sha256-") and "unsafe" not in policy
-    assert page.names().count("script") == 2  # the data and the script
+    assert "script" not in page.names()
     assert not any(name.startswith("on") or name == "style" for _, a in page.elements for name in a)
+
+
+def test_every_number_of_a_record_gets_its_chart_by_itself(tmp_path):
+    make_run(tmp_path)
+    more = {"my_number": 3.0, "far/out": -1.5, "words": "no", "<b>": 1.0}
+    write_records(
+        tmp_path,
+        *({"step": step, "loss": 4.0} | more for step in range(40, 50)),
+        {"step": 50, "val_bpb": 1.0, "val_bpb_other.txt": 2.125, "my_score": 0.0, "tokens": 7},
+        {"step": 60, "val_bpb": 0.9, "val_bpb_other.txt": 2.0, "my_score": 0.5},
+    )
+    page = page_of(tmp_path)
+    figures = page.figures()
+    assert {"chart-my_number", "chart-far/out", "chart-my_score"} <= figures.keys()
+    assert not {"chart-words", "chart-<b>", "chart-val_bpb_other.txt"} & figures.keys()
+    assert "other.txt" in figures["chart-val_bpb"] and "2.125" in figures["chart-val_bpb"]
+    assert "validation of other.txt" in page.text
 
 
 @pytest.mark.parametrize("nasty", NASTY)
@@ -114,8 +135,7 @@ def test_no_text_of_a_folder_breaks_out_of_the_page(tmp_path, nasty):
         return Page(run_page(run, True))
 
     calm, page = poison("calm"), poison(nasty)
-    assert set(page.names()) == set(calm.names()) and page.names().count("script") == 2
-    assert json.loads(page.parts["script"][0])["axes"]
+    assert set(page.names()) == set(calm.names()) and "script" not in page.names()
 
 
 def test_a_page_says_whether_the_run_goes_on_and_reloads_itself_only_then(tmp_path):
@@ -124,7 +144,7 @@ def test_a_page_says_whether_the_run_goes_on_and_reloads_itself_only_then(tmp_pa
         configure(tmp_path, derived={"num_iterations": planned})
         page = page_of(tmp_path, final)
         reloads = [a for tag, a in page.elements if tag == "meta" and a.get("http-equiv") == "refresh"]
-        assert json.loads(page.parts["script"][0])["running"] is (not final) and len(reloads) == (not final)
+        assert len(reloads) == (not final)
         assert state in page.text and ("40 of 400 steps" in page.text) == (state == "stopped")
 
 
@@ -167,13 +187,36 @@ def test_a_comparison_shows_each_run_what_differs_and_the_best_where_they_can_be
         write_records(folder, {"step": 40, "val_bpb": depth - 3.5}, {"step": 40, "loss": math.nan})
         runs.append(read_run(folder))
     page = Page(comparison_page(runs))
-    data = json.loads(page.parts["script"][0])
-    loss = next(chart for chart in data["charts"] if chart["id"] == "chart-loss")
-    assert [curve["name"] for curve in loss["curves"]] == ["a/one", "b/one", "c/two"]
-    assert all(len(data["x"][c["group"]]["tokens"]) == len(c["y"]) == 41 for c in loss["curves"])
+    assert {"chart-loss", "chart-loss-tokens", "chart-val_bpb-tokens"} <= page.figures().keys()
+    assert all(name in page.figures()["chart-loss"] for name in ("a/one", "b/one", "c/two"))
     differs = page.text.partition("What differs")[2]
-    assert "depth" in differs and "grad_clip" not in differs
-    assert page.names().count("script") == 2
+    assert "depth" in differs and "grad_clip" not in differs and "script" not in page.names()
     assert [b for b in page.parts["b"] if b] == ["0.5000", *["4.1000"] * 3]
-    runs[0].config["identity"]["data"] = "another text"
-    assert not any(Page(comparison_page(runs)).parts["b"])
+    runs[0].config["identity"]["tokenizer"] = "another"  # bits per byte can still be compared
+    assert [b for b in Page(comparison_page(runs)).parts["b"] if b] == ["0.5000"]
+    runs[0].config["settings"]["loss_on"] = {"value": "all"}
+    page = Page(comparison_page(runs))
+    assert not any(page.parts["b"]) and "loss_on" in page.text
+
+
+def test_two_runs_of_a_tag_are_told_apart_by_their_kind(tmp_path):
+    runs = []
+    for place, more in (("base_checkpoints", {}), ("mid_checkpoints", {"loss_on": {"value": "all"}})):
+        (folder := tmp_path / place / "d4").mkdir(parents=True)
+        make_run(folder)
+        configure(folder, settings=more)
+        runs.append(read_run(folder))
+    assert unique_names(runs) == ["d4 (base)", "d4 (mid)"]
+
+
+def test_the_list_of_runs_fits_a_terminal(tmp_path):
+    runs = []
+    for i, planned in enumerate((40, 400_000)):
+        (folder := tmp_path / f"a-long-name-that-says-what-was-tried-in-this-run-{i}").mkdir()
+        make_run(folder)
+        configure(folder, derived={"num_iterations": planned})
+        runs.append(read_run(folder))
+        runs[-1].written = i
+    newer, older = table_of_runs(runs).splitlines()[1:]
+    assert all(len(line) <= 80 for line in (newer, older))
+    assert older.endswith("finished") and newer.endswith("stopped") and "40 of 400,000" in newer

@@ -55,9 +55,25 @@ def test_one_folder_gets_its_page_again_and_several_get_one_of_their_own(folders
     assert "report.html" in os.listdir(folders[2])
 
 
+def test_without_a_tag_the_runs_are_listed_and_a_tag_of_two_runs_shows_both(tmp_path, report):
+    assert "no run under" in report(f"--base_dir={tmp_path}")
+    places = [tmp_path / "base_checkpoints", tmp_path / "mid_checkpoints"]
+    for place in places:
+        (place / "d4").mkdir(parents=True)
+        make_run(place / "d4")
+    (places[0] / "broken").mkdir()
+    os.mkfifo(places[0] / "broken" / "metrics.jsonl")
+    listed = report(f"--base_dir={tmp_path}")
+    assert listed.count("d4 ") == 2 and "broken is left out" in listed
+    page = tmp_path / "page.html"
+    assert "both are shown" in report("d4", f"--base_dir={tmp_path}", f"--out={page}")
+    assert "Comparison of runs" in page.read_text()
+    report("mid_checkpoints/d4", f"--base_dir={tmp_path}")
+    assert [(place / "d4/report.html").exists() for place in places] == [False, True]
+
+
 def test_what_is_no_run_is_refused_with_a_sentence(folders, tmp_path, report):
     for arguments, words in (
-        ([], "name 1 to"),
         ([str(tmp_path)], "has no metrics.jsonl"),
         (["three"], "there is no run three"),
         ([folders[0], f"--out={tmp_path}"], "another place with --out"),

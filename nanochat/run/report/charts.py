@@ -105,7 +105,7 @@ def _step_chart(runs, names, key, axis) -> Chart:
             x, values = run.steps[axis][ends], run.steps[key]
             y, low, high = step_curve(values, ends, smoothed=key != "lr_multiplier")
             band = {"low": low, "high": high} if alone else {}
-            chart.curves.append(Curve(KNOWN.get(key, [key])[0] if alone else name, x, y, color, **band))
+            chart.curves.append(Curve(chart.title if alone else name, x, y, color, **band))
     chart.log = key not in ("loss", "lr_multiplier") and spans(chart)
     if alone and key in ("loss", "grad_norm"):
         chart.marks = marks(runs[0])
@@ -239,7 +239,8 @@ def svg(chart: Chart) -> str:
     drawn = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", drawn[drawn.index("<g ") :], flags=re.S)
     drawn = re.sub(r'style="([^"]*)"', _attributes, drawn.replace(" xlink:href", " href"))
     drawn = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(?<=\.\d)\d+", "", path[0]).replace("\n", " "), drawn)
-    drawn = re.sub(r"#c0c0c(\d)", r"var(--c\1)", re.sub(r'<g id="[^"]*"', "<g", drawn))
+    drawn = re.sub(r">\s+<", "><", re.sub(r'<g id="[^"]*"', "<g", drawn))
+    drawn = re.sub(r"#c0c0c(\d)", r"var(--c\1)", drawn)
     label = f'role="img" aria-label="{chart.title}, {chart.unit}"'
     return f'<svg class="plot" viewBox="0 0 {width} {height}" {label}>{drawn}'
 

@@ -116,14 +116,14 @@ def figure(chart: Chart) -> str:
 
 
 def _values(chart: Chart) -> str:
-    """At most TABLE_ROWS points of the curves, if these have the same x values."""
-    xs = [chart.labels or [f"{x:,.0f}" for x in curve.x] for curve in chart.curves]
-    if any(x != xs[0] for x in xs):
-        return ""
-    rows = list(zip(xs[0], *([_cell(y) for y in curve.y] for curve in chart.curves), strict=True))
+    """At most TABLE_ROWS points of the curves, where all of them have one."""
+    points = [dict(zip(curve.x.tolist(), curve.y.tolist(), strict=True)) for curve in chart.curves]
+    common = chosen_of(sorted(set.intersection(*map(set, points))), TABLE_ROWS)
+    names = [chart.labels[int(x)] if chart.labels else f"{x:,.0f}" for x in common]
+    rows = [[name, *(_cell(of[x]) for of in points)] for name, x in zip(names, common, strict=True)]
     head = [LABELS.get(chart.axis, "seconds in steps"), *(curve.name for curve in chart.curves)]
-    shown = table(head, chosen_of(rows, TABLE_ROWS), numbers=True)
-    return f'<details class="table"><summary>Values</summary>{shown}</details>'
+    shown = table(head, rows, numbers=True)
+    return f'<details class="table"><summary>Values</summary>{shown}</details>' if rows else ""
 
 
 def _cell(value: float) -> str:
