@@ -25,9 +25,9 @@ from nanochat.checkpoint.folder import STEP
 from nanochat.data.dataset import sample_prompts as prompts_for
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.data.validation import ValidationBatches, tokenize_validation
+from nanochat.data.validation import open_validation
 from nanochat.engine import continuations, find_source, load_for_inference
-from nanochat.evals.bits_per_byte import bits_per_byte
+from nanochat.evals.bits_per_byte import validate
 from nanochat.evals.bundle import Task, open_bundle
 from nanochat.evals.tasks import cloze_tasks, score_tasks
 from nanochat.files import user_path
@@ -47,7 +47,7 @@ bundle: str | None = None  # folder or zip file of CORE's bundle (none = <base_d
 
 # Text (none = as in the run)
 data: str | None = None  # embedded, a file or folder of text, climbmix or fineweb-edu
-val_data: str | None = None  # a file or folder that is the validation split
+val_data: str | None = None  # a validation file or folder, and more of them after commas
 text_field: str | None = None  # the field of JSON objects or column of parquet files that holds the text
 eval_tokens: int | None = None  # validation tokens to score (-1 = all) [-1, 1..1e12]
 sample_prompts: str | None = None  # to continue, separated by |; auto: what suits the text; may be empty
@@ -166,12 +166,12 @@ if "bpb" in parts:
     rows = max(1, min(found.resolved.get("device_batch_size", 8), 2**16 // model.config.max_seq_len))
     with machine.main_first("validation"):  # the first process tokenizes; the others find its file
         place = dataset.tokenizer_folder(base_path)
-        val_tokens = tokenize_validation(dataset.val_shards, tokenizer, run["eval_tokens"], place)
-    validation = ValidationBatches(val_tokens, model.config.max_seq_len, rows, *share, device)
+        in_batches = model.config.max_seq_len, rows, *share, device
+        validation = open_validation(dataset, tokenizer, run["eval_tokens"], place, *in_batches)
     token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(device)
     compiled = found.resolved.get("compiled", False)
-    evaluated = bits_per_byte(model, validation, token_bytes, compute_dtype, machine, compiled)
-    results |= {"val_bpb": evaluated.bpb, "loss_by_position": evaluated.loss_by_position}
+    more = compute_dtype, machine, compiled, lambda batches, text: batches
+    results |= validate(model, validation, token_bytes, *more)
 if "core" in parts:
 
     def shown(total, text, unit):
@@ -200,6 +200,8 @@ def page() -> str:
     shown = [f"# {home.name}, step {found.step:,}", table([["", ""], *facts.items()], left=2)]
     if "val_bpb" in results:
         shown += [f"## Bits per byte: {results['val_bpb']:.6f}"]
+        more = [[name[8:], f"{bits:.6f}"] for name, bits in results.items() if name.startswith("val_bpb_")]
+        shown += [table([["further validation set", "bits per byte"], *more])] if more else []
         rows = [[tokens, f"{nats:.4f}"] for tokens, nats in results["loss_by_position"].items()]
         shown += [table([["tokens of context", "nats per token"], *rows])]
     if "own_score" in results:

@@ -23,9 +23,9 @@ from nanochat.data.dataset import sample_prompts as sample_prompts_for
 from nanochat.data.loader import TrainLoader, merge_states
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import open_tokenizer
-from nanochat.data.validation import ValidationBatches, tokenize_validation
+from nanochat.data.validation import open_validation
 from nanochat.engine import continuations
-from nanochat.evals.bits_per_byte import bits_per_byte
+from nanochat.evals.bits_per_byte import validate
 from nanochat.evals.tasks import open_tasks, score_tasks
 from nanochat.files import user_path
 from nanochat.gpt import GPT, check_dtypes
@@ -50,7 +50,7 @@ spelling: Literal["auto", "on", "off"] = "auto"  # tokens spelled alike learn to
 
 # Data
 data = "embedded"  # embedded (Python's library), a file or folder, climbmix, fineweb-edu, hf:OWNER/NAME
-val_data: str | None = None  # a file or folder that is the validation split (none = the data set's own)
+val_data: str | None = None  # a validation file or folder,more of them (none = the data set's own split)
 document_mask = False  # a token attends to its own document only, not to all that its row holds
 text_field = "text"  # the field of JSON objects or column of parquet files that holds the text
 download: Literal["off", "on"] = "off"  # on = get the shards of public data while training goes on
@@ -180,21 +180,20 @@ scaler = precision.make_scaler(device, compute_dtype)
 dataset.begin(machine, stop, process_timeout)  # --download=on: begin to get missing shards
 # For batches of your own replace the loader. It yields (inputs, targets) and has documents (None: a token
 # sees all of its row), wait_s, epoch, state(), close()
-rows, share = plan.total_batch_size // max_seq_len, (machine.rank, world_size)
+shape, share = (max_seq_len, plan.device_batch_size), (machine.rank, world_size)
 position = resumed.state["loader"] if resumed and not changed else None  # None: from the start of the text
 loader = TrainLoader(
-    dataset.train_shards, tokenizer, rows, max_seq_len, plan.device_batch_size, *share, seed, device,
+    dataset.train_shards, tokenizer, plan.total_batch_size // max_seq_len, *shape, *share, seed, device,
     position, plan.attention.boundaries if document_mask else None,
 )  # fmt: skip
 with machine.main_first("validation", stop):  # the first process makes the files; the others find them
-    val_tokens = tokenize_validation(dataset.val_shards, tokenizer, eval_tokens, folder)
+    validation = open_validation(dataset, tokenizer, eval_tokens, folder, *shape, *share, device)
     tasks = [], []  # made from the validation text, and CORE's
     if core_metric_every > 0:
         tasks = open_tasks(dataset, folder, core_bundle, base_path, core_metric_max_per_task, say)
-validation = ValidationBatches(val_tokens, max_seq_len, plan.device_batch_size, *share, device)
 token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(device)
 prompts = sample_prompts_for(sample_prompts, dataset)
-clock.expect_evaluation(len(validation) * plan.device_batch_size * world_size * max_seq_len, *tasks)
+clock.expect_evaluation(sum(batches.tokens for batches in validation.values()) * world_size, *tasks)
 
 if resumed:
     restore(resumed, model, optimizer, scaler, machine)
@@ -253,9 +252,9 @@ def evaluate():
     """Score and sample what is due after `step` updates, as one record of metrics.jsonl."""
     record, began = {"step": step}, time.monotonic()
     if is_due(eval_every):
-        batches = console.over(validation, "validation")
-        found = bits_per_byte(model, batches, token_bytes, compute_dtype, machine, plan.compiled)
-        record |= {"val_bpb": found.bpb, "loss_by_position": found.loss_by_position}
+        record |= validate(
+            model, validation, token_bytes, compute_dtype, machine, plan.compiled, console.over
+        )
     if core_metric_every > 0 and is_due(core_metric_every):
         record |= score_tasks(model, tokenizer, *tasks, compute_dtype, machine, console.bar)
     if is_due(sample_every) and machine.is_main:

@@ -25,7 +25,7 @@ from nanochat.data.conversation_loader import ConversationBatches, ConversationL
 from nanochat.data.conversations import open_conversations
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.engine import find_source, model_config
-from nanochat.evals.bits_per_byte import bits_per_byte
+from nanochat.evals.bits_per_byte import validate
 from nanochat.evals.exact_match import answer, exact_match, exact_match_questions, nearest_answer_share
 from nanochat.files import user_path
 from nanochat.gpt import GPT, check_dtypes
@@ -44,7 +44,7 @@ optimizer_state: Literal["fresh", "base"] = "fresh"  # base = go on with the opt
 
 # Conversations
 data = "embedded"  # embedded (about Python), or files, folders, hf:OWNER/NAME with weights: a.jsonl:3,b.jsonl
-val_data: str | None = None  # files that are the validation split (none = one conversation in 40)
+val_data: str | None = None  # a validation file or folder,more of them (none = one conversation in 40)
 loss_on: Literal["assistant", "all"] = "assistant"  # targets: the tokens of the answers, or all
 skip_bad = False  # leave out conversations that cannot be used
 show = 0  # conversations to print as the model sees them, before the script exits (0 = off) [0..1e6]
@@ -117,8 +117,9 @@ if show:
     for messages in conversations.train.messages[: show if machine.is_main else 0]:
         print(chat_format.coloured(tokenizer, messages, loss_on), end="\n\n")
     machine.exit()
-train_tokens = render_all(conversations.train, tokenizer, config.max_seq_len, loss_on)
-val_tokens = render_all(conversations.val, tokenizer, config.max_seq_len, loss_on)
+how = tokenizer, config.max_seq_len, loss_on
+train_tokens = render_all(conversations.train, *how)
+val_tokens = {name: render_all(some, *how) for name, some in conversations.val_sets.items()}
 
 resumed, run_id = (None, "") if plan_only else checkpoint.enter(run_path, resume, machine)
 resolved = resumed.resolved if resumed else {}
@@ -163,7 +164,8 @@ loader = ConversationLoader(
     train_tokens, tokenizer, rows, config.max_seq_len, plan.device_batch_size, *share, seed, device,
     position, plan.attention.boundaries,
 )  # fmt: skip
-validation = ConversationBatches(val_tokens, tokenizer.bos_id, plan.device_batch_size, *share, device)
+in_batches = tokenizer.bos_id, plan.device_batch_size, *share, device
+validation = {name: ConversationBatches(tokens, *in_batches) for name, tokens in val_tokens.items()}
 token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(device)
 questions = exact_match_questions(conversations, eval_questions)
 nearest = nearest_answer_share(conversations, questions) if questions and machine.is_main else None
@@ -230,9 +232,9 @@ def evaluate():
     """Score and sample what is due after `step` updates, as one record of metrics.jsonl."""
     record, began, said = {"step": step}, time.monotonic(), ""
     if is_due(eval_every):
-        batches = console.over(validation, "validation")
-        found = bits_per_byte(model, batches, token_bytes, compute_dtype, machine, plan.compiled)
-        record |= {"val_bpb": found.bpb, "loss_by_position": found.loss_by_position}
+        record |= validate(
+            model, validation, token_bytes, compute_dtype, machine, plan.compiled, console.over
+        )
         said = " of the targets"
     if questions and is_due(eval_every):
         exact = record["exact_match"] = exact_match(model, tokenizer, questions, compute_dtype, machine)

@@ -43,7 +43,8 @@ def command(corpus: Path, out: Path, *more: str) -> list[str]:
 # as any Python program. Its parent, another fork, waits for it and writes its exit status to a file.
 STARTER = """
 import gc, json, os, runpy, signal, sys
-import matplotlib.backends.backend_agg, matplotlib.backends.backend_svg, matplotlib.figure, pyarrow.parquet, safetensors.torch, tiktoken, torch
+import matplotlib.backends.backend_agg, matplotlib.backends.backend_svg, matplotlib.figure
+import pyarrow.parquet, safetensors.torch, tiktoken, torch
 
 # At its end a run would copy the memory of all that was imported, and it would go through it once more
 gc.collect()

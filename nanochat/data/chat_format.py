@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -44,10 +44,16 @@ class ConversationData:
     train: Conversations
     val: Conversations
     note: str  # one line for the log
+    more_val: dict[str, Conversations] = field(default_factory=dict)  # further validation sets
+
+    @property
+    def val_sets(self) -> dict[str, Conversations]:
+        """{name of its bits per byte in a record: conversations} of every validation set."""
+        return {"val_bpb": self.val} | {f"val_bpb_{name}": some for name, some in self.more_val.items()}
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of both splits, hexadecimal; a checkpoint stores it."""
+        """SHA-256 of both splits, hexadecimal; a checkpoint stores it. Further sets decide nothing."""
         return hashlib.sha256((self.train.fingerprint() + self.val.fingerprint()).encode()).hexdigest()
 
 

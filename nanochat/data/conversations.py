@@ -43,7 +43,8 @@ def open_conversations(
     """The conversations of mid_train's settings: "embedded", or files, folders and data sets of the Hub
     (hf:OWNER/NAME, see hub.py) with commas between them.
 
-    `data` may give each a weight: `a.jsonl:3,hf:OWNER/NAME:0.5`. Without val_data, validation is drawn by the
+    `data` may give each a weight: `a.jsonl:3,hf:OWNER/NAME:0.5`. The first part of val_data is the validation
+    split; the others are further sets, see more_val. Without val_data, validation is drawn by the
     hash of a conversation's first user message, so conversations that begin alike stay in one split. All
     bad conversations are found before a UserError names the first of them; with skip_bad they are left out,
     and `say` gets their number. network=False: nothing is downloaded.
@@ -57,7 +58,8 @@ def open_conversations(
     bad: list[str] = []
     fetched = partial(local_files, base_dir=base_dir, network=network)
     train = _read_files("data", data, bad, fetched)
-    val = _read_files("val_data", val_data, bad, fetched) if val_data is not None else Conversations([], [])
+    paths = textfiles.paths_of("val_data", val_data) if val_data is not None else []
+    val_sets = [_read_files("val_data", path, bad, fetched) for path in paths]
     if bad:
         shown = "\n".join(f"  {error}" for error in bad[:SHOWN_ERRORS])
         more = f"\n  and {len(bad) - SHOWN_ERRORS:,} more" if len(bad) > SHOWN_ERRORS else ""
@@ -67,15 +69,18 @@ def open_conversations(
                 f"--skip_bad:\n{shown}{more}"
             )
         say(f"{len(bad):,} bad conversations are left out:\n{shown}{more}")
-    if val_data is None:
-        train, val = _split(train)
-    for split, setting, found in (("training", "data", train), ("validation", "val_data", val)):
+    if not val_sets:
+        train, *val_sets = _split(train)
+    named = [("training", "data", train), *(("validation", "val_data", val) for val in val_sets)]
+    for split, setting, found in named:
         if not found.messages:
             raise UserError(f"there is no {split} conversation; give more files with --{setting}=PATH")
     first, _ = next(_sources("data", data))
     name = re.sub(r"[^\w.-]+", "_", Path(first).name) or "data"
+    val, *more = val_sets
     note = f"{len(train.messages):,} training and {len(val.messages):,} validation conversations"
-    return ConversationData(name, train, val, note)
+    more_val = dict(zip(textfiles.set_names(paths)[1:], more, strict=True))
+    return ConversationData(name, train, val, note, more_val)
 
 
 def _split(both: Conversations) -> tuple[Conversations, Conversations]:

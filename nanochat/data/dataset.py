@@ -15,7 +15,7 @@ import tempfile
 import time
 import unicodedata
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from nanochat import UserError
@@ -36,6 +36,12 @@ class Dataset:
     val_shards: list[Path]
     fingerprint: str  # of the content, hexadecimal; a checkpoint stores it
     note: str  # one line for the log: how many documents, from where
+    more_val: dict[str, list[Path]] = field(default_factory=dict, kw_only=True)  # further validation sets
+
+    @property
+    def val_sets(self) -> dict[str, list[Path]]:
+        """{name of its bits per byte in a record: shards} of every validation set."""
+        return {"val_bpb": self.val_shards} | {f"val_bpb_{name}": s for name, s in self.more_val.items()}
 
     def train_texts(self) -> Documents:
         """The documents that a tokenizer is trained on: all training documents in stored order."""
@@ -74,12 +80,13 @@ class Dataset:
 
 
 def build(
-    folder: Path, name: str, documents: Iterable[tuple[str, str]], note: str, given: bool = False
+    folder: Path, name: str, documents: Iterable[tuple[str, str]], note: str, splits: str = "hash"
 ) -> Dataset:
     """Write (split, text) documents as shards into `folder`, and open it.
 
-    Two `{}` in `note` become the numbers of training and validation documents. given: --val_data names the
-    validation split. Raises UserError if a split is empty or the folder cannot be written.
+    Two `{}` in `note` become the numbers of training and validation documents. splits: "hash", "given" if
+    --val_data names the validation split, or "val" for that split alone. Raises UserError if a split is empty
+    or the folder cannot be written.
     """
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -88,11 +95,11 @@ def build(
         try:
             index = write_sorted(documents, temporary)
             train, val = index.pop("documents")
-            if not train and (given or not val):
+            if not train and (splits == "given" or not val) and splits != "val":
                 raise UserError(f"{name} holds no text; give --data files with documents in them")
-            if given and not val:
+            if splits != "hash" and not val:
                 raise UserError("--val_data holds no text; give it files with documents in them")
-            if not val or not train:
+            if splits == "hash" and not (val and train):
                 missing = "validation" if train else "training"
                 raise UserError(
                     f"none of the {train + val:,} documents of {name} falls into the {missing} split (by its "

@@ -11,6 +11,7 @@ docs/data.md says what becomes a document, and which documents are validation.
 
 import filecmp
 import hashlib
+import itertools
 import json
 import platform
 import re
@@ -18,6 +19,7 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from nanochat import UserError
@@ -27,7 +29,7 @@ from nanochat.data.download import fetch
 from nanochat.data.parquet import footer_digest
 from nanochat.data.public import PUBLIC, PublicDataset, UnseenDataset, command
 from nanochat.data.streaming_shards import PATIENCE_S, Arrival, ArrivingShards
-from nanochat.data.textfiles import find_files, read_documents
+from nanochat.data.textfiles import find_files, paths_of, read_documents, set_names
 from nanochat.files import user_path
 from nanochat.terminal import bar, counted
 
@@ -48,9 +50,10 @@ def open_dataset(
     """The data set of the settings `data`, `val_data` and `text_field`; it is built at the first use.
 
     `data` is "embedded", a name in PUBLIC, "hf:OWNER/NAME" (see hub.py), or paths with commas between them.
-    `val_data` are the paths of the validation split. `text_field` is the field of JSON objects, or the column
-    of parquet files, that holds the text. Raises UserError if files are missing, damaged or without text, or
-    if a split is empty.
+    `val_data` is the validation split, a file or a folder; after a comma follow further validation sets
+    (`more_val`), which decide nothing in a run. None of these files is trained on. `text_field` is the field
+    of JSON objects, or the column of parquet files, that holds the text. Raises UserError if files are
+    missing, damaged or without text, or if a split is empty.
 
     For public data and the Hub, `tokens(vocab_size)` are the tokens that the run reads, `tokens()` about.
     With download="on" this function downloads the validation shard and the first training shard of public
@@ -62,25 +65,35 @@ def open_dataset(
         raise UserError(
             f"--download=on is for public data ({', '.join(PUBLIC)}); leave it out with other data"
         )
+    paths = paths_of("val_data", val_data) if val_data is not None else []
+    val_sets = [find_files("val_data", path)[0] for path in paths]
+    val_files, folder = val_sets[0] if val_sets else [], base_dir / "data"
     if str(data) == "embedded":
-        if val_data is not None:
-            raise UserError(
-                "the embedded data has its own validation; give --val_data only with other --data"
-            )
-        return _open_embedded(base_dir)
-    val_files = find_files("val_data", val_data)[0] if val_data is not None else []
-    if str(data) in PUBLIC:
-        folder = base_dir / "data" / str(data)
-        return _open_public(str(data), folder, val_files, tokens, download == "on", plan_only)
-    if str(data).startswith(hub.PREFIX):
-        data, files = hub.local_files(str(data), base_dir, tokens, num_shards, network=not plan_only)
-        others = 0
+        dataset = _open_embedded(base_dir, val_files, text_field)
+    elif str(data) in PUBLIC:
+        val_shards, _ = _open_validation(folder, val_files, text_field)
+        dataset = _open_public(str(data), folder / str(data), val_shards, tokens, download == "on", plan_only)
     else:
-        files, others = find_files("data", data)
+        others = 0
+        if str(data).startswith(hub.PREFIX):
+            data, files = hub.local_files(str(data), base_dir, tokens, num_shards, network=not plan_only)
+        else:
+            files, others = find_files("data", data)
+        dataset = _open_files(folder, data, files, val_sets, text_field, others)
+    more = zip(set_names(paths)[1:], val_sets[1:], strict=True)
+    more_val = {name: _open_validation(folder, files, text_field)[0] for name, files in more}
+    return replace(dataset, more_val=more_val)
+
+
+def _open_files(
+    folder: Path, data, files: list[Path], val_sets: list[list[Path]], text_field: str, others: int
+) -> Dataset:
+    """A data set of the user's files: parquet shards with validation in place, others imported."""
+    val_files = val_sets[0] if val_sets else []
     in_place = text_field == "text" and all(path.suffix == ".parquet" for path in files + val_files)
     if in_place and not val_files:
         val_files = _pinned_validation(files)
-    validation = {path.resolve() for path in val_files}
+    validation = {path.resolve() for path in itertools.chain(val_files, *val_sets)}
     files = [path for path in files if path.resolve() not in validation]
     if not files:
         raise UserError(
@@ -89,13 +102,22 @@ def open_dataset(
     name = re.sub(r"[^\w.-]+", "_", Path(str(data).split(",")[0]).expanduser().resolve().name) or "data"
     if in_place and val_files:
         return _open_shards(name, files, val_files)
-    return _open_local(base_dir / "data", name, files, val_files, text_field, others)
+    return _open_local(folder, name, files, val_files, text_field, others)
+
+
+def _open_validation(folder: Path, files: list[Path], text_field: str) -> tuple[list[Path], str]:
+    """(shards, fingerprint) of validation files: parquet files in place, others imported into `folder`."""
+    if not files or (text_field == "text" and all(path.suffix == ".parquet" for path in files)):
+        return files, "".join(footer_digest(path)[0].hex() for path in files)
+    name = re.sub(r"[^\w.-]+", "_", files[0].name)
+    dataset = _open_local(folder, name, [], files, text_field, 0)
+    return dataset.val_shards, dataset.fingerprint
 
 
 # -- the embedded data set
 
 
-def _open_embedded(base_dir: Path) -> Dataset:
+def _open_embedded(base_dir: Path, val_files: list[Path], text_field: str) -> Dataset:
     root = Path(sysconfig.get_path("stdlib"))
     key = hashlib.sha256(f"{FORMAT} {sys.version} {root}".encode()).hexdigest()[:8]
     folder = base_dir / "data" / f"embedded-py{platform.python_version()}-{key}"
@@ -108,7 +130,12 @@ def _open_embedded(base_dir: Path) -> Dataset:
         what = f"{len(documents):,} files of Python {platform.python_version()}'s standard library"
         note = f"{what}, {counted(skipped, 'unreadable file', 'unreadable files')} skipped"
         dataset = build(folder, folder.name, (("hash", text) for text in documents), note)
-    return dataset
+    if not val_files:
+        return dataset
+    shards, digest = _open_validation(base_dir / "data", val_files, text_field)
+    fingerprint = hashlib.sha256(f"{dataset.fingerprint} {digest}".encode()).hexdigest()
+    note = f"{dataset.note}; validation on {val_files[0].name}"
+    return replace(dataset, val_shards=shards, fingerprint=fingerprint, note=note)
 
 
 def _read_sources(root: Path) -> tuple[list[str], int]:
@@ -141,9 +168,10 @@ def _open_local(
         if older := sorted(path.name for path in folder.glob(f"{name}-{'[0-9a-f]' * 12}")):
             print(f"{folder} has older imports of that name: {', '.join(older)}", file=sys.stderr)
         note = f"{{:,}} training and {{:,}} validation documents of {len(files) + len(val_files):,} files"
+        splits = "hash" if not val_files else "given" if files else "val"
         note += f", {others:,} files of other kinds left out" if others else ""
         documents = _import([("train" if val_files else "hash", files), ("val", val_files)], text_field)
-        dataset = build(target, name, documents, note, given=bool(val_files))
+        dataset = build(target, name, documents, note, splits)
         if (_stamp(files), _stamp(val_files)) != stamp:
             shutil.rmtree(target)
             raise UserError(f"files of {name} changed during the import; start again")
@@ -220,15 +248,11 @@ def _pinned_validation(files: list[Path]) -> list[Path]:
 
 
 def _open_public(
-    name: str, folder: Path, val_files: list[Path], tokens: Callable | None, download: bool, plan_only: bool
+    name: str, folder: Path, val_shards: list[Path], tokens: Callable | None, download: bool, plan_only: bool
 ) -> PublicDataset | UnseenDataset:
     """The shards of a folder, up to the first one that is missing."""
     public = PUBLIC[name]
-    if any(path.suffix != ".parquet" for path in val_files):
-        raise UserError(
-            f"--val_data for {name} must be parquet files with a column `text`; convert or import it"
-        )
-    at_start = {} if val_files else {public.validation: "validation split"}
+    at_start = {} if val_shards else {public.validation: "validation split"}
     at_start |= {public.file(0): "first training shard"}
     missing = [file for file in at_start if not (folder / file).exists()]
     if missing and plan_only and tokens:
@@ -246,7 +270,7 @@ def _open_public(
             horizon = f" (the horizon needs {needed} training shards, {here} are there)" if needed else ""
             raise UserError(f"{folder} lacks {file}, the {what}{horizon}; get it: {how}")
     train = [folder / public.file(number) for number in range(here)]
-    opened = _open_shards(name, train[:1], val_files or [folder / public.validation])
+    opened = _open_shards(name, train[:1], val_shards or [folder / public.validation])
     _check_twins(train, opened.val_shards)
     note = f"{here:,} of {public.shards - 1:,} training shards"
     return PublicDataset(

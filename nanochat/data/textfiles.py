@@ -13,6 +13,7 @@ import gzip
 import io
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,11 +37,9 @@ def find_files(setting: str, value: str | Path) -> tuple[list[Path], int]:
     files and folders are left out. Raises UserError if a path does not exist, if no file can be read, or if
     one is a pipe, a device or a broken link.
     """
-    parts = [str(value)] if os.path.exists(user_path(setting, value)) else str(value).split(",")
     found: dict[Path, None] = {}
     others = 0
-    for part in parts:
-        path = user_path(setting, part.strip())
+    for path in (user_path(setting, part) for part in paths_of(setting, value)):
         if not os.path.exists(path):
             raise UserError(
                 f"{setting}={path} does not exist or may not be read; give a file or folder of text"
@@ -57,6 +56,21 @@ def find_files(setting: str, value: str | Path) -> tuple[list[Path], int]:
             f"give {' '.join(SUFFIXES)} files or a folder with some"
         )
     return list(found), others
+
+
+def paths_of(setting: str, value: str | Path) -> list[str]:
+    """The paths of a setting: with commas between them, unless the whole is one path."""
+    whole = os.path.exists(user_path(setting, value))
+    return [str(value)] if whole else [part.strip() for part in str(value).split(",")]
+
+
+def set_names(paths: list[str]) -> list[str]:
+    """A name for each validation set, such as "chats" for data/chats.jsonl; "" for the first one."""
+    names = [""]
+    for path in paths[1:]:
+        name = re.sub(r"[^\w-]+", "_", Path(path.rstrip("/")).name.split(".")[0])[:40] or "set"
+        names.append(f"{name}_{len(names)}" if name in names else name)
+    return names
 
 
 def _check_regular(file: Path) -> None:

@@ -1,7 +1,7 @@
 """Validation batches: every token of the validation documents is scored exactly once.
 
-    tokens = tokenize_validation(dataset.val_shards, tokenizer, eval_tokens, folder)
-    for inputs, targets in ValidationBatches(tokens, max_seq_len, batch_size): ...
+    sets = open_validation(dataset, tokenizer, eval_tokens, folder, max_seq_len, batch_size)
+    for inputs, targets in sets["val_bpb"]: ...
 
 The tokens of all documents are one array, with `<|bos|>` before each document. The first process keeps it in
 a file, which the other processes and the next start read.
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from nanochat import UserError
+from nanochat.data.dataset import Dataset
 from nanochat.data.parquet import Documents, footer_digest
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.files import replacing
@@ -59,6 +60,7 @@ class ValidationBatches:
         longest_first = np.argsort(-windows[:, 1], kind="stable")
         self._windows = windows[longest_first[rank::world_size]]
         self._batches = list(self._plan(batch_size * max_seq_len))
+        self.tokens = len(self._batches) * batch_size * max_seq_len  # that an evaluation reads, with padding
 
     def _plan(self, batch_tokens: int) -> Iterator[tuple[slice, int]]:
         """Which windows each batch has, and its length."""
@@ -91,6 +93,17 @@ def _windows(starts: np.ndarray, lengths: np.ndarray, max_seq_len: int) -> np.nd
     document = np.repeat(np.arange(len(lengths)), counts)
     offset = (np.arange(len(document)) - np.repeat(counts.cumsum() - counts, counts)) * max_seq_len
     return np.stack([starts[document] + offset, np.minimum(lengths[document] - offset, max_seq_len)], axis=1)
+
+
+def open_validation(
+    dataset: Dataset, tokenizer: Tokenizer, eval_tokens: int, folder: Path | None, *shape_and_share
+) -> dict[str, ValidationBatches]:
+    """The batches of each validation set of a data set, by the name of its bits per byte: val_bpb, and
+    val_bpb_NAME of further sets. eval_tokens: of each. shape_and_share: as ValidationBatches takes them."""
+    return {
+        name: ValidationBatches(tokenize_validation(s, tokenizer, eval_tokens, folder), *shape_and_share)
+        for name, s in dataset.val_sets.items()
+    }
 
 
 def tokenize_validation(

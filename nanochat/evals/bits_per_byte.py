@@ -10,7 +10,7 @@ from nanochat import UserError
 from nanochat.machine.compiling import compile_parts
 from nanochat.machine.precision import autocast
 
-# Tokens of context: 1-16, 17-64, 65-256 and so on, up to the longest row that max_seq_len allows, 2^20 tokens
+# Tokens of context: 1-16, 17-64, 65-256 and so on, up to max_seq_len, which is 2^20 at most
 EDGES = [0, *(4**k for k in range(2, 11))]
 BUCKETS = list(itertools.pairwise(EDGES))
 
@@ -23,6 +23,17 @@ class Evaluation:
     # {"1-16": nats per token, ...}: the mean loss of tokens by the length of their context, <|bos|> included.
     # It falls from bucket to bucket if the model uses its context.
     loss_by_position: dict[str, float]
+
+
+def validate(model, sets: dict, token_bytes, dtype: torch.dtype, machine, compiled: bool, shown) -> dict:
+    """The fields of a record for validation sets {"val_bpb": batches, "val_bpb_NAME": others}: the bits per
+    byte of each, and the first one's loss_by_position. shown(batches, text) shows the progress, as
+    Console.over does; the rest is as in bits_per_byte."""
+    found = {}
+    for name, batches in sets.items():
+        result = bits_per_byte(model, shown(batches, "validation"), token_bytes, dtype, machine, compiled)
+        found |= {name: result.bpb} | ({} if found else {"loss_by_position": result.loss_by_position})
+    return found
 
 
 @torch.no_grad()
@@ -38,6 +49,7 @@ def bits_per_byte(
     Bits per byte = sum of nats / ln 2 / bytes of the scored tokens. A longer token has a higher loss and
     more bytes.
     """
+    longest = model.config.max_seq_len
     if pays_to_compile(compiled, token_bytes.device):
         model = compile_parts(model, dynamic=True)  # one code for all the shapes of batches
     nats, counts = [], []  # of each batch; on the device until the end, so that nothing waits for it
@@ -56,7 +68,7 @@ def bits_per_byte(
             "checkpoint with --resume=STEP and lower rates, or use --dtype=float32"
         )
     buckets = zip(BUCKETS, nats, counts, strict=True)
-    by_position = {f"{a + 1}-{b}": total / count for (a, b), total, count in buckets if count}
+    by_position = {f"{a + 1}-{min(b, longest)}": total / count for (a, b), total, count in buckets if count}
     return Evaluation(sum(nats) / math.log(2) / scored_bytes if scored_bytes else math.nan, by_position)
 
 

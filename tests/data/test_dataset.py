@@ -15,6 +15,7 @@ from shards import documents, flat, is_validation, write_shard
 
 from nanochat import UserError
 from nanochat.data import sources as dataset
+from nanochat.data.parquet import Documents
 from nanochat.data.sources import open_dataset
 
 
@@ -89,12 +90,35 @@ def test_val_data_decide_the_split_and_several_paths_may_be_given_with_commas(te
     data = open_dataset(f"{folder}/a.jsonl, {folder}/d.parquet", base_dir=tmp_path / "base")
     wanted = [text for text in expected if text.startswith(("jsonl ", "parquet "))]
     assert sorted(flat(documents(data))) == sorted(wanted)
-    both = open_dataset(folder, f"{folder}/a.jsonl,{folder}/d.parquet", base_dir=tmp_path / "base")
-    train, val = documents(both)
-    assert sorted(val) == sorted(wanted) and sorted(train + val) == sorted(expected)
-    assert both.fingerprint != open_dataset(folder, base_dir=tmp_path / "base").fingerprint  # split by hash
     data = open_dataset(folder, tmp_path / "with, comma.txt", base_dir=tmp_path / "base")
-    assert documents(data)[1] == ["comma"]
+    assert documents(data)[1] == ["comma"] and list(data.val_sets) == ["val_bpb"]
+
+
+def test_further_validation_sets_are_not_trained_on_and_decide_nothing_else(texts, tmp_path):
+    folder, expected = texts
+    (tmp_path / "d.txt").write_text("other")
+    more = f"{folder}/a.jsonl, {folder}/d.parquet,{tmp_path}/d.txt"
+    data = open_dataset(folder, more, base_dir=tmp_path / "base")
+    sets = {name: list(Documents(shards)) for name, shards in data.val_sets.items()}
+    of = {
+        kind: sorted(text for text in expected if text.startswith(f"{kind} "))
+        for kind in ("jsonl", "parquet")
+    }
+    assert list(sets) == ["val_bpb", "val_bpb_d", "val_bpb_d_2"] and sets["val_bpb_d_2"] == ["other"]
+    assert sorted(sets["val_bpb"]) == of["jsonl"] and sorted(sets["val_bpb_d"]) == of["parquet"]
+    train, _ = documents(data)
+    assert sorted(train + of["jsonl"] + of["parquet"]) == sorted(expected)
+    elsewhere = open_dataset(folder, f"{folder}/a.jsonl,{tmp_path}/d.txt", base_dir=tmp_path / "base")
+    alone = open_dataset(folder, f"{folder}/a.jsonl", base_dir=tmp_path / "base")
+    assert elsewhere.fingerprint == alone.fingerprint != data.fingerprint
+
+
+def test_the_embedded_text_is_validated_on_what_val_data_names(tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    plain = open_dataset("embedded", base_dir=tmp_path)
+    given = open_dataset("embedded", tmp_path / "mine.txt", base_dir=tmp_path)
+    assert documents(given)[1] == ["mine"] and given.train_shards == plain.train_shards
+    assert given.fingerprint != plain.fingerprint
 
 
 def test_another_field_or_column_holds_the_text_when_named(tmp_path):

@@ -160,7 +160,7 @@ def test_row_groups_are_numbered_through_the_shards_without_the_empty_ones(tmp_p
         ("numbers.parquet", "good/a.parquet", "no text in a column `text` .it has text: int64"),
         ("nothing.txt", "text.txt", "nothing.txt holds no text; give --data"),
         ("text.txt", "nothing.txt", "--val_data holds no text"),
-        ("embedded", "good/a.parquet", "its own validation"),
+        ("good", "text.txt,nothing.txt", "--val_data holds no text"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(tmp_path, monkeypatch, data, val_data, message):

@@ -37,14 +37,14 @@ def problem():
 @torch.no_grad()
 def by_hand(model, documents, token_bytes):
     """Bits per byte, and nats per token of each bucket: one window at a time, in float64."""
-    nats, scored_bytes, losses = 0.0, 0, {"1-16": [], "17-64": [], "65-256": []}
+    nats, scored_bytes, losses = 0.0, 0, {"1-16": [], "17-64": [], "65-80": []}
     for document in documents:
         for first in range(0, len(document), T):
             window = document[first : first + T]
             probabilities = model(torch.tensor([[BOS, *window[:-1]]]))[0].double().softmax(-1)
             for context, target in enumerate(window, start=1):
                 loss = -math.log(probabilities[context - 1, target])
-                losses["1-16" if context <= 16 else "17-64" if context <= 64 else "65-256"].append(loss)
+                losses["1-16" if context <= 16 else "17-64" if context <= 64 else "65-80"].append(loss)
                 nats += loss
                 scored_bytes += token_bytes[target].item()
     by_position = {name: sum(of_bucket) / len(of_bucket) for name, of_bucket in losses.items()}

@@ -189,8 +189,15 @@ def test_text_that_is_gone_leaves_out_the_tasks_made_from_it_but_not_core(base_e
     assert "core" in written(tmp_path, 8) and "own_score" not in written(tmp_path, 8)
 
 
-def test_a_run_of_mid_train_is_scored_on_text_and_not_on_its_conversations(base_eval, trained, tmp_path):
+def test_a_run_of_mid_train_is_scored_on_text_ours_or_val_data_alone(base_eval, trained, tmp_path):
     config = json.dumps({"settings": {"data": {"value": "chats.jsonl"}, "seed": {"value": 7}}}).encode()
     base_eval(f"--source={copied(trained, tmp_path / 'mine', config, loss_on='all')}", "--eval=sample")
     found = written(tmp_path / "mine", 8)
     assert found["data"]["name"].startswith("embedded") and len(found["samples"]) == 3
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.txt").write_text(f"a text of {name}. " * 30)
+    texts = f"--val_data={tmp_path / 'one.txt'},{tmp_path / 'two.txt'}"
+    printed = base_eval(f"--source={tmp_path / 'mine'}", "--eval=bpb", texts)
+    found = written(tmp_path / "mine", 8)
+    assert found["val_bpb"] != found["val_bpb_two"] and f"{found['val_bpb_two']:.6f}" in printed
+    assert not found["data"]["same_as_in_training"] and "not the run's" in printed

@@ -53,6 +53,22 @@ def test_a_run_killed_and_started_again_has_the_losses_of_one_never_killed(corpu
     assert weights[0] == weights[1]
 
 
+def test_a_further_validation_set_is_a_curve_of_its_own_and_changes_nothing_else(
+    corpus, undisturbed, tmp_path
+):
+    (tmp_path / "other.txt").write_text("another text " * 30)
+    further = f"--val_data={corpus / 'val.parquet'},{tmp_path / 'other.txt'}"
+    plain = command(corpus, tmp_path / "run")
+    more = [further if argument.startswith("--val_data=") else argument for argument in plain]
+    assert "validation of other" in run(more)
+    assert losses(tmp_path / "run") == losses(undisturbed)
+    found, expected = ([r for r in records(o) if "val_bpb" in r] for o in (tmp_path / "run", undisturbed))
+    assert [r["val_bpb"] for r in found] == [r["val_bpb"] for r in expected]
+    assert all(r["val_bpb_other"] > 0 and r["val_bpb_other"] != r["val_bpb"] for r in found)
+    assert [r["loss_by_position"] for r in found] == [r["loss_by_position"] for r in expected]
+    assert "finished already" in run(plain)  # further sets are no part of what a run is
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to catch")
 def test_sigterm_saves_and_exits_with_0_and_the_same_command_goes_on(corpus, undisturbed, tmp_path):
     out = tmp_path / "run"

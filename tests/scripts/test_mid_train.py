@@ -51,8 +51,9 @@ def chats(tmp_path_factory):
 
 def mid(base, chats, out, *more):
     data = f"--data={chats / 'messages.jsonl'}:2,{chats / 'minimind.jsonl'}:0.5"
+    val_data = f"--val_data={chats / 'val.jsonl'},{chats / 'minimind.jsonl'}"
     return [
-        "scripts.mid_train", f"--source={base}", data, f"--val_data={chats / 'val.jsonl'}",
+        "scripts.mid_train", f"--source={base}", data, val_data,
         f"--out_dir={out}", "--loss_on=assistant", "--num_iterations=8", "--dtype=float32", "--compile=off",
         "--save_every=3", "--eval_every=4", "--sample_every=-1", "--eval_questions=3",
         "--device_batch_size=2", "--total_batch_size=384", *more,
@@ -72,7 +73,7 @@ def test_both_formats_train_and_leave_what_a_run_leaves(undisturbed):
     assert all(0 < r["targets"] < r["tokens"] for r in steps)
     evaluated = {r["step"]: r for r in records(out) if "val_bpb" in r}
     assert list(evaluated) == [0, 4, 8] and evaluated[8]["val_bpb"] < evaluated[0]["val_bpb"]
-    assert all(0 <= r["exact_match"] <= 1 for r in evaluated.values())
+    assert all(0 <= r["exact_match"] <= 1 and r["val_bpb_minimind"] > 0 for r in evaluated.values())
     assert "0.3 x the base run's" in printed and "the answers" in printed
     assert "warning" in printed and "has seen only" in printed  # a base model of 8 steps
     assert (out / "step_000008" / "model.safetensors").exists() and (out / "report.md").exists()
