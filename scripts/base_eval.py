@@ -121,7 +121,9 @@ with machine.main_first("data"):  # the first process builds what is missing; th
         if "core" in parts:
             own = cloze_tasks(dataset, dataset.tokenizer_folder(base_path))
     except UserError as error:
-        problem = str(error) + (" (as in the run; name other text with --data)" if data is None else "")
+        problem = str(error) + (
+            " (as in the run; name other text with --data)" if data is val_data is None else ""
+        )
 if problem and "bpb" in parts:
     raise UserError(problem)
 if problem:

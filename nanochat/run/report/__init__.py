@@ -2,7 +2,8 @@
 `write_report` makes them during a run; scripts/report.py makes them again and compares runs."""
 
 from nanochat.files import replacing
-from nanochat.run.report.charts import can_draw, charts_of, png
+from nanochat.run.report.charts import charts_of
+from nanochat.run.report.drawing import can_draw, png
 from nanochat.run.report.pages import MOST_RUNS, comparison_page, run_page
 from nanochat.run.report.run_data import Run, find_runs, read_run, runs_in
 from nanochat.run.report.summary import markdown, table_of_runs

@@ -11,7 +11,8 @@ from datetime import datetime, timezone
 from html import escape
 from importlib.resources import files
 
-from nanochat.run.report.charts import LABELS, SPIKE, Chart, can_draw, chosen_of, svg
+from nanochat.run.report.charts import SPIKE, Chart, chosen_of
+from nanochat.run.report.drawing import LABELS, can_draw, svg
 from nanochat.run.report.run_data import text
 
 RELOAD_S = 30  # seconds between two reloads of a running run's page
@@ -104,7 +105,8 @@ def tiles(entries: list[tuple]) -> str:
 
 def figure(chart: Chart) -> str:
     """A chart with its legend and its values as a table."""
-    legend = [(f"c{c.color % 8}", c.name) for c in chart.curves if c.name != chart.title]
+    alone = [curve.name for curve in chart.curves] == [chart.title]
+    legend = [(f"c{curve.color % 8}", curve.name) for curve in chart.curves if not alone]
     legend += [(f"c9 {'spike' if kind == SPIKE else 'skipped'}", kind) for kind in chart.marks]
     legend = "".join(f'<li><i class="swatch {look}"></i>{e(name)}</li>' for look, name in legend)
     unit = e(chart.unit) + (", logarithmic" if chart.log else "")

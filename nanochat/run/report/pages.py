@@ -79,9 +79,7 @@ def _position(run: Run, drawn: str) -> str:
     (first, worst), (last, best) = next(iter(by.items())), list(by.items())[-1]
     said = f"With {last} tokens of context the loss is {best:.3f} nats per token, with {first} "
     said += f"it is {worst:.3f}. A curve that falls to the right shows a model that uses what it has read."
-    rows = [[label, f"{loss:.4f}"] for label, loss in by.items()]
-    side = card(table(["tokens of context", "nats per token"], rows, "Last evaluation", numbers=True))
-    return f"<p>{e(said)}</p>{grid([drawn, side])}"
+    return f"<p>{e(said)}</p>{grid([drawn])}"
 
 
 def _samples(run: Run) -> str:
@@ -137,8 +135,7 @@ def comparison_page(runs: list[Run], price_per_hour: float | None = None) -> str
     ]
     lead = f"{len(runs)} runs beside each other: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}."
     head = f'<h1>Comparison of runs</h1><p class="lead">{e(lead)}</p>'
-    goes_on = any(run.state == "running" for run in runs)
-    return elements.document("Comparison of runs: nanochat report", head, sections, running=goes_on)
+    return elements.document("Comparison of runs: nanochat report", head, sections)
 
 
 def unique_names(runs: list[Run]) -> list[str]:

@@ -80,16 +80,13 @@ class Run:
         return bool(evaluated and (self.share_done or 0.0) >= 1)
 
     @property
-    def goes_on(self) -> bool:
-        """Whether a process seems to train: the run is not complete, and a step was written just now."""
+    def state(self) -> str:
+        """finished, running (a step was written just now) or stopped."""
         times = self.steps["step_time_s"][-100:]
         patience = 60 + 20 * float(np.nanmedian(times)) if (times >= 0).any() else 60
-        return not self.is_complete and time.time() - self.written < patience
-
-    @property
-    def state(self) -> str:
-        """finished, running or stopped."""
-        return "finished" if self.is_complete else "running" if self.goes_on else "stopped"
+        if self.is_complete:
+            return "finished"
+        return "running" if time.time() - self.written < patience else "stopped"
 
     @property
     def record_keys(self) -> list[str]:
@@ -117,6 +114,10 @@ class Run:
         """{name: {"value", "source"}}; a name that is no identifier is left out."""
         found = self.section("settings")
         return {n: s for n, s in found.items() if re.fullmatch(r"[A-Za-z_]\w{0,63}", n) and _is_setting(s)}
+
+    def scores(self, name: str) -> list[tuple[float, int]]:
+        """(value, step) of each record that is not of a training step and has this number."""
+        return [(value, r["step"]) for r in self.records if (value := number(r.get(name))) is not None]
 
     def last(self, column: str) -> float | None:
         """The last value of a column; None if it has none."""

@@ -57,27 +57,26 @@ def at_a_glance(run: Run, price_per_hour: float | None = None) -> list[tuple]:
 
 def _results(run: Run):
     for key in run.validation_keys:
-        bits = [(number(r[key]), r["step"]) for r in run.evals if number(r.get(key)) is not None]
+        bits = run.scores(key)
         (first, first_step), (last, _), (best, best_step) = bits[0], bits[-1], min(bits)
         note = f"from {first:.3f} at step {first_step:,}"
         if best < last:
             note = f"best {best:.4f} at step {best_step:,}"
         yield f"validation{set_name(key)}", f"{last:.4f}", "bits per byte", note
-    exact = [share for r in run.evals if (share := number(r.get("exact_match"))) is not None]
-    if exact:
+    if exact := [share for share, _ in run.scores("exact_match")]:
         note = f"of validation questions answered word for word; {100 * exact[0]:.1f} % at first"
         yield "exact match", f"{100 * exact[-1]:.1f}", "%", note
     for key, name in (("core", "CORE"), ("own_score", "own tasks")):
-        scores = [score for r in run.tasks if (score := number(r.get(key))) is not None]
-        if scores:
-            yield name, f"{scores[-1]:.3f}", "", charts.CHANCE
+        if scores := run.scores(key):
+            yield name, f"{scores[-1][0]:.3f}", "", charts.CHANCE
     smoothed = charts.smooth(run.steps["loss"])
     if (good := ~np.isnan(run.steps["loss"])).any():
         note = f"mean of the last {counted(charts.window(len(good)) + 1, 'step', 'steps')}"
         yield "training loss", f"{smoothed[good][-1]:.4f}", "nats per token", note
     if run.num_steps:
         skipped, spikes = run.last("skipped") or 0, int((run.steps["spike"] == 1).sum())
-        yield "steps", f"{run.num_steps:,}", "", f"{spikes:,} spikes (6 sigma), {skipped:,.0f} skipped"
+        note = f"{counted(spikes, 'spike', 'spikes')} (6 sigma), {skipped:,.0f} skipped"
+        yield "steps", f"{run.num_steps:,}", "", note
 
 
 def set_name(key: str) -> str:
