@@ -180,20 +180,22 @@ scaler = precision.make_scaler(device, compute_dtype)
 dataset.begin(machine, stop, process_timeout)  # --download=on: begin to get missing shards
 # For batches of your own replace the loader. It yields (inputs, targets) and has documents (None: a token
 # sees all of its row), wait_s, epoch, state(), close()
-shape, share = (max_seq_len, plan.device_batch_size), (machine.rank, world_size)
+rows, share = plan.total_batch_size // max_seq_len, (machine.rank, world_size)
 position = resumed.state["loader"] if resumed and not changed else None  # None: from the start of the text
 loader = TrainLoader(
-    dataset.train_shards, tokenizer, plan.total_batch_size // max_seq_len, *shape, *share, seed, device,
+    dataset.train_shards, tokenizer, rows, max_seq_len, plan.device_batch_size, *share, seed, device,
     position, plan.attention.boundaries if document_mask else None,
 )  # fmt: skip
 with machine.main_first("validation", stop):  # the first process makes the files; the others find them
-    validation = open_validation(dataset, tokenizer, eval_tokens, folder, *shape, *share, device)
+    val_sets = open_validation(
+        dataset, tokenizer, eval_tokens, folder, max_seq_len, plan.device_batch_size, *share, device
+    )
     tasks = [], []  # made from the validation text, and CORE's
     if core_metric_every > 0:
         tasks = open_tasks(dataset, folder, core_bundle, base_path, core_metric_max_per_task, say)
 token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(device)
 prompts = sample_prompts_for(sample_prompts, dataset)
-clock.expect_evaluation(sum(batches.tokens for batches in validation.values()) * world_size, *tasks)
+clock.expect_evaluation(sum(batches.tokens for batches in val_sets.values()) * world_size, *tasks)
 
 if resumed:
     restore(resumed, model, optimizer, scaler, machine)
@@ -252,9 +254,7 @@ def evaluate():
     """Score and sample what is due after `step` updates, as one record of metrics.jsonl."""
     record, began = {"step": step}, time.monotonic()
     if is_due(eval_every):
-        record |= validate(
-            model, validation, token_bytes, compute_dtype, machine, plan.compiled, console.over
-        )
+        record |= validate(model, val_sets, token_bytes, compute_dtype, machine, plan.compiled, console.over)
     if core_metric_every > 0 and is_due(core_metric_every):
         record |= score_tasks(model, tokenizer, *tasks, compute_dtype, machine, console.bar)
     if is_due(sample_every) and machine.is_main:

@@ -165,7 +165,7 @@ loader = ConversationLoader(
     position, plan.attention.boundaries,
 )  # fmt: skip
 in_batches = tokenizer.bos_id, plan.device_batch_size, *share, device
-validation = {name: ConversationBatches(tokens, *in_batches) for name, tokens in val_tokens.items()}
+val_sets = {name: ConversationBatches(tokens, *in_batches) for name, tokens in val_tokens.items()}
 token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(device)
 questions = exact_match_questions(conversations, eval_questions)
 nearest = nearest_answer_share(conversations, questions) if questions and machine.is_main else None
@@ -232,9 +232,7 @@ def evaluate():
     """Score and sample what is due after `step` updates, as one record of metrics.jsonl."""
     record, began, said = {"step": step}, time.monotonic(), ""
     if is_due(eval_every):
-        record |= validate(
-            model, validation, token_bytes, compute_dtype, machine, plan.compiled, console.over
-        )
+        record |= validate(model, val_sets, token_bytes, compute_dtype, machine, plan.compiled, console.over)
         said = " of the targets"
     if questions and is_due(eval_every):
         exact = record["exact_match"] = exact_match(model, tokenizer, questions, compute_dtype, machine)
