@@ -47,7 +47,7 @@ bundle: str | None = None  # folder or zip file of CORE's bundle (none = <base_d
 
 # Text (none = as in the run)
 data: str | None = None  # embedded, a file or folder of text, climbmix or fineweb-edu
-val_data: str | None = None  # a validation file or folder, and more of them after commas
+val_data: str | None = None  # score these; a.txt,b.txt have a result each
 text_field: str | None = None  # the field of JSON objects or column of parquet files that holds the text
 eval_tokens: int | None = None  # validation tokens to score (-1 = all) [-1, 1..1e12]
 sample_prompts: str | None = None  # to continue, separated by |; auto: what suits the text; may be empty

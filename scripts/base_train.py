@@ -50,7 +50,7 @@ spelling: Literal["auto", "on", "off"] = "auto"  # tokens spelled alike learn to
 
 # Data
 data = "embedded"  # embedded (Python's library), a file or folder, climbmix, fineweb-edu, hf:OWNER/NAME
-val_data: str | None = None  # a validation file or folder,more of them (none = the data set's own split)
+val_data: str | None = None  # validate on these; a.txt,b.txt have a curve each (none = the data set's own)
 document_mask = False  # a token attends to its own document only, not to all that its row holds
 text_field = "text"  # the field of JSON objects or column of parquet files that holds the text
 download: Literal["off", "on"] = "off"  # on = get the shards of public data while training goes on

@@ -44,7 +44,7 @@ optimizer_state: Literal["fresh", "base"] = "fresh"  # base = go on with the opt
 
 # Conversations
 data = "embedded"  # embedded (about Python), or files, folders, hf:OWNER/NAME with weights: a.jsonl:3,b.jsonl
-val_data: str | None = None  # a validation file or folder,more of them (none = one conversation in 40)
+val_data: str | None = None  # validate on these; a.jsonl,b.jsonl have a curve each (none = one in 40)
 loss_on: Literal["assistant", "all"] = "assistant"  # targets: the tokens of the answers, or all
 skip_bad = False  # leave out conversations that cannot be used
 show = 0  # conversations to print as the model sees them, before the script exits (0 = off) [0..1e6]

@@ -44,7 +44,7 @@ class ConversationData:
     train: Conversations
     val: Conversations
     note: str  # one line for the log
-    more_val: dict[str, Conversations] = field(default_factory=dict)  # further validation sets
+    more_val: dict[str, Conversations] = field(default_factory=dict, kw_only=True)  # further validation sets
 
     @property
     def val_sets(self) -> dict[str, Conversations]:

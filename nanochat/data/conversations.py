@@ -44,10 +44,10 @@ def open_conversations(
     (hf:OWNER/NAME, see hub.py) with commas between them.
 
     `data` may give each a weight: `a.jsonl:3,hf:OWNER/NAME:0.5`. The first part of val_data is the validation
-    split; the others are further sets, see more_val. Without val_data, validation is drawn by the
-    hash of a conversation's first user message, so conversations that begin alike stay in one split. All
-    bad conversations are found before a UserError names the first of them; with skip_bad they are left out,
-    and `say` gets their number. network=False: nothing is downloaded.
+    split; the others are further sets, see more_val. Without val_data, validation is drawn by the hash of a
+    conversation's first user message, so conversations that begin alike stay in one split. All bad
+    conversations are found before a UserError names the first of them; with skip_bad they are left out, and
+    `say` gets their number. network=False: nothing is downloaded.
     """
     if data == "embedded":
         if val_data is not None:
@@ -80,7 +80,7 @@ def open_conversations(
     val, *more = val_sets
     note = f"{len(train.messages):,} training and {len(val.messages):,} validation conversations"
     more_val = dict(zip(textfiles.set_names(paths)[1:], more, strict=True))
-    return ConversationData(name, train, val, note, more_val)
+    return ConversationData(name, train, val, note, more_val=more_val)
 
 
 def _split(both: Conversations) -> tuple[Conversations, Conversations]:
