@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from helpers import run
-from test_report import make_run, write_records
+from run.test_report import make_run, write_records
 
 from nanochat import UserError
 
