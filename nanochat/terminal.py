@@ -1,7 +1,9 @@
 """What a terminal shows: progress bars on stderr (in a log file a few lines), text, numbers in words."""
 
 import os
+import shutil
 import sys
+import textwrap
 import time
 
 QUICK_S = 3.0  # seconds; work that is done sooner leaves no line in a log file
@@ -86,6 +88,14 @@ def print_line(text: str, stream, above: bool = False):
 def printable(text: str) -> str:
     """The text with escapes in place of the control characters, but for newlines and tabs."""
     return text.translate(CONTROL)
+
+
+def wrapped(text: str, indent: int) -> str:
+    """The text in lines of the terminal's width (80 columns in a pipe), the second and later ones indented. A
+    longer word, such as a path, keeps its line."""
+    columns = max(40, shutil.get_terminal_size().columns)
+    kept = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
+    return textwrap.fill(text, columns, subsequent_indent=" " * indent, **kept)
 
 
 def first_line(error: BaseException) -> str:

@@ -136,7 +136,7 @@ sections["text"]["targets"] = train_tokens.summary(loss_on)
 warnings, seen = plan.warnings(accept), base.state.get("loop", {}).get("tokens", math.inf)
 if seen < plan.parameters["total"] / 10:
     warnings.append(f"{base.path} has seen only {seen:,} tokens: it will answer nonsense, see --source")
-say(wording.text(sections, warnings))
+say(wording.text(sections, warnings, whole=plan_only))
 if plan_only:
     machine.exit()
 plan.check(accept)

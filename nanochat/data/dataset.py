@@ -47,9 +47,14 @@ class Dataset:
         return estimate_tokens(RowGroups(self.train_shards), tokenizer)
 
     @property
+    def text_bytes(self) -> int:
+        """About how many UTF-8 bytes the training text has."""
+        return text_bytes(RowGroups(self.train_shards))
+
+    @property
     def suggested_vocab_size(self) -> int:
         """The vocabulary size that suits this much text, in tokens."""
-        return vocabulary_size(text_bytes(RowGroups(self.train_shards)))
+        return vocabulary_size(self.text_bytes)
 
     def tokenizer_folder(self, base_dir: Path) -> Path:
         """The folder for the tokenizers that are trained on this data set."""

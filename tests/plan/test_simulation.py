@@ -69,7 +69,7 @@ def test_the_plan_is_the_one_that_planning_makes_for_that_hardware():
     assert hardware.peak_flops == 64 * 989e12 and 77 * 2**30 < hardware.memory < 80 * 2**30
 
     class Text:
-        vocab_size, more_text = V, ""
+        vocab_size, text_bytes, more_text = V, 0, ""
 
         def estimated_tokens(self, tokenizer):
             return 10**15
