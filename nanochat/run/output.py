@@ -1,5 +1,6 @@
 """What a run writes: metrics, console, loggers, checkpoints and the report."""
 
+import contextlib
 import functools
 import json
 import math
@@ -17,6 +18,7 @@ from nanochat.run.clock import WARM_UP, Clock
 from nanochat.run.console import Console
 from nanochat.run.loggers import Loggers
 from nanochat.run.report import write_report
+from nanochat.terminal import short
 
 MOST_BAD_STEPS = 3  # in a row that are not finite; then the run ends
 MOST_FAILED_SAVES = 3  # in a row; then the run ends, since what it computes would be lost
@@ -42,7 +44,7 @@ def begin(resumed, identity: dict, settings, plan: Plan, machine, accept: str):
         last_eval_step = machine.all_gather(evaluated)[0]  # the first process wrote the file
         done = clock.progress(step)
         finished = done > 1 or (done == 1 and last_eval_step == step)
-        facts = {"settings": settings.record(), **machine.environment()}
+        facts = {"settings": settings.record(), **machine.environment}
         for line in checkpoint.differences(resumed, facts):
             machine.print(f"changed since {resumed.path.name}: {line}")
         machine.print(checkpoint.resume_message(resumed, plan.num_iterations, changed, finished))
@@ -103,7 +105,7 @@ class RunOutput:
             checkpoint.set_future_aside(path, resumed, machine.print)
             metrics.rewind_metrics(path / "metrics.jsonl", step, machine.print)
         self._path, self._machine, self._plan, self._loop, self._clock = path, machine, plan, loop, clock
-        facts = {"settings": settings.record(), "identity": identity, **machine.environment()}
+        facts = {"settings": settings.record(), "identity": identity, **machine.environment}
         facts |= {"plan": wording.lines(sections), "derived": plan.numbers()}
         self._files = {
             "tokenizer.json": tokenizer.to_bytes(),
@@ -113,7 +115,7 @@ class RunOutput:
         if machine.is_main:
             checkpoint.write_whole(path / "config.json", self._files["config.json"])
             self.log.loggers = Loggers(loggers, run_name, path, facts, loop, step, machine.print)
-        self.console = Console(step, machine.is_main, loop, clock)
+        self.console = Console(step, machine.is_main, loop, clock, plan.bytes_per_token)
         self._saver = checkpoint.AsyncSaver(path, machine.rank, machine.world_size, run_id)
         distributed.before_end(self._saver.finish)  # if a process fails, a save under way is finished first
         kept = path, keep_checkpoints, permanent_every, self.console.print
@@ -161,7 +163,7 @@ class RunOutput:
         loop, step = self._loop, record["step"]
         if "val_bpb" in record:
             loop.val_bpb = record["val_bpb"]
-            self.console.print(f"step {step}: validation {loop.val_bpb:.4f} bits per byte{said}")
+            self.console.print(f"step {step}: validation {loop.val_bpb:.4f} bits per byte{said} ({_now()})")
         self.console.print(*(f"step {step}: {line}" for line in scores_in_words(record)))
         self.console.print(*(f"--- {text}" for text in record.get("samples", ())))
         totals = {"progress": self._clock.progress(step), "tokens": loop.tokens}
@@ -190,7 +192,7 @@ class RunOutput:
                 state=state | {"optimizer": type(optimizer).__name__},
                 files=self._files,
                 before_publish=self.log.sync,
-                after_publish=self._prune,
+                after_publish=functools.partial(self._saved, step, time.monotonic()),
                 make_room=self._make_room,
             )
             self._failed_saves = 0
@@ -200,6 +202,14 @@ class RunOutput:
                 raise
             self.console.print(f"warning: {error}")  # training goes on
         self._saved_at = time.monotonic()
+
+    def _saved(self, step: int, began: float):
+        """Delete old checkpoints, and say that the one of `step` is on disk. On the saver's thread."""
+        self._prune()
+        with contextlib.suppress(OSError):  # somebody deleted it
+            size = sum(file.stat().st_size for file in (self._path / f"step_{step:06d}").iterdir())
+            took = f"{short(size)}B in {time.monotonic() - began:.1f} s"
+            self.console.print(f"step {step}: saved, {took} ({_now()})")
 
     def save_is_overdue(self, minutes: float) -> bool:
         """Whether the last save began more than `minutes` ago and is done (minutes <= 0: never). The clock of
@@ -232,3 +242,8 @@ class RunOutput:
             if (minutes := self._clock.minutes) and step <= WARM_UP:
                 said += f"\nwarning: --target_minutes={minutes:g} left time for {step} steps only; give more"
         self._machine.print(said)
+
+
+def _now() -> str:
+    """The time of day."""
+    return time.strftime("%H:%M:%S")

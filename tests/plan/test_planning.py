@@ -153,7 +153,7 @@ def test_a_run_that_is_hopeless_on_this_machine_is_warned_of():
 
 
 def test_a_plan_breaks_its_lines_at_words_and_a_run_shows_a_part_of_it(monkeypatch):
-    plan, long_lines = make_plan(data_tokens=10**6)
+    _, long_lines = make_plan(data_tokens=10**6)
     monkeypatch.setenv("COLUMNS", "80")
     _, text = make_plan(data_tokens=10**6)
     assert text.split() == long_lines.split() and max(map(len, text.splitlines())) <= 80

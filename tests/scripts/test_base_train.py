@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -80,7 +81,7 @@ def test_two_processes_and_other_micro_batches_give_the_losses_of_one(corpus, un
 def test_a_finished_run_says_so_and_resume_never_sets_it_aside(corpus, tmp_path):
     out = tmp_path / "run"
     short = ["--num_iterations=2", "--eval_every=-1"]
-    run(command(corpus, out, *short))
+    assert re.search(r"step 2: saved, \S+B in \S+ s \(\d\d:", run(command(corpus, out, *short)))
     before = (out / "metrics.jsonl").read_bytes()
     said = run(command(corpus, out, *short))
     assert "finished already" in said and "changed" not in said
