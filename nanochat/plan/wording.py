@@ -6,7 +6,7 @@ from nanochat.plan.planning import Plan
 from nanochat.terminal import counted, duration, gib, wrapped
 
 # What a run shows at its start. --plan shows all, and config.json keeps all
-BRIEF = {"device", "folder", "data", "base", "size", "horizon", "epochs", "batch", "time"}
+BRIEF = {"device", "precision", "folder", "data", "targets", "base", "size", "horizon", "batch", "time"}
 NOT_COUNTED = "starting, compiling, evaluations and saves come on top"
 
 
@@ -48,14 +48,15 @@ def sections(plan: Plan, dataset, tokenizer, run_path) -> dict[str, dict[str, st
 def training(plan: Plan) -> dict[str, str]:
     """How long a run trains, in which batches and with which rates."""
     multiplied, scaled = plan.parameters["matrices"] + plan.parameters["head"], plan.scaled
-    micro_batch = f"{plan.device_batch_size} rows x {plan.config.max_seq_len} tokens"
+    micro_batch = f"{counted(plan.device_batch_size, 'row', 'rows')} x {plan.config.max_seq_len} tokens"
     processes = counted(plan.hardware.world_size, "process", "processes")
     micro_steps = counted(plan.grad_accum_steps, "micro-step", "micro-steps")
     about = "about " if plan.horizon.minutes else ""
     tables = f"table_decay {plan.table_share:.3g}, constant" if plan.table_share else "none"
     return {
         "horizon": f"{about}{counted(plan.num_iterations, 'step', 'steps')}, {plan.tokens:,} tokens "
-        f"({plan.horizon.reason}); {plan.tokens / multiplied:.2f} tokens a parameter",
+        f"({plan.horizon.reason})",
+        "tokens": f"{plan.tokens / multiplied:.3g} a parameter",
         "epochs": f"{plan.epochs:.3g}; the text has about {plan.data_tokens:,} tokens"
         + (f" of {plan.bytes_per_token:.2f} bytes" if plan.bytes_per_token else ""),
         "batch": f"{plan.total_batch_size:,} tokens ({plan.horizon.batch_reason}) = {micro_batch} x "

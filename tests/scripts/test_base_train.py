@@ -122,6 +122,17 @@ def test_plan_prints_the_derivation_and_leaves_nothing(corpus, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_one_text_file_is_enough_and_a_resumed_run_keeps_its_validation(corpus, tmp_path):
+    (tmp_path / "one.txt").write_text("".join(f"line {n} of a short text\n" for n in range(400)))
+    own = [f"--data={tmp_path / 'one.txt'}", "--val_data=none", "--vocab_size=300"]
+    printed = run(command(corpus, tmp_path / "run", *own, "--num_iterations=2"))
+    assert "of so few the last tenth of each is validation" in printed
+    (tmp_path / "one.txt").touch()  # imported again
+    printed = run(command(corpus, tmp_path / "run", *own, "--num_iterations=3"))
+    assert "going on from" in printed
+    assert [r["step"] for r in records(tmp_path / "run") if "val_bpb" in r] == [2, 3]
+
+
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
