@@ -22,7 +22,6 @@ from nanochat import checkpoint, explain_errors, optim
 from nanochat.data.dataset import sample_prompts as sample_prompts_for
 from nanochat.data.loader import TrainLoader, merge_states
 from nanochat.data.sources import open_dataset
-from nanochat.data.tokenizer import open_tokenizer
 from nanochat.data.validation import ValidationBatches, tokenize_validation
 from nanochat.engine import continuations
 from nanochat.evals.bits_per_byte import bits_per_byte
@@ -142,9 +141,7 @@ with machine.main_first("data", stop):  # the first process builds what is missi
         data, val_data, base_dir=base_path, text_field=text_field, download=download, plan_only=plan_only,
         tokens=lambda *size: scaling.horizon_tokens(settings.values, hardware, *size),
     )  # fmt: skip
-    wanted = vocab_size if vocab_size != -1 else dataset.suggested_vocab_size
-    folder = dataset.tokenizer_folder(base_path)
-    tokenizer = open_tokenizer(tokenizer_name, wanted, folder, dataset.train_texts, exact=vocab_size != -1)
+    tokenizer = dataset.open_tokenizer(tokenizer_name, vocab_size, base_path, network=not plan_only)
 
 # Lock the folder and find the checkpoint to continue. What the run resolved at its first start stays, such as
 # the rows of a micro-batch, so that it computes the same numbers
@@ -188,6 +185,7 @@ loader = TrainLoader(
     dataset.train_shards, tokenizer, rows, max_seq_len, plan.device_batch_size, *share, seed, device,
     position, plan.attention.boundaries if document_mask else None,
 )  # fmt: skip
+folder = dataset.tokenizer_folder(base_path)
 with machine.main_first("validation", stop):  # the first process makes the files; the others find them
     val_tokens = tokenize_validation(dataset.val_shards, tokenizer, eval_tokens, folder)
     tasks = [], []  # made from the validation text, and CORE's
