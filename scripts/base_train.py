@@ -142,6 +142,7 @@ with machine.main_first("data", stop):  # the first process builds what is missi
         tokens=lambda *size: scaling.horizon_tokens(settings.values, hardware, *size),
     )  # fmt: skip
     tokenizer = dataset.open_tokenizer(tokenizer_name, vocab_size, base_path, network=not plan_only)
+    folder = dataset.tokenizer_folder(base_path)  # of what is made from this text
 
 # Lock the folder and find the checkpoint to continue. What the run resolved at its first start stays, such as
 # the rows of a micro-batch, so that it computes the same numbers
@@ -185,7 +186,6 @@ loader = TrainLoader(
     dataset.train_shards, tokenizer, rows, max_seq_len, plan.device_batch_size, *share, seed, device,
     position, plan.attention.boundaries if document_mask else None,
 )  # fmt: skip
-folder = dataset.tokenizer_folder(base_path)
 with machine.main_first("validation", stop):  # the first process makes the files; the others find them
     val_tokens = tokenize_validation(dataset.val_shards, tokenizer, eval_tokens, folder)
     tasks = [], []  # made from the validation text, and CORE's

@@ -192,7 +192,7 @@ class RunOutput:
                 state=state | {"optimizer": type(optimizer).__name__},
                 files=self._files,
                 before_publish=self.log.sync,
-                after_publish=functools.partial(self._saved, step, time.monotonic()),
+                after_publish=functools.partial(self._published, step, time.monotonic()),
                 make_room=self._make_room,
             )
             self._failed_saves = 0
@@ -203,7 +203,7 @@ class RunOutput:
             self.console.print(f"warning: {error}")  # training goes on
         self._saved_at = time.monotonic()
 
-    def _saved(self, step: int, began: float):
+    def _published(self, step: int, began: float):
         """Delete old checkpoints, and say that the one of `step` is on disk. On the saver's thread."""
         self._prune()
         with contextlib.suppress(OSError):  # somebody deleted it
