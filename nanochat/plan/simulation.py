@@ -51,7 +51,7 @@ def known_device(name: str) -> GPU:
 
 
 def _shortened(name: str) -> str:
-    return re.sub(r"nvidia|amd|instinct|tesla|geforce|rtx|[\s_-]", "", name.lower())
+    return re.sub(r"nvidia|amd|instinct|tesla|geforce|rtx|[\s_-]", "", name.lower()).removesuffix("x")
 
 
 # ------------------------------------------------------------------------------------------------------

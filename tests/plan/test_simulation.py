@@ -20,6 +20,7 @@ H100 = known_device("H100")
 def test_a_gpu_is_known_by_the_names_that_people_type():
     for typed in ("RTX4090", "rtx 4090", "4090", "NVIDIA GeForce RTX 4090"):
         assert known_device(typed).name == "RTX 4090"
+    assert known_device("MI300").name == known_device("mi300x").name == "MI300X"
     with pytest.raises(UserError, match="H100"):
         known_device("H101")
 
