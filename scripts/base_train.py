@@ -12,7 +12,6 @@ import contextlib
 import math
 import time
 from collections import deque
-from dataclasses import asdict
 from typing import Literal
 
 import torch
@@ -236,19 +235,6 @@ def log_step(step, progress, started, data_wait_s, epoch, micro_losses, numbers)
     return stops > 0, saves > 0
 
 
-def save():
-    """Start to write a checkpoint of this moment, after `step` updates."""
-    state = {
-        "identity": identity,
-        "resolved": plan.resolved,
-        "num_iterations": plan.num_iterations,
-        "loader": merge_states(machine.all_gather(loader.state())),
-        "scaler": scaler.state_dict(),
-        "loop": asdict(loop),
-    }
-    output.save(step, model, optimizer, state)
-
-
 def evaluate():
     """Score and sample what is due after `step` updates, as one record of metrics.jsonl."""
     record, began = {"step": step}, time.monotonic()
@@ -309,7 +295,8 @@ while True:
 
     # Save first: after a stop signal there may be little time
     if step != first_step and (stopping or save_now or save_due):
-        save()
+        position = merge_states(machine.all_gather(loader.state()))
+        output.save(step, model, optimizer, loader=position, scaler=scaler.state_dict())
         save_now = False
     if evaluation_due and not stopping and last_eval_step != step and (finished or not clock.ends_soon):
         evaluate()

@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -79,7 +80,7 @@ class RunOutput:
 
     The first process writes `log` (metrics.jsonl, loggers), the `console`, config.json and the report; each
     process writes its share of a checkpoint. Newer checkpoints than `resumed` are set aside first. settings,
-    sections (of the plan) and identity: for config.json.
+    sections (of the plan) and identity: for config.json; checkpoints have the identity too.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class RunOutput:
             checkpoint.set_future_aside(path, resumed, machine.print)
             metrics.rewind_metrics(path / "metrics.jsonl", step, machine.print)
         self._path, self._machine, self._plan, self._loop, self._clock = path, machine, plan, loop, clock
+        self._identity = identity
         facts = {"settings": settings.record(), "identity": identity, **machine.environment}
         facts |= {"plan": wording.lines(sections), "derived": plan.numbers()}
         self._files = {
@@ -176,20 +178,22 @@ class RunOutput:
         """Make the buffers for saving. Call it after the optimizer's first step, which makes its state."""
         self._saver.reserve(model.state_dict(), optim.named_state(optimizer, model, self._machine.rank))
 
-    def save(self, step: int, model: torch.nn.Module, optimizer, state: dict):
+    def save(self, step: int, model: torch.nn.Module, optimizer, **state):
         """Start to write a checkpoint after `step` updates. Every process calls it at the same step.
 
-        state: what else the run needs to continue, ready for JSON; the same on all processes. Raises
-        UserError if the model's weights are not finite. Prints a warning if the save before failed, and
-        raises its SaveError if it was the last of MOST_FAILED_SAVES in a row.
+        state: what else changes in a run, ready for JSON; the same on all processes. Raises UserError if the
+        model's weights are not finite. Prints a warning if the save before failed, and raises its SaveError
+        if it was the last of MOST_FAILED_SAVES in a row.
         """
+        plan, kept = self._plan, {"identity": self._identity, "optimizer": type(optimizer).__name__}
+        kept |= {"resolved": plan.resolved, "num_iterations": plan.num_iterations, "loop": asdict(self._loop)}
         random_state = runtime.random_state(self._machine.device) if self._machine.is_main else {}
         try:
             self._saver.submit(
                 step,
                 model=model.state_dict(),
                 optimizer=optim.named_state(optimizer, model, self._machine.rank) | random_state,
-                state=state | {"optimizer": type(optimizer).__name__},
+                state=kept | state,
                 files=self._files,
                 before_publish=self.log.sync,
                 after_publish=functools.partial(self._published, step, time.monotonic()),
