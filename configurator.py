@@ -9,10 +9,10 @@ command line; the last of these that gives one wins.
 A setting is a line `name = value` above the call. The value is a number, arithmetic on numbers, text, True
 or False; with an annotation it may be None. A name that begins with an underscore is not a setting. The
 lines stand at module level, or in the `if __name__ == "__main__":` block around the call if it has such
-lines.
-The type is the annotation's (int, float, str, bool, Literal["a", "b"], X | None), else the default's.
-The comment at the end of the line is the help. A comment above the line starts a group; its first line that
-has a word in it is the group's name.
+lines. The type is the annotation's (int, float, str, bool, Literal["a", "b"], X | None), else the default's.
+A comment above the line starts a group; its first line that has a word in it is the group's name.
+The comment at the end of the line is the help. If it begins with a *, --help shows the setting. --help=all
+shows all, and so does --help if no setting has a *.
 
 The comment of a number ends with its range: `[0..1]`, or `[-1, 1..1e9]` for -1 and all numbers from 1 to 1e9.
 A text must not be empty, unless its default is, or its comment says "may be empty".
@@ -27,9 +27,7 @@ import io
 import operator
 import os
 import re
-import select
 import shutil
-import stat
 import sys
 import textwrap
 import tokenize
@@ -48,15 +46,26 @@ OPERATORS |= {ast.FloorDiv: operator.floordiv, ast.UAdd: operator.pos, ast.USub:
 OPERATORS[ast.Pow] = lambda base, exponent: float(base) ** exponent if exponent > 1024 else base**exponent
 LARGEST = 1e308  # the largest number that is accepted, so that every integer fits into a float
 MAX_FILE_BYTES = 100_000  # the largest config file
-PIPE_S = 10  # seconds to wait for a config file that another program writes into a pipe
 MAX_COLUMN = 28  # the rightmost column where help texts begin; a longer --name=default sticks out
 # How --help names a type, and how an error describes it
 TYPES = {int: ("int", "a whole number"), float: ("float", "a number"), str: ("text", "text")}
 TYPES |= {bool: ("bool", "true or false"), None: ("none", "none")}
+SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # taken for the values on the right
+# Names that other programs use -> the settings to give here, of those that the script has, or a sentence
+ELSEWHERE = {short: [f"dtype={value}"] for short, value in SHORT.items()} | {
+    "lr, learning_rate": ["matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr", "rate_fraction"],
+    "batch_size": ["device_batch_size", "total_batch_size"],
+    "epochs, max_epochs": ["num_epochs", "num_iterations", "target_param_data_ratio"],
+    "steps, max_steps, iters, max_iters": ["num_iterations"],
+    "layers, n_layer, num_layers": ["depth"],
+    "wandb, wandb_log, use_wandb": ["logger=wandb"],
+    "config, config_file": "a config file is given by its path alone",
+    "gpus, num_gpus": "start a process for each GPU, with torchrun --standalone --nproc_per_node=8 -m ...",
+}
 
 # variable: its name in the script. kind: the types and single values that the setting takes, such as
-# (int, None) or ("auto", "on", "off"). range: of numbers, as text; empty: any number
-Setting = namedtuple("Setting", "variable kind default group help range")
+# (int, None) or ("auto", "on", "off"). range: of numbers, as text; empty: any number. shown: by --help
+Setting = namedtuple("Setting", "variable kind default group shown help range")
 
 
 @dataclass
@@ -80,7 +89,7 @@ def configure(globals_, argv=None, arguments="CONFIG_FILE", aliases=None):
     the script finds them in `Settings.arguments`.
     `aliases`, {"plan": "plan_only"}: the setting of the variable plan_only is called plan, in the record too.
     People may type either name. It is read from the source of the call, so it must be written out there.
-    --help prints every setting and exits with status 0. If anything is wrong, all mistakes are printed on
+    --help prints the settings and exits with status 0. If anything is wrong, all mistakes are printed on
     stderr, no variable changes, and the script exits with status 2. From this call on, a UserError that
     nothing catches ends the script in the same way: its sentence, status 2, no traceback. Ctrl-C prints
     nothing. stdout and stderr are as nanochat/streams.py says.
@@ -93,9 +102,9 @@ def configure(globals_, argv=None, arguments="CONFIG_FILE", aliases=None):
     values = {name: globals_.get(setting.variable, setting.default) for name, setting in declared.items()}
     sources, errors = dict.fromkeys(declared, "default"), []
     environment = {n: v for n, v in ENVIRONMENT.items() if n in declared and os.environ.get(v)}
-    if "--help" in argv or "-h" in argv:
+    if asked := {"--help", "-h", "--help=all"} & {*argv}:
         values |= {name: os.environ[variable] for name, variable in environment.items()}
-        _say(_help_page(globals_, declared, values, arguments), sys.stdout)
+        _say(_help_page(globals_, declared, values, arguments, "--help=all" in asked), sys.stdout)
         raise SystemExit(0)
     names = {setting.variable: name for name, setting in declared.items()} | {name: name for name in declared}
     command_line, bare = _read_arguments(argv, declared, names, errors)
@@ -109,17 +118,14 @@ def configure(globals_, argv=None, arguments="CONFIG_FILE", aliases=None):
             errors.append(f"{label}: {error}")
     if errors:
         report = "".join(f"error: {error}\n" for error in errors)
-        _say(report + "hint: --help lists every setting with its default", sys.stderr)
+        _say(report + "hint: --help=all lists every setting with its default", sys.stderr)
         raise SystemExit(2)
     globals_.update({declared[name].variable: value for name, value in values.items()})
     return Settings(values, sources, tuple(bare))
 
 
 def defaults(path):
-    """{name: default} of the settings that the script at `path` declares. The script does not run.
-
-    A program that needs the numbers of another script, such as its rates, reads them here.
-    """
+    """{name: default} of the settings that the script at `path` declares. The script does not run."""
     return {name: setting.default for name, setting in _declared_settings(path).items()}
 
 
@@ -150,8 +156,9 @@ def _declared_settings(path):
             continue
         try:
             kind = _kind(annotation) if annotation else (type(default),)
-            about = _help_and_range(comments.get(end, "").strip("# "), kind)
-            declared[name] = Setting(variable, kind, default, heading, *about)
+            comment = comments.get(end, "").strip("# ")
+            shown, about = comment[:1] == "*", _help_and_range(comment.lstrip("* "), kind)
+            declared[name] = Setting(variable, kind, default, heading, shown, *about)
             _value(node, declared[name])
         except UserError as error:
             raise UserError(f"{path}:{statement.lineno}: {variable}: {error}") from None
@@ -216,7 +223,6 @@ def _read_arguments(argv, declared, names, errors):
     of the setting}."""
     given, bare, rest = [], [], deque(argv)
     negated = {f"no_{typed}": name for typed, name in names.items() if bool in declared[name].kind}
-    negated = {typed: name for typed, name in negated.items() if typed not in names}
     while rest:
         argument = rest.popleft()
         key, equals, text = argument.partition("=")
@@ -224,15 +230,7 @@ def _read_arguments(argv, declared, names, errors):
         following = rest[0] if rest else "--"
         if not argument.startswith("-"):
             bare.append(argument)
-        elif typed in negated:
-            given.append((negated[typed], ast.Constant(False), "command line", key))
-            errors += [f"{key} takes no value"] if equals else []
-        elif typed not in names:
-            near = _near(key.strip("-").replace("-", "_"), [*names, *negated], "--", declared)
-            errors.append(f"unknown setting {show(key)}{near}")
-            if not equals and not following.startswith("--") and not following.endswith(".py"):
-                rest.popleft()  # most likely its value, which is not a second mistake
-        else:
+        elif typed in names:
             name, kind = names[typed], declared[names[typed]].kind
             if not equals and bool not in kind and following.startswith("--"):
                 errors.append(f"{key} needs a value: {_describe(kind)}")
@@ -240,6 +238,14 @@ def _read_arguments(argv, declared, names, errors):
             if not equals:
                 text = "true" if bool in kind and following.lower() not in WORDS else rest.popleft()
             given.append((name, _expression(text, kind), "command line", f"{key}={show(text)}"))
+        elif typed in negated:
+            given.append((negated[typed], ast.Constant(False), "command line", key))
+            errors += [f"{key} takes no value"] if equals else []
+        else:
+            near = _near(key.strip("-").replace("-", "_"), [*names, *negated], "--")
+            errors.append(f"unknown setting {show(key)}{near}")
+            if not equals and not following.startswith("--") and not following.endswith(".py"):
+                rest.popleft()  # most likely its value, which is not a second mistake
     return given, bare
 
 
@@ -249,11 +255,7 @@ def _read_file(path, names, errors):
     if path.startswith("runs/") and not os.path.exists(path):  # an installed copy has its recipes beside it
         where = os.path.join(os.path.dirname(__file__), path)
     try:
-        with open(where, "rb", opener=_without_waiting) as file:
-            if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
-                if not select.select([file], [], [], PIPE_S)[0]:
-                    raise ValueError("it is a pipe to which no program writes")
-                os.set_blocking(file.fileno(), True)
+        with open(where, "rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
             raise ValueError(f"over {MAX_FILE_BYTES:,} bytes, which is too long")
@@ -275,15 +277,9 @@ def _read_file(path, names, errors):
     return given
 
 
-def _without_waiting(path, flags):
-    """An opener: to open a pipe would wait for the program that writes to it."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-
-
 def _expression(text, kind):
     """The expression that a text on the command line means to a setting of this kind."""
-    words = {"none" if k is None else str(k): k for k in kind if not isinstance(k, type)}
-    words |= WORDS if bool in kind else {}
+    words = {show(k): k for k in kind if not isinstance(k, type)} | (WORDS if bool in kind else {})
     for word in (text, text.lower()):
         if word in words:
             return ast.Constant(words[word])
@@ -303,16 +299,15 @@ def _parse(text, mode):
         raise SyntaxError("it holds a NUL byte or is nested too deeply") from None
 
 
-def _near(name, names, dashes="", declared=None):
-    """A suggestion: names with this one in them, else one spelled alike, else those whose help has it."""
+def _near(name, names, dashes=""):
+    """A suggestion: what other programs call so, else names with this one in them, else one spelled alike."""
     name = name.lower()
-    if name in ("config", "config_file"):
-        return "; a config file is given by its path alone"
-    close = [other for other in names if f"_{name}_" in f"_{other}_"]
+    meant = next((meant for typed, meant in ELSEWHERE.items() if name in typed.split(", ")), [])
+    if isinstance(meant, str):
+        return f"; {meant}"
+    close = [other for other in meant if other.partition("=")[0] in names]
+    close = close or [other for other in names if f"_{name}_" in f"_{other}_"]
     close = close or difflib.get_close_matches(name, names, 1, 0.7)
-    if not close and declared:
-        texts = {other: re.findall(r"\w+", setting.help.lower()) for other, setting in declared.items()}
-        close = [other for other, words in texts.items() if set(name.split("_")) <= set(words)]
     return f"; did you mean {' or '.join(dashes + other for other in close[:4])}?" if close else ""
 
 
@@ -349,7 +344,8 @@ def _value(expression, setting):
 
 
 def _fit(value, kind):
-    """`value` as a value of this kind. A whole number may become a float, and 1e3 an int."""
+    """`value` as a value of this kind. A whole number may become a float, 1e3 an int, and bf16 bfloat16."""
+    value = SHORT[value] if value in SHORT and SHORT[value] in kind else value
     if any(type(value) is k or (type(value) is type(k) and value == k) for k in kind):
         return value
     if type(value) is int and float in kind:
@@ -401,20 +397,22 @@ def _check_range(number, setting):
 
 
 # What a person sees
-def _help_page(globals_, declared, values, arguments):
-    """The docstring, the usage, and every setting with its default, help and type, in its group."""
+def _help_page(globals_, declared, values, arguments, whole):
+    """The docstring, the usage, and settings with their defaults, help and types, in groups; whole: all."""
+    listed = {name: setting for name, setting in declared.items() if setting.shown and not whole} or declared
     width = max(40, min(110, shutil.get_terminal_size().columns))
     module = getattr(globals_.get("__spec__"), "name", None)
     command = f"python -m {module}" if module else f"python {os.path.basename(globals_['__file__'])}"
     doc = (globals_.get("__doc__") or "").strip()
     doc = re.sub(r"^\S.*(\n\S.*)*", lambda prose: textwrap.fill(prose[0], width), doc, flags=re.MULTILINE)
     lines = [doc, "", f"usage: {command} [{arguments} ...] [--setting=value ...]"]
-    left = {name: f"  --{name}={show(values[name])}  " for name in declared}
+    left = {name: f"  --{name}={show(values[name])}  " for name in listed}
     column, group = min(MAX_COLUMN, width // 2, max(map(len, left.values()), default=0)), ""
-    for name, setting in declared.items():
+    for name, setting in listed.items():
         lines += ["", setting.group] if setting.group != group else []
         group = setting.group
         lines.append(_help_lines(left[name].ljust(column), setting, column, width))
+    lines += ["", f"--help=all shows all {len(declared)} settings"] * (len(listed) < len(declared))
     return "\n".join(lines).strip()
 
 

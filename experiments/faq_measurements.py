@@ -17,7 +17,6 @@ from experiments.measurements import byte_rows, flat_grad, our_model
 from nanochat import UserError
 from nanochat.data.loader import TrainLoader
 from nanochat.data.sources import open_dataset
-from nanochat.data.tokenizer import open_tokenizer
 from nanochat.machine import precision
 from nanochat.machine.compiling import compile_parts
 from nanochat.machine.precision import name_of
@@ -26,8 +25,7 @@ from nanochat.machine.precision import name_of
 def embedded(base_dir: str):
     base = Path(base_dir).expanduser()
     dataset = open_dataset("embedded", base_dir=base)
-    folder = dataset.tokenizer_folder(base)
-    return dataset, open_tokenizer("auto", 4096, folder, dataset.train_texts, exact=False)
+    return dataset, dataset.open_tokenizer("auto", -1, base)
 
 
 def prefetch(dataset, tokenizer, rows=4, max_seq_len=512, step_s=0.03, steps=100) -> dict:

@@ -184,12 +184,10 @@ def open_loader(job: dict, step_job: dict):
     """The training batches of base_train for the job's text."""
     from nanochat.data.loader import TrainLoader
     from nanochat.data.sources import open_dataset
-    from nanochat.data.tokenizer import open_tokenizer
 
     base = Path(job["base_dir"])
     dataset = open_dataset(job["data"], base_dir=base)
-    folder = dataset.tokenizer_folder(base)
-    tokenizer = open_tokenizer("auto", job["vocab_size"], folder, dataset.train_texts)
+    tokenizer = dataset.open_tokenizer("auto", job["vocab_size"], base)
     T, rows = step_job["max_seq_len"], step_job["total_batch_size"] // step_job["max_seq_len"]
     return TrainLoader(
         dataset.train_shards, tokenizer, rows, T, step_job["rows"], device=torch.device(job["device"])

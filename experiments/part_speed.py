@@ -18,7 +18,6 @@ from nanochat import UserError
 from nanochat.data.packing import open_lanes
 from nanochat.data.parquet import Documents, RowGroups
 from nanochat.data.sources import open_dataset
-from nanochat.data.tokenizer import open_tokenizer
 from nanochat.files import user_path
 from nanochat.machine import precision, runtime
 
@@ -41,8 +40,7 @@ def loader(settings: dict) -> dict:
     """Tokens a second of reading, tokenizing and packing on one thread, and of tiktoken alone."""
     base = user_path("base_dir", settings["base_dir"])
     dataset = open_dataset(settings["data"], base_dir=base)
-    folder = dataset.tokenizer_folder(base)
-    tokenizer = open_tokenizer("auto", settings["vocab_size"], folder, dataset.train_texts)
+    tokenizer = dataset.open_tokenizer("auto", settings["vocab_size"], base)
     results = {"corpus": {"name": dataset.name, "fingerprint": dataset.fingerprint[:12]}}
     for shape in settings["shapes"].split(","):
         rows, length = map(int, shape.split("x"))

@@ -35,7 +35,7 @@ from nanochat import UserError
 from nanochat.data.dataset import Dataset, writing
 from nanochat.data.parquet import Documents, write_sorted
 from nanochat.data.sources import open_dataset
-from nanochat.data.tokenizer import Tokenizer, open_tokenizer
+from nanochat.data.tokenizer import Tokenizer
 from nanochat.machine.compiling import EAGER_STEPS
 
 FORMAT = 1  # of the folder that `prepare` makes; part of its name
@@ -98,8 +98,7 @@ def text_of(
 ) -> Path:
     """`prepare` for a data set by its name or path, with the tokenizer that base_train would take."""
     dataset = open_dataset(data, val_data, base_dir=base_dir)
-    folder = dataset.tokenizer_folder(base_dir)
-    return prepare(dataset, open_tokenizer("auto", vocab_size, folder, dataset.train_texts), base_dir, cut)
+    return prepare(dataset, dataset.open_tokenizer("auto", vocab_size, base_dir), base_dir, cut)
 
 
 def our_settings(text: Path) -> dict:

@@ -17,7 +17,6 @@ device = "H100"  # the GPU: B200, H200, H100, A100, L40S, RTX 4090, L4, V100 or 
 
 settings = configurator.configure(globals())
 
-MFU = 0.4  # of the README's table: the share of the peak that training reaches
 SMALL, DEPTHS = (4, 6, 8, 10), (12, 16, 20, 24, 26, 32, 40)
 GPUS = (1, 8, 64, 512)
 DEFAULTS = configurator.defaults(Path(configurator.__file__).parent / "scripts" / "base_train.py")
@@ -34,15 +33,15 @@ def models() -> str:
         "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for depth in SMALL + DEPTHS[:5]:
-        plan = simulate(depth, 1).plan
+        found = simulate(depth, 1)
+        plan = found.plan
         flops = plan.flops_per_token * plan.tokens
-        seconds = flops / (MFU * plan.hardware.peak_flops)
         one_row = replace(plan, device_batch_size=1)
         lines.append(
             f"| {depth} | {plan.config.width} | {plan.parameters['total'] / 1e6:,.0f} M | "
             f"{plan.tokens / 1e9:.2f} B | {plan.total_batch_size:,} | {plan.num_iterations:,} | "
             f"{flops:.2g} | {gib(one_row.expected_bytes)} to {gib(plan.expected_bytes)} | "
-            f"{duration(seconds)} | {plan.public_shards} |"
+            f"{duration(3600 * found.hours)} | {plan.public_shards} |"
         )
     return "\n".join(lines)
 

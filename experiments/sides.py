@@ -252,7 +252,7 @@ def our_plan(job: dict, machine, dtype):
     settings = configurator.defaults(ROOT / "scripts" / "base_train.py") | shape
     settings |= {"num_iterations": 100_000, "total_batch_size": job["total_batch_size"]}
     tokenizer = SimpleNamespace(vocab_size=job["vocab_size"])
-    text = SimpleNamespace(estimated_tokens=lambda tokenizer: 10**12, more_text="")
+    text = SimpleNamespace(estimated_tokens=lambda tokenizer: 10**12, text_bytes=0, more_text="")
     hardware = survey(machine, dtype)
     if machine.device.type == "cuda":  # as on a GPU where nothing else runs, so that all parts plan the same
         memory = torch.cuda.get_device_properties(machine.device).total_memory

@@ -1,7 +1,9 @@
 """What a terminal shows: progress bars on stderr (in a log file a few lines), text, numbers in words."""
 
 import os
+import shutil
 import sys
+import textwrap
 import time
 
 QUICK_S = 3.0  # seconds; work that is done sooner leaves no line in a log file
@@ -16,7 +18,7 @@ def is_terminal(stream) -> bool:
 
 
 def bar(description: str, unit: str, total: int | None = None, hidden=False, terminal=None, leave=True):
-    """A bar over `total` bytes, characters or pieces of work; use it in `with`, and call its update(n).
+    """A bar over `total` bytes (unit "B") or pieces of work; use it in `with`, and call its update(n).
 
     total: None if it is not known. terminal: whether it may redraw its line (None: find out). leave: whether
     the complete bar stays on the terminal.
@@ -29,9 +31,9 @@ def bar(description: str, unit: str, total: int | None = None, hidden=False, ter
 
     return tqdm(
         desc=description,
-        unit=unit,
+        unit=unit if unit == "B" else f" {unit}",
         total=total,
-        unit_scale=True,
+        unit_scale=unit == "B",
         mininterval=0.2,
         dynamic_ncols=True,
         leave=leave,
@@ -42,7 +44,8 @@ class LogLines:
     """A bar for a log file: a line after QUICK_S seconds, then one each minute, and one at the end."""
 
     def __init__(self, description: str, unit: str, total: int | None, hidden: bool = False):
-        self.description, self.unit, self.total, self.hidden = description, unit, total, hidden
+        self.description, self.total, self.hidden = description, total, hidden
+        self.unit = "" if unit == "B" else f" {unit}"  # bytes have it at each number
         self.done, self.began, self.next_line = 0, time.monotonic(), QUICK_S
 
     def __enter__(self):
@@ -55,8 +58,8 @@ class LogLines:
     def update(self, n: int = 1):
         self.done += n
         if not self.hidden and (seconds := time.monotonic() - self.began) >= self.next_line:
-            of = f" of {short(self.total)}" if self.total else ""
-            self._print(f"{short(self.done)}{of} {self.unit} after {duration(seconds)}")
+            of = f" of {self._count(self.total)}" if self.total else ""
+            self._print(f"{self._count(self.done)}{of}{self.unit} after {duration(seconds)}")
             self.next_line = seconds + REMIND_S
 
     def set_description_str(self, description: str):
@@ -65,8 +68,11 @@ class LogLines:
     def close(self):
         seconds = time.monotonic() - self.began
         if not self.hidden and seconds >= QUICK_S:
-            self._print(f"{short(self.done)} {self.unit} in {duration(seconds)}")
+            self._print(f"{self._count(self.done)}{self.unit} in {duration(seconds)}")
         self.hidden = True  # that was the last line
+
+    def _count(self, number: float) -> str:
+        return f"{short(number)}B" if not self.unit else f"{number:,.0f}"
 
     def _print(self, text: str):
         print_line(f"{self.description}: {text}", sys.stderr)
@@ -86,6 +92,14 @@ def print_line(text: str, stream, above: bool = False):
 def printable(text: str) -> str:
     """The text with escapes in place of the control characters, but for newlines and tabs."""
     return text.translate(CONTROL)
+
+
+def wrapped(text: str, indent: int) -> str:
+    """The text in lines of the terminal's width (80 columns in a pipe), the second and later ones indented. A
+    longer word, such as a path, keeps its line."""
+    columns = max(40, shutil.get_terminal_size().columns)
+    kept = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
+    return textwrap.fill(text, columns, subsequent_indent=" " * indent, **kept)
 
 
 def first_line(error: BaseException) -> str:

@@ -38,7 +38,6 @@ from pathlib import Path
 import configurator
 from nanochat import UserError, checkpoint, streams
 from nanochat.data.sources import open_dataset
-from nanochat.data.tokenizer import open_tokenizer
 from nanochat.files import user_path
 from nanochat.machine import runtime
 from nanochat.run.metrics import read_metrics
@@ -165,10 +164,7 @@ def fingerprints(data: str, val_data: str | None, text_field: str, tokenizer: st
     """The fingerprints of the text and its tokenizer. If they are missing, they are made here, and not by
     several trainings at the same time."""
     dataset = open_dataset(data, val_data, base_dir=base_path, text_field=text_field)
-    folder, exact = dataset.tokenizer_folder(base_path), vocab_size != -1
-    wanted = vocab_size if exact else dataset.suggested_vocab_size
-    found = open_tokenizer(tokenizer, wanted, folder, dataset.train_texts, exact=exact)
-    return dataset.fingerprint, found.fingerprint
+    return dataset.fingerprint, dataset.open_tokenizer(tokenizer, vocab_size, base_path).fingerprint
 
 
 class Training:

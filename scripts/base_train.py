@@ -12,7 +12,6 @@ import contextlib
 import math
 import time
 from collections import deque
-from dataclasses import asdict
 from typing import Literal
 
 import torch
@@ -22,7 +21,6 @@ from nanochat import checkpoint, explain_errors, optim
 from nanochat.data.dataset import sample_prompts as sample_prompts_for
 from nanochat.data.loader import TrainLoader, merge_states
 from nanochat.data.sources import open_dataset
-from nanochat.data.tokenizer import open_tokenizer
 from nanochat.data.validation import open_validation
 from nanochat.engine import continuations
 from nanochat.evals.bits_per_byte import validate
@@ -39,35 +37,37 @@ from nanochat.plan import planning, scaling, simulation, trial, wording
 from nanochat.run import loggers
 from nanochat.run.output import RunOutput, begin, restore
 
+# Settings. --help shows those with a *, --help=all shows all
+
 # Model
-depth = 20  # Transformer layers; every other size follows from it [1..512]
+depth = 20  # * Transformer layers; every other size follows from it [1..512]
 aspect_ratio = -1  # width = depth * aspect_ratio (-1 = 64, less if FLOPs or minutes are few) [-1, 1..4096]
 head_dim = 128  # channels of an attention head [2..1024]
-max_seq_len = 2048  # tokens of a row; a longer document continues in later rows [2..2**20]
+max_seq_len = 2048  # * tokens of a row; a longer document continues in later rows [2..2**20]
 window_pattern = "L"  # one letter a layer, repeated: L attends to everything before, S to the last quarter
 vocab_size = -1  # tokens (-1 = to suit the amount of text, 4096 to 32768) [-1, 256..2**20]
 spelling: Literal["auto", "on", "off"] = "auto"  # tokens spelled alike learn together (auto = in short runs)
 
 # Data
-data = "embedded"  # embedded (Python's library), a file or folder, climbmix, fineweb-edu, hf:OWNER/NAME
+data = "embedded"  # * embedded (Python's library), a file or folder, climbmix, fineweb-edu, hf:OWNER/NAME
 val_data: str | None = None  # validate on these; a.txt,b.txt have a curve each (none = the data set's own)
 document_mask = False  # a token attends to its own document only, not to all that its row holds
 text_field = "text"  # the field of JSON objects or column of parquet files that holds the text
 download: Literal["off", "on"] = "off"  # on = get the shards of public data while training goes on
-tokenizer_name = "auto"  # auto (trained on the data at the first use), a JSON file, or gpt2, cl100k_base
+tokenizer_name = "auto"  # * auto (trained on the data at the first use), a JSON file, or gpt2, cl100k_base
 
 # Horizon: exactly one decides, in this order
-num_iterations = -1  # optimizer steps (-1 = off) [-1, 1..1e9]
+num_iterations = -1  # * optimizer steps (-1 = off) [-1, 1..1e9]
 target_flops = -1.0  # FLOPs to spend (-1 = off) [-1, 1..1e30]
-target_minutes = -1.0  # minutes from the command to its end, evaluations included (-1 = off) [-1, 0.01..1e6]
-target_param_data_ratio = 12.0  # tokens a parameter of blocks and head (-1 = off) [-1, 1e-6..1e6]
+target_minutes = -1.0  # * minutes from the command to its end, with evaluations (-1 = off) [-1, 0.01..1e6]
+target_param_data_ratio = 12.0  # * tokens a parameter of blocks and head (-1 = off) [-1, 1e-6..1e6]
 
 # Optimization
-device_batch_size = -1  # rows of a micro-batch on a device (-1 = as many as fit) [-1, 1..2**20]
-total_batch_size = -1  # tokens a step, over all devices (-1 = derived from the horizon) [-1, 1..2**32]
+device_batch_size = -1  # * rows of a micro-batch on a device (-1 = as many as fit) [-1, 1..2**20]
+total_batch_size = -1  # * tokens a step, over all devices (-1 = derived from the horizon) [-1, 1..2**32]
 embedding_lr = 0.6  # AdamW's learning rate for embeddings [0..1e6]
 unembedding_lr = 0.004  # AdamW's learning rate for the head (the unembedding) [0..1e6]
-matrix_lr = 0.02  # Muon's learning rate [0..1e6]
+matrix_lr = 0.02  # * Muon's learning rate [0..1e6]
 scalar_lr = 0.1  # AdamW's learning rate for the scalars [0..1e6]
 weight_decay = 0.28  # cautious weight decay of Muon's matrices (0 = off) [0..1e6]
 table_decay = -1.0  # times optim.py's decay of embeddings and head (-1 = epochs - 1, 0 to 1) [-1, 0..1e6]
@@ -77,7 +77,7 @@ warmdown_ratio = 0.8  # share of the run in which the rate falls linearly [0..1]
 final_lr_frac = 0.05  # what the rate falls to, as a share of the full rate [0..1]
 
 # Evaluation
-eval_every = 250  # steps between evaluations of validation bits per byte (-1 = only at the end) [-1, 1..1e9]
+eval_every = 250  # * steps between validations, in bits per byte (-1 = only at the end) [-1, 1..1e9]
 eval_tokens = 41_943_040  # validation tokens to score (-1 = all) [-1, 1..1e12]
 core_metric_every = 2000  # steps between evaluations of tasks, and at the end (-1 = off) [-1, 1..1e9]
 core_metric_max_per_task = 500  # examples of each of CORE's tasks (-1 = all) [-1, 1..1e9]
@@ -86,20 +86,20 @@ sample_every = 2000  # steps between samples (-1 = only at the end) [-1, 1..1e9]
 sample_prompts = "auto"  # texts to continue, separated by |; may be empty (auto = to suit the data)
 
 # Checkpoints
-save_every = 1000  # steps between checkpoints (-1 = only at the end) [-1, 1..1e9]
+save_every = 1000  # * steps between checkpoints (-1 = only at the end) [-1, 1..1e9]
 save_minutes = 5.0  # minutes between further checkpoints (-1 = off) [-1, 1e-4..1e6]
 keep_checkpoints = 2  # how many of the newest are kept (-1 = all) [-1, 1..1e6]
 permanent_every = -1  # steps between checkpoints that are never deleted (-1 = off) [-1, 1..1e9]
-resume = "auto"  # auto (newest good checkpoint), never (set the old run aside), a step, or a folder
+resume = "auto"  # * auto (newest good checkpoint), never (set the old run aside), a step, or a folder
 accept = ""  # changes to allow: data,document_mask,seed,tokenizer,total_batch_size; refusals: epochs,memory
 init_from: str | None = None  # a folder whose weights a new run starts from: a checkpoint, a run, an export
 base_dir = "~/.cache/nanochat"  # where data, tokenizers and runs live (environment: NANOCHAT_BASE_DIR)
 out_dir: str | None = None  # the run's folder (none = <base_dir>/base_checkpoints/<model_tag>)
-model_tag: str | None = None  # the run's name (none = d<depth>)
+model_tag: str | None = None  # * the run's name (none = d<depth>)
 
 # Machine
 device_type: Literal["auto", "cuda", "cpu", "mps"] = "auto"  # auto = cuda, else mps, else cpu
-dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto = the best that the device has
+dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # * auto = the best that the device has
 fp8 = False  # train the blocks' large products in 8 bits, on GPUs that can (docs/precision.md)
 compile: Literal["auto", "on", "off"] = "auto"  # auto = if it saves more time than it takes
 kernels: Literal["auto", "off"] = "auto"  # written by hand, for GPUs: auto = those that are right and faster
@@ -108,9 +108,9 @@ seed = 42  # of initial weights, order of the data, and samples [0..2**62]
 price_per_hour = -1.0  # price of all machines of the run together (-1 = do not show its cost) [-1, 0..1e9]
 process_timeout = 600.0  # seconds to wait for a process that does not answer; then all end [1..1e6]
 profile = -1  # write a trace of this step by torch.profiler into the run's folder (-1 = off) [-1, 0..1e9]
-logger: str | None = None  # wandb,tensorboard,trackio or some (none = no logger; with --run=NAME wandb)
+logger: str | None = None  # * wandb,tensorboard,trackio or some (none = no logger; with --run=NAME wandb)
 run = "dummy"  # the name of the run in the loggers (dummy = its folder)
-plan_only = False  # print the plan and exit
+plan_only = False  # * print the plan and exit
 plan_device: str | None = None  # with --plan: plan for this GPU, such as H100 (none = this machine)
 plan_world_size = -1  # with --plan and --device: the number of processes, one a GPU (-1 = one) [-1, 1..1e6]
 
@@ -140,9 +140,8 @@ with machine.main_first("data", stop):  # the first process builds what is missi
         data, val_data, base_dir=base_path, text_field=text_field, download=download, plan_only=plan_only,
         tokens=lambda *size: scaling.horizon_tokens(settings.values, hardware, *size),
     )  # fmt: skip
-    wanted = vocab_size if vocab_size != -1 else dataset.suggested_vocab_size
-    folder = dataset.tokenizer_folder(base_path)
-    tokenizer = open_tokenizer(tokenizer_name, wanted, folder, dataset.train_texts, exact=vocab_size != -1)
+    tokenizer = dataset.open_tokenizer(tokenizer_name, vocab_size, base_path, network=not plan_only)
+    folder = dataset.tokenizer_folder(base_path)  # of what is made from this text
 
 # Lock the folder and find the checkpoint to continue. What the run resolved at its first start stays, such as
 # the rows of a micro-batch, so that it computes the same numbers
@@ -155,7 +154,7 @@ dataset = dataset.for_run(tokenizer, resumed, machine)  # public data: the shard
 
 plan = planning.decide(settings.values, tokenizer, dataset, hardware, machine, resolved)
 sections = wording.sections(plan, dataset, tokenizer, run_path)
-say(wording.text(sections, plan.warnings(accept)))
+say(wording.text(sections, plan.warnings(accept), whole=plan_only))
 if plan_only:
     machine.exit()
 plan.check(accept)  # a run that must not begin ends here
@@ -237,19 +236,6 @@ def log_step(step, progress, started, data_wait_s, epoch, micro_losses, numbers)
     return stops > 0, saves > 0
 
 
-def save():
-    """Start to write a checkpoint of this moment, after `step` updates."""
-    state = {
-        "identity": identity,
-        "resolved": plan.resolved,
-        "num_iterations": plan.num_iterations,
-        "loader": merge_states(machine.all_gather(loader.state())),
-        "scaler": scaler.state_dict(),
-        "loop": asdict(loop),
-    }
-    output.save(step, model, optimizer, state)
-
-
 def evaluate():
     """Score and sample what is due after `step` updates, as one record of metrics.jsonl."""
     record, began = {"step": step}, time.monotonic()
@@ -308,7 +294,8 @@ while True:
 
     # Save first: after a stop signal there may be little time
     if step != first_step and (stopping or save_now or save_due):
-        save()
+        position = merge_states(machine.all_gather(loader.state()))
+        output.save(step, model, optimizer, loader=position, scaler=scaler.state_dict())
         save_now = False
     if evaluation_due and not stopping and last_eval_step != step and (finished or not clock.ends_soon):
         evaluate()

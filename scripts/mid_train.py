@@ -13,7 +13,6 @@ import contextlib
 import math
 import time
 from collections import deque
-from dataclasses import asdict
 from typing import Literal
 
 import torch
@@ -38,25 +37,27 @@ from nanochat.plan import planning, trial, wording
 from nanochat.run import loggers
 from nanochat.run.output import RunOutput, begin, restore
 
+# Settings. --help shows those with a *, --help=all shows all
+
 # Model
-source: str | None = None  # the base model: a run's tag, its folder or a checkpoint's (none = the newest)
+source: str | None = None  # * the base model: a run's tag, its folder or a checkpoint's (none = the newest)
 optimizer_state: Literal["fresh", "base"] = "fresh"  # base = go on with the optimizer state of the base run
 
 # Conversations
-data = "embedded"  # embedded (about Python), or files, folders, hf:OWNER/NAME with weights: a.jsonl:3,b.jsonl
+data = "embedded"  # * embedded (about Python), or files, folders, hf:OWNER/NAME, as a.jsonl:3,b.jsonl
 val_data: str | None = None  # validate on these; a.jsonl,b.jsonl have a curve each (none = one in 40)
-loss_on: Literal["assistant", "all"] = "assistant"  # targets: the tokens of the answers, or all
+loss_on: Literal["assistant", "all"] = "assistant"  # * targets: the tokens of the answers, or all
 skip_bad = False  # leave out conversations that cannot be used
 show = 0  # conversations to print as the model sees them, before the script exits (0 = off) [0..1e6]
 
 # Horizon: the first positive one decides
 num_iterations = -1  # optimizer steps (-1 = off) [-1, 1..1e9]
-num_epochs = 3.0  # times that every conversation is read [1e-6..1e6]
+num_epochs = 3.0  # * times that every conversation is read [1e-6..1e6]
 
 # Optimization
-device_batch_size = -1  # rows of a micro-batch on a device (-1 = as many as fit) [-1, 1..2**20]
-total_batch_size = -1  # tokens a step, over all devices, with padding (-1 = the base run's) [-1, 1..2**32]
-rate_fraction = 0.3  # learning rates, as a share of the base run's [0..1e6]
+device_batch_size = -1  # * rows of a micro-batch on a device (-1 = as many as fit) [-1, 1..2**20]
+total_batch_size = -1  # * tokens a step, over all devices, with padding (-1 = the base run's) [-1, 1..2**32]
+rate_fraction = 0.3  # * learning rates, as a share of the base run's [0..1e6]
 weight_decay = 0.0  # cautious weight decay of Muon's matrices (0 = off) [0..1e6]
 grad_clip = 1.0  # largest norm of the gradient (-1 = off) [-1, 1e-6..1e6]
 warmup_steps = 10  # steps of linear warm-up, at most a tenth of the run (0 = off) [0..1e9]
@@ -64,7 +65,9 @@ warmdown_ratio = 0.8  # share of the run in which the rate falls linearly [0..1]
 final_lr_frac = 0.0  # what the rate falls to, as a share of the full rate [0..1]
 
 # Evaluation
-eval_every = 100  # steps between evaluations on validation conversations (-1 = only at the end) [-1, 1..1e9]
+eval_every = (
+    100  # * steps between evaluations on validation conversations (-1 = only at the end) [-1, 1..1e9]
+)
 eval_questions = 200  # validation questions whose answers are compared, word for word (0 = off) [0..1e6]
 sample_every = 500  # steps between samples (-1 = only at the end) [-1, 1..1e9]
 sample_prompts: str | None = None  # questions, separated by | (none = from the validation conversations)
@@ -73,24 +76,24 @@ sample_prompts: str | None = None  # questions, separated by | (none = from the 
 save_every = 1000  # steps between checkpoints (-1 = only at the end) [-1, 1..1e9]
 save_minutes = 5.0  # minutes between further checkpoints (-1 = off) [-1, 1e-4..1e6]
 keep_checkpoints = 2  # how many of the newest are kept (-1 = all) [-1, 1..1e6]
-resume = "auto"  # auto (newest good checkpoint), never (set the old run aside), a step, or a folder
+resume = "auto"  # * auto (newest good checkpoint), never (set the old run aside), a step, or a folder
 accept = ""  # changes to allow: data,loss_on,source,seed,total_batch_size; refusals: memory
 base_dir = "~/.cache/nanochat"  # where runs live (environment: NANOCHAT_BASE_DIR)
 out_dir: str | None = None  # the run's folder (none = <base_dir>/mid_checkpoints/<model_tag>)
-model_tag: str | None = None  # the run's name (none = the base run's)
+model_tag: str | None = None  # * the run's name (none = the base run's)
 
 # Machine
 device_type: Literal["auto", "cuda", "cpu", "mps"] = "auto"  # auto = cuda, else mps, else cpu
-dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto = the best that the device has
+dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # * auto = the best that the device has
 compile: Literal["auto", "on", "off"] = "auto"  # auto = if it saves more time than it takes
 kernels: Literal["auto", "off"] = "auto"  # written by hand, for GPUs: auto = those that are right and faster
 gradient_dtype: Literal["float32", "bfloat16"] = "float32"  # in which processes exchange gradients
 seed = 42  # of the order of conversations, and of samples [0..2**62]
 process_timeout = 600.0  # seconds to wait for a process that does not answer; then all end [1..1e6]
 profile = -1  # write a trace of this step by torch.profiler into the run's folder (-1 = off) [-1, 0..1e9]
-logger: str | None = None  # wandb,tensorboard,trackio or some (none = no logger; with --run=NAME wandb)
+logger: str | None = None  # * wandb,tensorboard,trackio or some (none = no logger; with --run=NAME wandb)
 run = "dummy"  # the name of the run in the loggers (dummy = its folder)
-plan_only = False  # print the plan and exit
+plan_only = False  # * print the plan and exit
 
 settings = configurator.configure(globals(), aliases={"plan": "plan_only"})  # people type --plan
 
@@ -137,7 +140,7 @@ sections["text"]["targets"] = train_tokens.summary(loss_on)
 warnings, seen = plan.warnings(accept), base.state.get("loop", {}).get("tokens", math.inf)
 if seen < plan.parameters["total"] / 10:
     warnings.append(f"{base.path} has seen only {seen:,} tokens: it will answer nonsense, see --source")
-say(wording.text(sections, warnings))
+say(wording.text(sections, warnings, whole=plan_only))
 if plan_only:
     machine.exit()
 plan.check(accept)
@@ -215,19 +218,6 @@ def log_step(step, progress, started, data_wait_s, epoch, targets, micro_losses,
     return stops > 0, saves > 0
 
 
-def save():
-    """Start to write a checkpoint of this moment, after `step` updates."""
-    state = {
-        "identity": identity,
-        "resolved": plan.resolved,
-        "num_iterations": plan.num_iterations,
-        "loader": loader.state(),
-        "scaler": scaler.state_dict(),
-        "loop": asdict(loop),
-    }
-    output.save(step, model, optimizer, state)
-
-
 def evaluate():
     """Score and sample what is due after `step` updates, as one record of metrics.jsonl."""
     record, began, said = {"step": step}, time.monotonic(), ""
@@ -281,7 +271,7 @@ while True:
 
     # Save first: after a stop signal there may be little time
     if step != first_step and (stopping or save_now or save_due):
-        save()
+        output.save(step, model, optimizer, loader=loader.state(), scaler=scaler.state_dict())
         save_now = False
     if evaluation_due and not stopping and last_eval_step != step:
         evaluate()

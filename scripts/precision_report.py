@@ -19,7 +19,6 @@ import configurator
 from nanochat import UserError, optim
 from nanochat.data.loader import TrainLoader
 from nanochat.data.sources import open_dataset
-from nanochat.data.tokenizer import open_tokenizer
 from nanochat.diagnostics import precision_cost, scaled_rates
 from nanochat.diagnostics.precision_page import page
 from nanochat.diagnostics.recorder import record_step
@@ -122,7 +121,7 @@ def recorded_step():
 def costs() -> str:
     """The page of --measure: two tables as Markdown."""
     dataset = open_dataset(data, base_dir=base_path)
-    tokenizer = open_tokenizer("auto", vocab_size, dataset.tokenizer_folder(base_path), dataset.train_texts)
+    tokenizer = dataset.open_tokenizer("auto", vocab_size, base_path)
     loader = TrainLoader(
         dataset.train_shards, tokenizer, device_batch_size, max_seq_len, device_batch_size, seed=seed
     )

@@ -100,7 +100,7 @@ class Process:
         self.ended = Path(self.files.name, "ended")
         for path in self.streams:
             path.touch()  # it can be read before the process has begun
-        environment = {**os.environ, **environment}
+        environment = {**os.environ, "COLUMNS": "1000", **environment}  # no line is broken for a terminal
         environment.pop("PYTEST_CURRENT_TEST", None)
         if sys.platform == "linux":
             streams = [os.devnull, *map(str, self.streams)]
@@ -313,7 +313,9 @@ def make_plan(
     **settings,
 ):
     tokenizer = types.SimpleNamespace(vocab_size=4096, name="t", fingerprint="f" * 64)
-    dataset = types.SimpleNamespace(estimated_tokens=lambda tokenizer: data_tokens, **DATASET)
+    dataset = types.SimpleNamespace(
+        estimated_tokens=lambda tokenizer: data_tokens, text_bytes=3 * data_tokens, **DATASET
+    )
     hardware = planning.Hardware(
         device_type, world_size, torch.float32, "asked for", memory, peak_flops, "told"
     )

@@ -29,11 +29,18 @@ def test_a_log_file_has_a_line_early_one_each_minute_and_one_at_the_end_but_none
                 clock.now += seconds / count
                 progress.update(1000)
     assert capsys.readouterr().err.splitlines() == [
-        "importing: 3k of 150k B after 3 s",
-        "importing: 63k of 150k B after 63 s",
-        "importing: 123k of 150k B after 2 min",
-        "importing: 150k B in 2 min",
+        "importing: 3kB of 150kB after 3 s",
+        "importing: 63kB of 150kB after 63 s",
+        "importing: 123kB of 150kB after 2 min",
+        "importing: 150kB in 2 min",
     ]
+
+
+def test_a_count_of_things_is_whole(capsys, clock):
+    with bar("reading", "documents", 1718) as progress:
+        clock.now += 4
+        progress.update(1234)
+    assert capsys.readouterr().err.splitlines()[0] == "reading: 1,234 of 1,718 documents after 4 s"
 
 
 def test_work_that_fails_is_not_said_to_be_done(capsys, clock):
@@ -41,7 +48,7 @@ def test_work_that_fails_is_not_said_to_be_done(capsys, clock):
         clock.now += 10
         progress.update(5)
         raise OSError
-    assert capsys.readouterr().err.splitlines() == ["importing: 5 B after 10 s"]
+    assert capsys.readouterr().err.splitlines() == ["importing: 5B after 10 s"]
 
 
 @pytest.mark.parametrize("number, said", [
@@ -74,5 +81,5 @@ def test_on_a_terminal_import_and_tokenizer_have_bars_that_fit_its_width(at_term
     drawn = at_terminal(lambda: open_dataset(tmp_path, base_dir=tmp_path / "base"))
     assert "importing: 100%" in drawn and max(map(len, drawn.splitlines())) <= 60
     drawn = at_terminal(lambda: bpe.train_tokens(["some text"] * 9, 260, PATTERN, 50, show_progress=True))
-    assert "joining pairs" in drawn and "6.00/6.0" in drawn  # of 9 documents, 50 characters are in 6
+    assert "joining pairs" in drawn and "6/6" in drawn  # of 9 documents, 50 characters are in 6
     assert at_terminal(lambda: bpe.train_tokens(["some text"] * 9, 260, PATTERN)) == ""

@@ -267,7 +267,7 @@ for name, words, bad in [
     ("depth", "whole number", ["", "1.5", "none", "len('a')"]),
     ("width", "whole number or none", ["x"]),
     ("rate", "number", ["nan", "-inf", "1j", "(1", "true"]),
-    ("dtype", "one of auto, bfloat16, float32", ["", "bf16"]),
+    ("dtype", "one of auto, bfloat16, float32", ["", "int8"]),
     ("plan", "true or false", ["", "2"]),
     ("share", "from 0 to 1", ["-0.1", "1.0001"]),
     ("every", "from 1 to 2**10 -1 (off) 1e6", ["0", "-2", "2**10+1"]),

@@ -5,7 +5,6 @@ import re
 import runpy
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pyarrow as pa
@@ -93,7 +92,7 @@ def test_settings_end_at_the_call_and_stand_in_the_block_that_holds_it():
     main = f"{module}if __name__ == '__main__':\n"
     assert [*declared(f"{main}    configure(globals())\n    e = 5")] == ["a", "d"]
     found = declared(f"{main}    # G\n    e = 5  # h\n    configure(globals())\n    f = 6")
-    assert found == {"e": ("e", (int,), 5, "G", "h", "")}
+    assert found == {"e": ("e", (int,), 5, "G", False, "h", "")}
 
 
 @pytest.mark.parametrize(
@@ -135,7 +134,15 @@ def stopped(capsys, *argv):
 
 @pytest.mark.parametrize(
     ("typed", "meant"),
-    [("--dept=6", ["--depth"]), ("--base", ["--base_dir"]), ("--config=a.py", ["path"]), ("--rows=1", [])],
+    [
+        ("--dept=6", ["--depth"]),
+        ("--base", ["--base_dir"]),
+        ("--config=a.py", ["path"]),
+        ("--rows=1", []),
+        ("--bf16", ["--dtype=bfloat16"]),
+        ("--n-layer=4", ["--depth"]),
+        ("--gpus=8", ["torchrun"]),
+    ],
 )
 def test_an_unknown_setting_is_answered_with_those_that_may_be_meant(folder, capsys, typed, meant):
     status, _, err = stopped(capsys, typed)
@@ -185,17 +192,22 @@ def test_what_a_machine_refuses_is_a_sentence_and_a_mistake_in_the_code_is_none(
     assert found is error if words is None else isinstance(found, UserError) and words in str(found)
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes of POSIX")
-def test_a_config_file_comes_from_a_program_and_a_pipe_without_one_is_refused(folder, capsys, monkeypatch):
-    monkeypatch.setattr(configurator, "PIPE_S", 0.1)
-    os.mkfifo("settings.py")
-    status, _, said = stopped(capsys, "settings.py")
-    assert status == 2 and "settings.py: it is a pipe to which no program writes" in said
-    monkeypatch.setattr(configurator, "PIPE_S", 60)
-    writer = threading.Thread(target=lambda: Path("settings.py").write_text("depht = 7"))
-    writer.start()
-    assert "settings.py:1: unknown setting depht" in stopped(capsys, "settings.py")[2]
-    writer.join()
+def test_help_shows_the_settings_with_a_star_and_help_all_shows_all(folder, capsys):
+    (folder / "train.py").write_text(
+        SCRIPT.replace("# Transformer", "# * Transformer").replace("# size", "# *size")
+    )
+    status, out, _ = stopped(capsys, "--help")
+    assert status == 0
+    shown = [line.split("=")[0].strip() for line in out.splitlines() if line.startswith("  --")]
+    assert shown == ["--depth", "--rate"] and "--help=all" in out and "*" not in out
+    assert stopped(capsys, "--help=all")[1] == HELP
+
+
+def test_a_short_name_of_a_dtype_is_taken_for_the_long_one(folder, capsys):
+    (folder / "train.py").write_text(SCRIPT + "print(dtype)\nraise SystemExit(0)\n")
+    (folder / "config.py").write_text("dtype = 'bf16'")
+    assert stopped(capsys, "--dtype=bf16")[1] == stopped(capsys, "config.py")[1] == "bfloat16\n"
+    assert "expected one of" in stopped(capsys, "--dtype=fp16")[2]  # this script has none
 
 
 # Real processes

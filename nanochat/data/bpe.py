@@ -43,7 +43,7 @@ def train_tokens(
     command = [sys.executable, "-m", "nanochat.data.bpe"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     documents = len(texts) if hasattr(texts, "__len__") else None
-    progress = bar("training the tokenizer", " documents", documents, hidden=not show_progress)
+    progress = bar("training the tokenizer", "documents", documents, hidden=not show_progress)
     # With a session of its own the child does not get a terminal's Ctrl-C: this process gets it and kills it
     with progress, subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as child:
         try:

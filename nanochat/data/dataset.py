@@ -21,7 +21,7 @@ from pathlib import Path
 from nanochat import UserError
 from nanochat.data.amount import estimate_tokens, text_bytes, vocabulary_size
 from nanochat.data.parquet import Documents, RowGroups, write_sorted
-from nanochat.data.tokenizer import Tokenizer
+from nanochat.data.tokenizer import Tokenizer, open_tokenizer
 from nanochat.terminal import first_line
 
 STALE_S = 86_400  # seconds; a temporary folder that has not changed for so long is left from a killed build
@@ -53,13 +53,27 @@ class Dataset:
         return estimate_tokens(RowGroups(self.train_shards), tokenizer)
 
     @property
+    def text_bytes(self) -> int:
+        """About how many UTF-8 bytes the training text has."""
+        return text_bytes(RowGroups(self.train_shards))
+
+    @property
     def suggested_vocab_size(self) -> int:
         """The vocabulary size that suits this much text, in tokens."""
-        return vocabulary_size(text_bytes(RowGroups(self.train_shards)))
+        return vocabulary_size(self.text_bytes)
 
     def tokenizer_folder(self, base_dir: Path) -> Path:
         """The folder for the tokenizers that are trained on this data set."""
         return Path(base_dir) / "tokenizers" / f"{self.name}-{self.fingerprint[:12]}"
+
+    def open_tokenizer(
+        self, setting: str, vocab_size: int, base_dir: Path, network: bool = True
+    ) -> Tokenizer:
+        """The tokenizer of the settings `tokenizer` and `vocab_size` (-1: to suit the text); trained at the
+        first use. Raises what tokenizer.open_tokenizer does."""
+        exact, folder = vocab_size != -1, self.tokenizer_folder(base_dir)
+        size = vocab_size if exact else self.suggested_vocab_size
+        return open_tokenizer(setting, size, folder, self.train_texts, exact=exact, network=network)
 
     # Public data (public.py) override these: their shards may arrive while the run trains
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from nanochat import UserError
-from nanochat.data.amount import LARGEST_VOCABULARY, estimate_tokens
+from nanochat.data.amount import LARGEST_VOCABULARY, estimate_tokens, text_bytes
 from nanochat.data.dataset import Dataset
 from nanochat.data.download import BackgroundDownload
 from nanochat.data.parquet import Documents, RowGroups
@@ -74,6 +74,10 @@ class PublicDataset(Dataset):
         """About how many tokens this run's shards have: the first shard's, times the number of shards."""
         return estimate_tokens(RowGroups(self.train_shards[:1]), tokenizer) * len(self.train_shards)
 
+    @property
+    def text_bytes(self) -> int:
+        return text_bytes(RowGroups(self.train_shards[:1])) * len(self.train_shards)
+
     def for_run(self, tokenizer: Tokenizer, resumed, machine) -> "PublicDataset":
         """The data set with as many shards as the horizon needs; with download=off, at most those that are
         here. A resumed run keeps the number of its first start. Every process calls this.
@@ -137,7 +141,7 @@ class UnseenDataset(Dataset):
     public: Public
     tokens: Callable[..., int] = field(compare=False)
 
-    train_texts = None
+    train_texts, text_bytes = None, 0
     suggested_vocab_size = LARGEST_VOCABULARY
 
     @classmethod

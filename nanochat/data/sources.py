@@ -18,7 +18,7 @@ import re
 import shutil
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,14 +26,15 @@ from nanochat import UserError
 from nanochat.data import hub
 from nanochat.data.dataset import Dataset, build, open_built
 from nanochat.data.download import fetch
-from nanochat.data.parquet import footer_digest
+from nanochat.data.parquet import ONE_IN_VALIDATES, footer_digest, is_validation, without_surrogates
 from nanochat.data.public import PUBLIC, PublicDataset, UnseenDataset, command
 from nanochat.data.streaming_shards import PATIENCE_S, Arrival, ArrivingShards
-from nanochat.data.textfiles import find_files, paths_of, read_documents, set_names
+from nanochat.data.textfiles import SECTION, cut, find_files, paths_of, read_documents, set_names
 from nanochat.files import user_path
 from nanochat.terminal import bar, counted
 
 FORMAT = 1  # of the folders that we build; a higher number makes all of them new
+FEW = 10 * ONE_IN_VALIDATES  # documents; of more, some are validation by their hash
 
 
 def open_dataset(
@@ -171,6 +172,11 @@ def _open_local(
         splits = "hash" if not val_files else "given" if files else "val"
         note += f", {others:,} files of other kinds left out" if others else ""
         documents = _import([("train" if val_files else "hash", files), ("val", val_files)], text_field)
+        if not val_files:
+            documents, few = _with_validation(documents)
+            if few:
+                note = f"{{:,}} training and {{:,}} validation pieces of {counted(few, 'text', 'texts')}; "
+                note += "of so few the last tenth of each is validation"
         dataset = build(target, name, documents, note, splits)
         if (_stamp(files), _stamp(val_files)) != stamp:
             shutil.rmtree(target)
@@ -196,6 +202,27 @@ def _import(splits: list[tuple[str, list[Path]]], text_field: str) -> Iterator[t
             for path in files:
                 for text in read_documents(path, text_field, progress.update):
                     yield split, text
+
+
+def _with_validation(documents: Iterator[tuple[str, str]]) -> tuple[Iterable[tuple[str, str]], int]:
+    """(split, text) of documents, and how many there are if by their hash all are in one split, else 0.
+
+    Of those few the last tenth of each is validation. They are cut into pieces, because a batch needs as many
+    documents as it has rows.
+    """
+    first, splits = [], set()
+    for document in documents:
+        first.append(document)
+        content = without_surrogates(document[1]).encode()
+        splits |= {is_validation(hashlib.sha256(content).digest())} if content else set()
+        if len(splits) == 2 or len(first) == FEW:
+            return itertools.chain(first, documents), 0
+    found = []
+    for _, text in first:
+        pieces = cut(text, min(SECTION, max(1, len(text) // 20)))  # 10 to 20 of them, or more
+        last = max(1, round(len(pieces) / 10))
+        found += [("train", piece) for piece in pieces[:-last]] + [("val", piece) for piece in pieces[-last:]]
+    return found, len(first)
 
 
 # -- parquet shards used in place: the user's own or downloaded ones

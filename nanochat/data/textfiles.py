@@ -140,24 +140,26 @@ def _sections(path: Path, file: BinaryIO) -> Iterator[str]:
             raise _not_utf8(path, error) from error
         waiting += chunk
         long = long or len(waiting) > LONG_TEXT
-        start = 0
-        while long and len(waiting) - start > 2 * SECTION:
-            end = _cut(waiting, start)
-            yield waiting[start:end]
-            start = end
-        waiting = waiting[start:]
+        if long:
+            *whole, waiting = cut(waiting, SECTION)
+            yield from whole
     reader.detach()  # else its end would close the file
     yield waiting
 
 
-def _cut(text: str, start: int) -> int:
-    """The end of the section that begins at `start`; more than 2 * SECTION characters follow it."""
-    least, most = start + SECTION, start + 2 * SECTION
-    for mark in ("\n\n", "\n"):
-        found = text.find(mark, least - len(mark), most)
-        if found >= 0:
-            return found + len(mark)
-    return most
+def cut(text: str, size: int) -> list[str]:
+    """The pieces of a text, which together are the text: each has `size` to 2 * size characters, and the last
+    one at most 2 * size."""
+    pieces, start = [], 0
+    while len(text) - start > 2 * size:
+        end = start + 2 * size
+        for mark in ("\n\n", "\n"):
+            if (found := text.find(mark, start + size - len(mark), end)) >= 0:
+                end = found + len(mark)
+                break
+        pieces.append(text[start:end])
+        start = end
+    return [*pieces, text[start:]]
 
 
 def _not_utf8(path: Path, error: UnicodeDecodeError) -> UserError:

@@ -231,19 +231,20 @@ def train(
 
 
 def open_tokenizer(
-    setting: str, vocab_size: int, folder: Path, texts: Callable[[], Iterable[str]] | None, exact: bool = True
-) -> Tokenizer:
+    setting: str, vocab_size: int, folder: Path, texts: Callable[[], Iterable[str]] | None, *,
+    exact: bool = True, network: bool = True,
+) -> Tokenizer:  # fmt: skip
     """The tokenizer of a setting: the path of a JSON file, one of tiktoken's names ("gpt2"), or "auto".
 
     "auto" is the tokenizer of `vocab_size` ids in `folder`, which belongs to one data set. The first use
     trains it on the documents that `texts()` yields; see `train` for `exact`. Without texts, which happens in
-    a plan, it is only a name and a size. Raises UserError if the tokenizer cannot be read, downloaded,
-    trained or written.
+    a plan, it is only a name and a size. network: whether anything may be downloaded. Raises UserError if the
+    tokenizer cannot be read, downloaded, trained or written.
     """
     import tiktoken
 
     if setting in tiktoken.list_encoding_names():
-        return from_tiktoken(setting)
+        return from_tiktoken(setting, network)
     if setting != "auto":
         return Tokenizer.load(user_path("tokenizer", setting))
     if texts is None:
@@ -271,23 +272,26 @@ def tokenizer_path(folder: Path, vocab_size: int) -> Path:
     return Path(folder) / f"tokenizer-{vocab_size}.json"
 
 
-def from_tiktoken(name: str) -> Tokenizer:
+def from_tiktoken(name: str, network: bool = True) -> Tokenizer:
     """One of tiktoken's encodings, with our special tokens instead of its own.
 
-    Raises UserError if its files are not on this machine and cannot be downloaded.
+    Raises UserError if its files are not on this machine and cannot be downloaded, or must not (network).
     """
     from unittest import mock
 
     import requests
     import tiktoken
 
+    get, where = functools.partial(requests.get, timeout=TIMEOUT_S), TIKTOKEN_HOST
+    if not network:
+        get, where = mock.Mock(side_effect=ConnectionError), "anywhere, since --plan uses no network"
     try:
         # By itself tiktoken waits for a blocked network without end
-        with mock.patch("requests.get", functools.partial(requests.get, timeout=TIMEOUT_S)):
+        with mock.patch("requests.get", get):
             encoding = tiktoken.get_encoding(name)
     except (OSError, ValueError) as error:  # no network, or a damaged download
         raise UserError(
-            f"the encoding {name} is not on this machine and cannot be had from {TIKTOKEN_HOST} "
+            f"the encoding {name} is not on this machine and cannot be had from {where} "
             f"({type(error).__name__}); connect to the internet once, point TIKTOKEN_CACHE_DIR at a folder "
             "that has it, or use --tokenizer=auto"
         ) from error

@@ -81,5 +81,5 @@ def score_tasks(
 
 def _evaluate(model, tokenizer, tasks, dtype, machine, bar, text):
     questions = -(-sum(len(task.examples) for task in tasks) // machine.world_size)
-    with bar(questions, text, " questions") as shown:
+    with bar(questions, text, "questions") as shown:
         return core.evaluate(model, tokenizer, tasks, dtype, machine, progress=shown.update)

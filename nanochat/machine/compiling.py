@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 
 from nanochat.machine import memory
+from nanochat.terminal import duration
 
 EAGER_STEPS = 10  # steps of a run on a CPU before it compiles
 
@@ -33,7 +34,7 @@ def decide(
         return before, "as at the run's first start"
     pays = expected_seconds > (200 if device.type == "cpu" else 90)
     verdict = "pays" if pays else "would take longer"
-    return pays, f"about {expected_seconds:,.0f} s of steps: compiling {verdict}"
+    return pays, f"about {duration(expected_seconds)} of steps: compiling {verdict}"
 
 
 def cannot_compile(device: torch.device) -> str:

@@ -2,7 +2,7 @@
 
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -75,6 +75,21 @@ class Hardware:
     peak_flops: float  # FLOP/s of all processes together, in `dtype`
     peak_source: str
     held: int = 0  # on a CPU: bytes that a process has taken already (Python, torch, other libraries)
+    name: str = ""  # of the device, by its maker
+
+    @property
+    def peak(self) -> dict:
+        """What a checkpoint keeps of the peak: on a busy machine it is measured lower."""
+        where = f"{self.name} x {self.world_size}, {name_of(self.dtype)}"
+        return {"machine": where, "flops": self.peak_flops, "source": self.peak_source}
+
+    def with_peak_of(self, resolved: dict) -> "Hardware":
+        """The same with the peak of a resumed run's first start, if that was on such a machine: the same
+        speed is then the same MFU."""
+        before = resolved.get("peak", {})
+        if before.get("machine") != self.peak["machine"]:
+            return self
+        return replace(self, peak_flops=before["flops"], peak_source=before["source"])
 
 
 def survey(machine, dtype: torch.dtype, dtype_reason: str = "") -> Hardware:
@@ -89,6 +104,7 @@ def survey(machine, dtype: torch.dtype, dtype_reason: str = "") -> Hardware:
         peak_flops=sum(machine.all_gather(flops)),
         peak_source=source,
         held=max(machine.all_gather(machine.held_memory())),
+        name=machine.all_gather(runtime.device_name(machine.device))[0],
     )
 
 

@@ -1,6 +1,7 @@
 """The machine a script runs on: its device, and its place among the processes of a run."""
 
 import contextlib
+import functools
 import hashlib
 import inspect
 import json
@@ -129,8 +130,9 @@ class Machine:
         """The most bytes so far: allocated on the GPU, else resident in this process (0: unknown)."""
         return memory.peak(self.device)
 
+    @functools.cached_property
     def environment(self) -> dict:
-        """The machine and the versions that a run uses, for its config.json."""
+        """The machine and the versions that a run uses, for its config.json; found out once."""
         return {
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
             "sources": sources(PROJECT, Path(sys.argv[0])),

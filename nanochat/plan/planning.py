@@ -24,7 +24,7 @@ from nanochat.terminal import duration
 
 # Up to 4 times a text is about as good as new text; after some 16 it teaches little more (arXiv 2305.16264)
 FEW_EPOCHS, MANY_EPOCHS = 4, 20
-HOPELESS_S = 30 * 86_400  # seconds of training from which on the plan warns
+LONG_S = 3 * 86_400  # seconds of training from which on the plan warns
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Plan:
     scaled: scaling.ScaledRates
     warmup_steps: int
     data_tokens: int  # about how many tokens the training text has
+    data_bytes: int  # and how many bytes (0: unknown)
     horizon_is_given: bool  # in steps; then no number of epochs is too many
     rows_are_given: bool = False  # device_batch_size comes from the user, or from the checkpoint of this run
     compiled: bool = False  # whether the model is compiled
@@ -89,6 +90,11 @@ class Plan:
         return self.tokens / self.data_tokens
 
     @property
+    def bytes_per_token(self) -> float:
+        """Mean UTF-8 bytes of a token of the training text; 0 if they are not known."""
+        return self.data_bytes / self.data_tokens if self.data_tokens else 0.0
+
+    @property
     def expected_memory(self) -> dict[str, int]:
         """Bytes that a process will take, by kind."""
         hardware, tokens = self.hardware, self.device_batch_size * self.config.max_seq_len
@@ -117,6 +123,7 @@ class Plan:
             "parameters": self.parameters["total"],
             "flops_per_token": self.flops_per_token,
             "data_tokens": self.data_tokens,
+            "bytes_per_token": self.bytes_per_token,
             "memory": self.hardware.held + self.expected_bytes,
             "seconds": self.expected_seconds,
         }
@@ -126,7 +133,7 @@ class Plan:
         """What checkpoints keep of the plan, for a resumed run and for mid_train."""
         kept = {"device_batch_size": self.device_batch_size, "rates": self.rates, "fp8": self.fp8}
         kept |= {"spelled": self.config.spelled, "table_share": self.table_share, "compiled": self.compiled}
-        kept |= {"eager_steps": self.eager_steps}
+        kept |= {"eager_steps": self.eager_steps, "peak": self.hardware.peak}
         if self.attention:
             kept["attention"] = self.attention.resolved
         if self.kernels:
@@ -219,9 +226,12 @@ class Plan:
             said.append(f"the text is read {self.epochs:.2f} times; {self.more_text}")
         elif self.epochs > FEW_EPOCHS:
             said.append(f"the text is read {self.epochs:.1f} times; above {FEW_EPOCHS} more text is better")
-        if self.expected_seconds > HOPELESS_S:
-            time = duration(self.expected_seconds)
-            said.append(f"{time} is hopeless on this machine; lower --depth or use GPUs")
+        if self.expected_seconds > LONG_S:
+            smaller = "" if self.hardware.device_type == "cuda" else ", such as --depth=4 or runs/laptop.py,"
+            said.append(
+                f"this run takes about {duration(self.expected_seconds)} on this machine; stop it and give a "
+                f"smaller one{smaller} or use more GPUs"
+            )
         return said
 
     def identity(self, dataset, tokenizer, seed: int) -> dict:
@@ -252,6 +262,7 @@ def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dic
         scaling.scaled_rates(settings, config.width, horizon),
         resolved,
         data_tokens=dataset.estimated_tokens(tokenizer),
+        data_bytes=dataset.text_bytes,
         horizon_is_given=settings["num_iterations"] > 0,
         more_text=dataset.more_text,
     )
@@ -298,8 +309,9 @@ def derive_continued(
 
 
 def _plan(
-    settings, config, hardware, horizon, scaled, resolved, *, data_tokens, horizon_is_given, more_text=""
-) -> Plan:
+    settings, config, hardware, horizon, scaled, resolved, *,
+    data_tokens, data_bytes=0, horizon_is_given, more_text="",
+) -> Plan:  # fmt: skip
     """The plan for a horizon and rates, with the largest micro-batch. A resumed run keeps its rows if they
     still divide the batch."""
     model = scaling.on_meta(config)
@@ -311,7 +323,7 @@ def _plan(
     device_batch_size = device_batch_size if given else 1
     plan = Plan(
         config=config,
-        hardware=hardware,
+        hardware=hardware.with_peak_of(resolved),
         parameters=model.parameter_counts(),
         flops_per_token=model.flops_per_token(),
         horizon=horizon,
@@ -320,6 +332,7 @@ def _plan(
         scaled=scaled,
         warmup_steps=scaling.warmup_steps(settings, horizon),
         data_tokens=data_tokens,
+        data_bytes=data_bytes,
         horizon_is_given=horizon_is_given,
         rows_are_given=given,
         fp8=settings.get("fp8", False),

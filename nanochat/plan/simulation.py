@@ -51,7 +51,7 @@ def known_device(name: str) -> GPU:
 
 
 def _shortened(name: str) -> str:
-    return re.sub(r"nvidia|amd|instinct|tesla|geforce|rtx|[\s_-]", "", name.lower())
+    return re.sub(r"nvidia|amd|instinct|tesla|geforce|rtx|[\s_-]", "", name.lower()).removesuffix("x")
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def simulate(settings: dict) -> Simulation:
     )
     vocab_size = settings["vocab_size"] if settings["vocab_size"] != -1 else PUBLIC_VOCABULARY
     tokenizer = types.SimpleNamespace(vocab_size=vocab_size)
-    text = types.SimpleNamespace(estimated_tokens=lambda tokenizer: ENOUGH_TEXT, more_text="")
+    text = types.SimpleNamespace(estimated_tokens=lambda tokenizer: ENOUGH_TEXT, text_bytes=0, more_text="")
     plan = planning.derive(settings, tokenizer, text, hardware)
     plan = replace(plan, compiled=True, compile_reason="assumed").with_largest_micro_batch()
     gradient_bytes = 2 if settings["gradient_dtype"] == "bfloat16" else 4
@@ -215,22 +215,21 @@ def page(settings: dict) -> str:
         f"{device.name} x {hardware.world_size}, imagined; {hardware.peak_flops / 1e12:,.0f} TFLOP/s in all "
         f"({hardware.peak_source})"
     )
-    sections["text"] = {
-        "data": f"as much as it needs, with a vocabulary of {plan.config.vocab_size:,} tokens"
-    }
-    del sections["cost"]
+    vocabulary = f"with a vocabulary of {plan.config.vocab_size:,} tokens"
+    sections["text"] = {"data": f"imagined: as much as is read once, {vocabulary}"}
+    del sections["cost"], sections["training"]["epochs"], sections["machine"]["folder"]
     total = sum(found.memory.values())
     memory = {kind: gib(size) for kind, size in found.memory.items() if size}
     memory["together"] = f"{gib(total)} of {gib(hardware.memory)} that are free"
     sections["memory of a process"] = memory
+    sent = ", ".join(f"{size / 1e9:.2f} GB of {kind}" for kind, size in found.exchange.items())
+    parts = ", ".join(f"{1000 * seconds:.1f} ms {kind}" for kind, seconds in found.seconds.items() if seconds)
     sections["a step"] = {
-        "exchange": f"{sum(found.exchange.values()) / 1e9:.2f} GB that each process sends: "
-        + ", ".join(f"{size / 1e9:.2f} GB of {kind}" for kind, size in found.exchange.items()),
-        "time": f"{found.step_seconds:.3f} s: "
-        + ", ".join(f"{seconds:.3f} s {kind}" for kind, seconds in found.seconds.items()),
+        **({"exchange": f"each process sends {sent}"} if hardware.world_size > 1 else {}),
+        "time": f"{1000 * found.step_seconds:.1f} ms: {parts}",
         "speed": f"{plan.total_batch_size / found.step_seconds:,.0f} tokens/s, MFU {100 * found.mfu:.0f} %",
     }
-    sections["the run"] = {"time": f"{duration(3600 * found.hours)} in steps"}
+    sections["the run"] = {"time": f"{duration(3600 * found.hours)} of steps; {wording.NOT_COUNTED}"}
     if settings["price_per_hour"] >= 0:
         price = settings["price_per_hour"]
         sections["the run"]["cost"] = (

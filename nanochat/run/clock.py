@@ -76,7 +76,7 @@ class Clock:
             return 0.0, False
         # The first steps of a process say little: one of them compiles
         step_s = statistics.median(self._recent) if len(self._recent) >= WARM_UP else 0.0
-        left = self.seconds_left() - self._last_work_s(step_s)
+        left = self.seconds_left() - self.last_work_s(step_s)
         if left <= step_s / 2:  # another step would end farther from the minutes than this one
             return 1.0, True
         made = steps * step_s
@@ -98,13 +98,14 @@ class Clock:
         """Until the minutes are over, on this process's clock."""
         return self._end - time.monotonic()
 
-    def _last_work_s(self, step_s: float) -> float:
-        """Seconds for what comes after the last step: an evaluation, a save and the end."""
+    def last_work_s(self, step_s: float) -> float:
+        """Seconds for what comes after the last step: an evaluation, a save and the end. step_s: a step's."""
         needed = self._plan.expected_memory
         save_s = (needed["weights"] + needed["optimizer state"]) / SAVE_BYTES_S
         # Scoring a token takes about a sixth of the time of training on it
         guess = step_s * self._evaluation_tokens / (6 * self._plan.total_batch_size)
-        return END_S + save_s + (self._evaluation_s or min(guess, MOST_GUESSED * 60 * self.minutes))
+        most = MOST_GUESSED * 60 * self.minutes if self.minutes else math.inf
+        return END_S + save_s + (self._evaluation_s or min(guess, most))
 
 
 def seconds_since_command() -> float:

@@ -21,11 +21,15 @@ class Console:
 
     In a log file the first FULL_STEPS steps have a line each. The last step, and a step whose loss is not
     finite, have one on a terminal too. From `loop` come the last validation's bits per byte and the number of
-    skipped steps, from `clock` the progress.
+    skipped steps, from `clock` the progress. bytes_per_token: the training text's mean, which turns the loss
+    into bits per byte (0: unknown).
     """
 
-    def __init__(self, first_step: int, enabled: bool, loop: LoopState, clock: Clock):
+    def __init__(
+        self, first_step: int, enabled: bool, loop: LoopState, clock: Clock, bytes_per_token: float = 0.0
+    ):
         self.enabled, self.first_step, self.clock = enabled, first_step, clock
+        self.nats_per_bit = math.log(2) * bytes_per_token  # of a token's loss; 0: unknown
         self.loop, self.time_left, self.interval = loop, TimeLeft(), Interval()
         self.terminal = enabled and is_terminal(sys.stdout) and is_terminal(sys.stderr)
         self.live = None  # the line that is redrawn, if there is one
@@ -54,7 +58,7 @@ class Console:
             return
         print_line(printable("\n".join(map(str, lines))), sys.stdout, above=self.terminal)
 
-    def bar(self, total: int | None, text: str, unit: str = " batches"):
+    def bar(self, total: int | None, text: str, unit: str = "batches"):
         """A bar over `total` pieces of work, in place of the live line: `with console.bar(9, "evaluating") as
         bar: bar.update()`."""
         self._hide()
@@ -99,18 +103,23 @@ class Console:
         loss = record["smoothed_loss"] if math.isfinite(record["loss"]) else record["loss"]
         of = f" ({clock.progress(done):.0%})" if clock.minutes else f"/{clock.num_iterations}"
         pieces = [f"step {done}{of}", f"loss {loss:.4f}"]
-        left = self.time_left.after(clock.num_iterations - done)
-        if clock.minutes:
-            left = max(0.0, clock.seconds_left())
-        if left is not None:
+        if clock.progress(done) < 1 and (left := self._seconds_left(done)) is not None:
             pieces.append(f"{duration(left)} left")
-        if loop.val_bpb is not None:
-            pieces.append(f"bpb {loop.val_bpb:.4f}")
+        bpb = [f"train {loss / self.nats_per_bit:.3f}"] if self.nats_per_bit else []
+        bpb += [f"val {loop.val_bpb:.4f}"] if loop.val_bpb is not None else []
+        pieces += [f"bpb {', '.join(bpb)}"] if bpb else []
         pieces += [f"{mean.tokens / mean.seconds:,.0f} tok/s", f"mfu {100 * mean.mfu / mean.seconds:.1f} %"]
         pieces += [f"lr x{record['lr_multiplier']:.2f}", f"{1000 * mean.seconds / mean.steps:.0f} ms"]
         if loop.skipped:
             pieces.append(f"{loop.skipped} skipped")
         return pieces
+
+    def _seconds_left(self, done: int) -> float | None:
+        """Seconds to the end of the run, with what comes after its last step; None: not known yet."""
+        if self.clock.minutes:
+            return max(0.0, self.clock.seconds_left())
+        last_s = self.clock.last_work_s(self.time_left.seconds_per_step)
+        return self.time_left.after(self.clock.num_iterations - done, last_s)
 
 
 def fitting(pieces: list[str], columns: int) -> str:
@@ -166,6 +175,8 @@ class TimeLeft:
             self.seconds_per_step += (seconds - self.seconds_per_step) / min(self.steps, 100)
         self.last = now
 
-    def after(self, steps: int) -> float | None:
-        """Seconds that so many steps will take; None before a step has been measured."""
-        return steps * (self.seconds_per_step + self.pause_per_step) if self.steps else None
+    def after(self, steps: int, last_s: float = 0.0) -> float | None:
+        """Seconds that so many steps will take, and last_s at least after them; None before a step has been
+        measured."""
+        pauses = max(steps * self.pause_per_step, last_s)
+        return steps * self.seconds_per_step + pauses if self.steps else None

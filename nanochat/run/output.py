@@ -1,9 +1,11 @@
 """What a run writes: metrics, console, loggers, checkpoints and the report."""
 
+import contextlib
 import functools
 import json
 import math
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -17,6 +19,7 @@ from nanochat.run.clock import WARM_UP, Clock
 from nanochat.run.console import Console
 from nanochat.run.loggers import Loggers
 from nanochat.run.report import write_report
+from nanochat.terminal import short
 
 MOST_BAD_STEPS = 3  # in a row that are not finite; then the run ends
 MOST_FAILED_SAVES = 3  # in a row; then the run ends, since what it computes would be lost
@@ -42,7 +45,7 @@ def begin(resumed, identity: dict, settings, plan: Plan, machine, accept: str):
         last_eval_step = machine.all_gather(evaluated)[0]  # the first process wrote the file
         done = clock.progress(step)
         finished = done > 1 or (done == 1 and last_eval_step == step)
-        facts = {"settings": settings.record(), **machine.environment()}
+        facts = {"settings": settings.record(), **machine.environment}
         for line in checkpoint.differences(resumed, facts):
             machine.print(f"changed since {resumed.path.name}: {line}")
         machine.print(checkpoint.resume_message(resumed, plan.num_iterations, changed, finished))
@@ -81,7 +84,7 @@ class RunOutput:
 
     The first process writes `log` (metrics.jsonl, loggers), the `console`, config.json and the report; each
     process writes its share of a checkpoint. Newer checkpoints than `resumed` are set aside first. settings,
-    sections (of the plan) and identity: for config.json.
+    sections (of the plan) and identity: for config.json; checkpoints have the identity too.
     """
 
     def __init__(
@@ -107,7 +110,8 @@ class RunOutput:
             checkpoint.set_future_aside(path, resumed, machine.print)
             metrics.rewind_metrics(path / "metrics.jsonl", step, machine.print)
         self._path, self._machine, self._plan, self._loop, self._clock = path, machine, plan, loop, clock
-        facts = {"settings": settings.record(), "identity": identity, **machine.environment()}
+        self._identity = identity
+        facts = {"settings": settings.record(), "identity": identity, **machine.environment}
         facts |= {"plan": wording.lines(sections), "derived": plan.numbers()}
         self._files = {
             "tokenizer.json": tokenizer.to_bytes(),
@@ -117,7 +121,7 @@ class RunOutput:
         if machine.is_main:
             checkpoint.write_whole(path / "config.json", self._files["config.json"])
             self.log.loggers = Loggers(loggers, run_name, path, facts, loop, step, machine.print)
-        self.console = Console(step, machine.is_main, loop, clock)
+        self.console = Console(step, machine.is_main, loop, clock, plan.bytes_per_token)
         self._saver = checkpoint.AsyncSaver(path, machine.rank, machine.world_size, run_id)
         distributed.before_end(self._saver.finish)  # if a process fails, a save under way is finished first
         kept = path, keep_checkpoints, permanent_every, self.console.print
@@ -165,7 +169,7 @@ class RunOutput:
         loop, step = self._loop, record["step"]
         if "val_bpb" in record:
             loop.val_bpb = record["val_bpb"]
-            self.console.print(f"step {step}: validation {loop.val_bpb:.4f} bits per byte{said}")
+            self.console.print(f"step {step}: validation {loop.val_bpb:.4f} bits per byte{said} ({_now()})")
         self.console.print(*(f"step {step}: {line}" for line in scores_in_words(record)))
         self.console.print(*(f"--- {text}" for text in record.get("samples", ())))
         totals = {"progress": self._clock.progress(step), "tokens": loop.tokens}
@@ -178,23 +182,25 @@ class RunOutput:
         """Make the buffers for saving. Call it after the optimizer's first step, which makes its state."""
         self._saver.reserve(model.state_dict(), optim.named_state(optimizer, model, self._machine.rank))
 
-    def save(self, step: int, model: torch.nn.Module, optimizer, state: dict):
+    def save(self, step: int, model: torch.nn.Module, optimizer, **state):
         """Start to write a checkpoint after `step` updates. Every process calls it at the same step.
 
-        state: what else the run needs to continue, ready for JSON; the same on all processes. Raises
-        UserError if the model's weights are not finite. Prints a warning if the save before failed, and
-        raises its SaveError if it was the last of MOST_FAILED_SAVES in a row.
+        state: what else changes in a run, ready for JSON; the same on all processes. Raises UserError if the
+        model's weights are not finite. Prints a warning if the save before failed, and raises its SaveError
+        if it was the last of MOST_FAILED_SAVES in a row.
         """
+        plan, kept = self._plan, {"identity": self._identity, "optimizer": type(optimizer).__name__}
+        kept |= {"resolved": plan.resolved, "num_iterations": plan.num_iterations, "loop": asdict(self._loop)}
         random_state = runtime.random_state(self._machine.device) if self._machine.is_main else {}
         try:
             self._saver.submit(
                 step,
                 model=model.state_dict(),
                 optimizer=optim.named_state(optimizer, model, self._machine.rank) | random_state,
-                state=state | {"optimizer": type(optimizer).__name__},
+                state=kept | state,
                 files=self._files,
                 before_publish=self.log.sync,
-                after_publish=self._prune,
+                after_publish=functools.partial(self._published, step, time.monotonic()),
                 make_room=self._make_room,
             )
             self._failed_saves = 0
@@ -204,6 +210,14 @@ class RunOutput:
                 raise
             self.console.print(f"warning: {error}")  # training goes on
         self._saved_at = time.monotonic()
+
+    def _published(self, step: int, began: float):
+        """Delete old checkpoints, and say that the one of `step` is on disk. On the saver's thread."""
+        self._prune()
+        with contextlib.suppress(OSError):  # somebody deleted it
+            size = sum(file.stat().st_size for file in (self._path / f"step_{step:06d}").iterdir())
+            took = f"{short(size)}B in {time.monotonic() - began:.1f} s"
+            self.console.print(f"step {step}: saved, {took} ({_now()})")
 
     def save_is_overdue(self, minutes: float) -> bool:
         """Whether the last save began more than `minutes` ago and is done (minutes <= 0: never). The clock of
@@ -236,3 +250,8 @@ class RunOutput:
             if (minutes := self._clock.minutes) and step <= WARM_UP:
                 said += f"\nwarning: --target_minutes={minutes:g} left time for {step} steps only; give more"
         self._machine.print(said)
+
+
+def _now() -> str:
+    """The time of day."""
+    return time.strftime("%H:%M:%S")

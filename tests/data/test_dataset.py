@@ -132,11 +132,25 @@ def test_another_field_or_column_holds_the_text_when_named(tmp_path):
         open_dataset(tmp_path / "in", base_dir=tmp_path / "base")
 
 
-def test_the_empty_split_of_few_documents_is_refused_with_what_to_do(tmp_path):
-    (tmp_path / "one.txt").write_text("one text")
-    with pytest.raises(UserError, match=r"none of the 1 documents of one.txt falls .*val_data"):
-        open_dataset(tmp_path / "one.txt", base_dir=tmp_path / "base")
-    assert os.listdir(tmp_path / "base" / "data") == []
+def test_of_few_texts_the_last_tenth_of_each_is_validation(tmp_path):
+    for name, number in (("one", 1), ("several", 5)):
+        (tmp_path / name).mkdir()
+        texts = ["".join(f"{name} {i}, line {n}\n" for n in range(300)) for i in range(number)]
+        for i, text in enumerate(texts):
+            (tmp_path / name / f"{i}.txt").write_text(text)
+        data = open_dataset(tmp_path / name, base_dir=tmp_path / "base")
+        train, val = documents(data)
+        assert len(train) >= 9 * number and not set(train) & set(val)
+        for text in texts:
+            held = sorted((piece for piece in val if piece in text), key=text.index)
+            assert text.endswith("".join(held)) and 0.05 < len("".join(held)) / len(text) < 0.2
+            kept = sorted((piece for piece in train if piece in text), key=text.index)
+            assert "".join(kept + held) == text
+        assert open_dataset(tmp_path / name, base_dir=tmp_path / "again").fingerprint == data.fingerprint
+        assert "the last tenth" in data.note
+    (tmp_path / "a.txt").write_text("a")  # no tenth
+    with pytest.raises(UserError, match=r"of a.txt falls .*val_data"):
+        open_dataset(tmp_path / "a.txt", base_dir=tmp_path / "base")
 
 
 def test_a_source_that_vanishes_or_changes_on_the_way_is_one_sentence(texts, tmp_path, monkeypatch):

@@ -219,9 +219,12 @@ def test_an_encoding_that_cannot_be_fetched_is_refused_in_one_sentence(monkeypat
     def offline(url):
         raise requests.ConnectionError("no route")
 
-    monkeypatch.setattr(tiktoken.load, "read_file", offline)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
+    monkeypatch.setattr(requests, "get", lambda *_, **__: pytest.fail("asked"))
+    with pytest.raises(UserError, match=r"gpt2 is not on this machine .* --plan uses no network"):
+        open_tokenizer("gpt2", 4096, tmp_path, lambda: [], network=False)
+    monkeypatch.setattr(tiktoken.load, "read_file", offline)
     with pytest.raises(UserError, match=r"encoding cl100k_base is not on this machine .* --tokenizer=auto"):
         open_tokenizer("cl100k_base", 4096, tmp_path, lambda: [])
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from helpers import DATASET, make_plan
+from helpers import DATASET, Process, make_plan
 
 from nanochat import UserError
 from nanochat.plan import scaling
@@ -148,8 +148,26 @@ def test_durations_are_said_as_a_person_says_them(seconds, said):
 
 
 def test_a_run_that_is_hopeless_on_this_machine_is_warned_of():
-    assert "is hopeless on this machine" in make_plan(peak_flops=1e6, num_iterations=1000)[1]
-    assert "hopeless" not in make_plan(num_iterations=1000)[1]
+    assert "days on this machine; stop it" in make_plan(peak_flops=1e6, num_iterations=1000)[1]
+    assert "stop it" not in make_plan(num_iterations=1000)[1]
+
+
+def test_a_plan_breaks_its_lines_at_words_and_a_run_shows_a_part_of_it(monkeypatch):
+    _, long_lines = make_plan(data_tokens=10**6)
+    monkeypatch.setenv("COLUMNS", "80")
+    _, text = make_plan(data_tokens=10**6)
+    assert text.split() == long_lines.split() and max(map(len, text.splitlines())) <= 80
+    process = Process(["scripts.base_train", "--plan", "--device=H100", "--depth=4"], COLUMNS="80")
+    said = process.communicate()[0]
+    assert 20 < max(map(len, said.splitlines())) <= 80 and "000,000,000,000" not in said
+
+
+def test_a_resumed_run_keeps_its_measured_peak_on_such_a_machine():
+    first = make_plan(peak_flops=1e12)[0]
+    again = make_plan(peak_flops=5e11, resolved=first.resolved)[0]
+    assert again.hardware.peak_flops == 1e12 and again.resolved == first.resolved
+    elsewhere = make_plan(peak_flops=5e11, world_size=2, resolved=first.resolved)[0]
+    assert elsewhere.hardware.peak_flops == 5e11
 
 
 def test_the_memory_of_a_cpu_run_counts_what_the_process_holds_already():

@@ -20,6 +20,7 @@ H100 = known_device("H100")
 def test_a_gpu_is_known_by_the_names_that_people_type():
     for typed in ("RTX4090", "rtx 4090", "4090", "NVIDIA GeForce RTX 4090"):
         assert known_device(typed).name == "RTX 4090"
+    assert known_device("MI300").name == known_device("mi300x").name == "MI300X"
     with pytest.raises(UserError, match="H100"):
         known_device("H101")
 
@@ -69,7 +70,7 @@ def test_the_plan_is_the_one_that_planning_makes_for_that_hardware():
     assert hardware.peak_flops == 64 * 989e12 and 77 * 2**30 < hardware.memory < 80 * 2**30
 
     class Text:
-        vocab_size, more_text = V, ""
+        vocab_size, text_bytes, more_text = V, 0, ""
 
         def estimated_tokens(self, tokenizer):
             return 10**15

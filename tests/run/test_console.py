@@ -60,10 +60,13 @@ def open_screen(monkeypatch, columns=120) -> Screen:
 
 def open_console(first_step: int, num_iterations: int, enabled=True, minutes=0.0, **remembered) -> Console:
     plan = types.SimpleNamespace(
-        horizon=types.SimpleNamespace(minutes=minutes), num_iterations=num_iterations
+        horizon=types.SimpleNamespace(minutes=minutes),
+        num_iterations=num_iterations,
+        total_batch_size=1000,
+        expected_memory={"weights": 0, "optimizer state": 0},
     )
     loop = LoopState(**remembered)
-    return Console(first_step, enabled, loop, Clock(plan, loop, None, first_step))
+    return Console(first_step, enabled, loop, Clock(plan, loop, None, first_step), bytes_per_token=4.0)
 
 
 def make(console: Console, clock, step: int, loss=3.0, seconds=0.25, pause=0.0):
@@ -106,12 +109,12 @@ def test_a_line_has_the_numbers_of_the_steps_since_the_line_before(capsys, clock
     for step, seconds in enumerate([0.5, 1.5, 1.0, 2.0], start=12):
         make(console, clock, step, loss=2.0, seconds=seconds)
     line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith("step 16/1000 | ") and " | bpb 1.2500 | " in line and " left | " in line
+    assert line.startswith("step 16/1000 | ") and ", val 1.2500 | " in line and " left | " in line
     # 4 steps of 1,000 tokens in 5 seconds; the FLOPs of a step are 10 % of a second's peak
     assert "800 tok/s | mfu 8.0 % | lr x1.00 | 1250 ms" in line
     weights = [0.9 ** (15 - n) for n in range(16)]
     mean = sum(w * (3.0 if n < 12 else 2.0) for n, w in enumerate(weights)) / sum(weights)
-    assert f"loss {mean:.4f}" in line
+    assert f"loss {mean:.4f}" in line and f" | bpb train {mean / math.log(2) / 4:.3f}, val" in line
 
 
 def test_evaluations_and_steps_that_are_not_finite_always_have_a_line(capsys, clock):
@@ -150,8 +153,8 @@ def test_on_a_terminal_one_line_is_redrawn_and_printed_lines_stand_above_it(cloc
     *printed, live = screen.lines
     assert printed == ["step 20: evaluated"]
     assert (
-        live
-        == "step 49/50 | loss 3.0000 | 0 s left | bpb 1.5000 | 4,000 tok/s | mfu 40.0 % | lr x1.00 | 250 ms"
+        live == "step 49/50 | loss 3.0000 | 2 s left | bpb train 1.082, val 1.5000 | 4,000 tok/s | mfu 40.0 %"
+        " | lr x1.00 | 250 ms"
     )
     make(console, clock, 49)
     console.close()
@@ -234,6 +237,15 @@ def test_the_time_left_counts_the_evaluations_to_come():
         true = (1000 - steps) * 0.2 + pauses * 30
         assert simulate(steps, 100, 0.2, 30, 1000) == pytest.approx(true, abs=31), steps
     assert simulate(50, 100, 0.2, 30, 1000) == pytest.approx(950 * 0.2)  # before the first none is known
+
+
+def test_the_time_left_counts_the_last_evaluation_and_the_last_step_has_none(capsys, clock):
+    console = open_console(0, 12)
+    console.clock.expect_evaluation(240_000)  # a sixth of the time of 240 steps
+    for step in range(12):
+        make(console, clock, step)
+    *_, before, last = capsys.readouterr().out.splitlines()
+    assert " | 12 s left | " in before and "left" not in last  # a step, the evaluation and the end
 
 
 def test_the_time_left_follows_a_machine_that_becomes_slower_and_knows_nothing_after_one_step():

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -96,7 +97,7 @@ def test_two_processes_and_other_micro_batches_give_the_losses_of_one(corpus, un
 def test_a_finished_run_says_so_and_resume_never_sets_it_aside(corpus, tmp_path):
     out = tmp_path / "run"
     short = ["--num_iterations=2", "--eval_every=-1"]
-    run(command(corpus, out, *short))
+    assert re.search(r"step 2: saved, \S+B in \S+ s \(\d\d:", run(command(corpus, out, *short)))
     before = (out / "metrics.jsonl").read_bytes()
     said = run(command(corpus, out, *short))
     assert "finished already" in said and "changed" not in said
@@ -135,6 +136,17 @@ def test_plan_prints_the_derivation_and_leaves_nothing(corpus, tmp_path):
     printed = run(command(corpus, tmp_path / "run", "--plan"))
     assert "width 32" in printed and "4 micro-steps" in printed
     assert not (tmp_path / "run").exists()
+
+
+def test_one_text_file_is_enough_and_a_resumed_run_keeps_its_validation(corpus, tmp_path):
+    (tmp_path / "one.txt").write_text("".join(f"line {n} of a short text\n" for n in range(400)))
+    own = [f"--data={tmp_path / 'one.txt'}", "--val_data=none", "--vocab_size=300"]
+    printed = run(command(corpus, tmp_path / "run", *own, "--num_iterations=2"))
+    assert "of so few the last tenth of each is validation" in printed
+    (tmp_path / "one.txt").touch()  # imported again
+    printed = run(command(corpus, tmp_path / "run", *own, "--num_iterations=3"))
+    assert "going on from" in printed
+    assert [r["step"] for r in records(tmp_path / "run") if "val_bpb" in r] == [2, 3]
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_sigterm_in_set_up_or_compilation_ends_the_run(corpus, tmp_path, seconds
     cache = str(tmp_path / "cache")  # compile again
     process = Process(command(corpus, tmp_path / "run", "--compile=on"), TORCHINDUCTOR_CACHE_DIR=cache)
     try:
-        while "machine" not in process.stdout:  # the plan is printed; next come build and compilation
+        while "plan" not in process.stdout:  # the plan is printed; next come build and compilation
             assert process.poll() is None, process.stderr
             time.sleep(0.01)
         time.sleep(seconds)
