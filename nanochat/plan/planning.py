@@ -243,7 +243,7 @@ def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dic
     V, resolved = tokenizer.vocab_size, resolved or {}
     config, horizon = scaling.horizon_of(settings, V, hardware.peak_flops, resolved)
     spelled = scaling.is_spelled(settings, V, horizon, resolved)
-    config = replace(config, spelled=spelled, value_tables=not spelled, bigrams=settings["bigrams"])
+    config = replace(config, spelled=spelled, value_tables=not spelled)
     plan = _plan(
         settings,
         config,
