@@ -350,14 +350,16 @@ def ours(job: dict) -> tuple[torch.nn.Module, list[Part]]:
         kind = str(i) in model.value_embeddings, model.config.has_value_embedding(i), model.config.windows[i]
         kinds.setdefault(kind, []).append(i)
 
-    def begin(buffers, *args):
-        model.cos, model.sin = buffers["cos"], buffers["sin"]
-        return model.begin(*args, None)
+    def begin(own, *args):
+        model.cos, model.sin = own["cos"], own["sin"]
+        model._modules["bigram_embedding"] = SimpleNamespace(weight=own["weight"])
+        return model.begin(*args, None, None)
 
-    rotary_tables = torch.nn.Module()
-    rotary_tables.register_buffer("cos", model.cos)
-    rotary_tables.register_buffer("sin", model.sin)
-    parts = [Part("begin", in_bfloat16(begin), rotary_tables, [*tables, idx])]
+    beginning = torch.nn.Module()
+    beginning.register_buffer("cos", model.cos)
+    beginning.register_buffer("sin", model.sin)
+    beginning.register_parameter("weight", model.bigram_embedding.weight)
+    parts = [Part("begin", in_bfloat16(begin), beginning, [*tables, idx])]
     parts += [block_part(layers[0], len(layers)) for layers in kinds.values()]
 
     def end(_, x, branch, head, targets):

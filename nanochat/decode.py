@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from nanochat.gpt import GPT, QK_SCALE, gated, small_model
+from nanochat.gpt import GPT, QK_SCALE, bigram_rows, gated, small_model
 from nanochat.ops.attention import shift_keys
 from nanochat.ops.attention_backends import error_in_a_line, for_any_length
 from nanochat.ops.elementwise import SLOPE, norm
@@ -22,7 +22,7 @@ from nanochat.ops.loss import softcap
 
 # The parameters that DecodeStep knows, as they are called in gpt.py
 KNOWN = {"embedding", "value_embeddings", "head", "query", "key", "value", "out", "up", "down"}
-KNOWN |= {"value_gate", "head_gate", "x_before_gate", "x0_scale", "x_before_scale"}
+KNOWN |= {"bigram_embedding", "value_gate", "head_gate", "x_before_gate", "x0_scale", "x_before_scale"}
 
 SMALL = 2**27  # parameters of a small model: half a gigabyte in float32
 
@@ -37,6 +37,7 @@ class KVCache:
     def __init__(self, config, dtype: torch.dtype | None = None):
         """dtype: of keys, values and stream in the cache (None: the model's)."""
         self.max_seq_len, self.slots, self.dtype = config.max_seq_len, 0, dtype
+        self.ids = None  # (B, length) int64, the tokens in the slots, if the model asks for those before
         self.start = None  # (B,) int64, or None while all texts begin in slot 0
         self.visible = None  # (B, 1, 1, slots) bool, False in slots before start; None as start
         self.layers = [LayerCache(self) for _ in range(config.depth)]
@@ -54,14 +55,24 @@ class KVCache:
         # Positions past the last one are padding
         return (slots - self.start[:, None]).clamp(max=self.max_seq_len - 1)
 
+    def previous_ids(self, idx):
+        """Add the T new tokens idx (B, T); returns the token before each (B, T), 0 before a text begins."""
+        old = idx.new_zeros(len(idx), 1) if self.ids is None else self.ids
+        self.ids = idx if self.ids is None else torch.cat((old, idx), 1)
+        return torch.cat((old[:, -1:], idx[:, :-1]), 1)
+
     def align(self, lengths: list[int]):
         """Keep the first lengths[r] tokens of row r, and move rows so that all end in the same slot."""
         start = [0] * len(lengths) if self.start is None else self.start.tolist()
         if all(s + n == self.length for s, n in zip(start, lengths, strict=True)):
             return
         self.slots, stop = max(self.slots, max(lengths)), max(lengths)
+        moves = [(s, stop - n, n) for s, n in zip(start, lengths, strict=True)]
         for layer in self.layers:
-            layer.move([(s, stop - n, n) for s, n in zip(start, lengths, strict=True)], stop)
+            layer.move(moves, stop)
+        if self.ids is not None:
+            kept = [F.pad(row[s : s + n], (to, 0)) for row, (s, to, n) in zip(self.ids, moves, strict=True)]
+            self.ids = torch.stack(kept)
         self.start = self.visible = None
         if min(lengths) < stop:
             device = self.layers[0].v.device
@@ -148,6 +159,7 @@ class DecodeStep:
         size, on_cpu = sum(p.numel() for p in model.parameters()), model.head.weight.device.type == "cpu"
         self.copies = on_cpu and dtype == torch.float32 and size < SMALL
         self.embedding, self.head_rows = (table.detach() for table in model.tables())
+        self.bigrams = model.bigram_embedding.weight.detach() if config.bigrams else None
         self.head = self._matrix(self.head_rows)
         # The gates of the smear, of all layers in one: they depend on the embedding alone
         self.x_before_gates = self._matrix(torch.cat([block.x_before_gate.weight for block in model.blocks]))
@@ -186,8 +198,12 @@ class DecodeStep:
             cache.reserve(2 * cache.length)
         place = cache.places(1)
         cos, sin = self.cos[place].view(-1, 1, 1, C // H), self.sin[place].view(-1, 1, 1, C // H)
+        before = None if self.bigrams is None else cache.previous_ids(idx).view(B)
         idx = idx.view(B)
-        x = x0 = norm(F.embedding(idx, self.embedding)).to(self.dtype)  # (B, C)
+        x = F.embedding(idx, self.embedding)  # (B, C)
+        if self.bigrams is not None:
+            x = x + F.embedding(bigram_rows(before, idx, len(self.bigrams)), self.bigrams)
+        x = x0 = norm(x).to(self.dtype)
         shares = (self.x0_scales[:, None, None] * x0).unbind(0)
         gates_before = (x0[:, : self.x_before_gates.size(0)] @ self.x_before_gates).view(
             B, len(self.layers), -1

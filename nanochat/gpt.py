@@ -1,6 +1,6 @@
 """The model: a GPT in the nanochat line, as equations.
 
-    x0 = norm(embedding[token])                                       B rows, T positions, C width
+    x0 = norm(embedding[token] + bigram_embedding[token before, token])  B rows, T positions, C width
     x += x0_scale * x0 + x_before_scale * gate(x0) * smear(x)         in each block,
     x += out(gate * attention(q, shifted k, v + value embedding))     then attention,
     x += down(leaky_relu(up(norm(x)))^2)                              then the MLP
@@ -34,6 +34,7 @@ from nanochat.ops.subword import SubwordEmbedding
 ROPE_BASE = 100_000  # RoPE: longer wavelengths than the usual 10,000
 GATED_CHANNELS = 16  # channels of the smeared stream that share one gate
 GATE_INPUTS = 16  # channels of the token's own embedding that these gates depend on
+BIGRAM_HASH = 40_503  # spreads pairs of tokens over the rows that they share: odd, near 2^16 / golden ratio
 QK_SCALE = 1.2  # on q and on k after their norm: attention a little sharper than 1 / sqrt(D) gives
 
 
@@ -49,6 +50,7 @@ class GPTConfig:
     window_pattern: str = "L"  # one letter a layer, repeated: L sees all of the past, S a quarter of T
     spelled: bool = False  # sub-word embeddings: tokens that are spelled alike share a part of their rows
     value_tables: bool = True  # value embeddings are tables of their own, not rows of the head
+    bigrams: int = 0  # rows that pairs of tokens share, for each of the vocabulary (0: none)
 
     @property
     def head_dim(self) -> int:
@@ -69,6 +71,14 @@ class GPTConfig:
     def has_table(self, layer: int) -> bool:
         """Whether its value embedding is a table of its own. The last layer's is the rows of the head."""
         return self.value_tables and self.has_value_embedding(layer) and layer < self.depth - 1
+
+
+def bigram_rows(before, idx, rows: int):
+    """Which of so many rows each pair of tokens has: before and idx (...) int64, the token before and itself.
+
+    Several pairs share a row (hashed n-gram embeddings, arXiv 1709.03933).
+    """
+    return (before * BIGRAM_HASH + idx) % rows
 
 
 def gated(x, gates):
@@ -171,6 +181,7 @@ class GPT(nn.Module):
         self.config = config
         V, C = config.vocab_size, config.width
         self.embedding = embedding(V, C)
+        self.bigram_embedding = embedding(config.bigrams * V, C) if config.bigrams else None
         with_table = [i for i in range(config.depth) if config.has_table(i)]
         self.value_embeddings = nn.ModuleDict({str(i): embedding(V, C) for i in with_table})
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.depth))
@@ -184,7 +195,7 @@ class GPT(nn.Module):
     def init_weights(self, generator: torch.Generator | None = None):
         """Fill parameters and rotary tables in place, on the device the model is on.
 
-        Queries, keys and values are uniform with standard deviation 1 / sqrt(C), an MLP's first matrix with
+        Pairs of tokens begin with rows of zeros. Queries, keys and values are uniform with standard deviation 1 / sqrt(C), an MLP's first matrix with
         half of it. Keys begin equal to queries, so induction works before anything is learned. Gates are
         zero: they multiply by 1. The matrices that write to the residual stream are zero: attention and MLP
         begin by adding nothing. A small head makes the first loss ln(V).
@@ -192,6 +203,8 @@ class GPT(nn.Module):
         bound = math.sqrt(3 / self.config.width)  # uniform on [-b, b] has standard deviation b / sqrt(3)
         nn.init.normal_(self.embedding.weight, std=0.8, generator=generator)
         nn.init.normal_(self.head.weight, std=0.001, generator=generator)
+        if self.bigram_embedding is not None:
+            nn.init.zeros_(self.bigram_embedding.weight)
         if self.pieces is not None:
             self.pieces.init_weights(generator)
         for table in self.value_embeddings.values():
@@ -232,8 +245,8 @@ class GPT(nn.Module):
         Attention.boundaries or their numbers (B, T) int64, a token sees its own document only.
         """
         embedding_rows, head_rows = self.tables()
-        x, branch, rows_of_head, *rotary = self.begin(embedding_rows, head_rows, idx, cache)
         visible = visible_from(documents)
+        x, branch, rows_of_head, *rotary = self.begin(embedding_rows, head_rows, idx, cache, visible)
         for i, (block, x0) in enumerate(zip(self.blocks, self.for_each_block(x), strict=True)):
             value_embedding = None
             if str(i) in self.value_embeddings:
@@ -248,13 +261,18 @@ class GPT(nn.Module):
         """x0 as an input of each block."""
         return [x0] * len(self.blocks)
 
-    def begin(self, embedding_rows, head_rows, idx, cache):
+    def begin(self, embedding_rows, head_rows, idx, cache, visible):
         """Before the blocks: x, branch, rows_of_head (B, T, C) each, and the rotary tables (T, 1, D)."""
         places = slice(idx.size(1)) if cache is None else cache.places(idx.size(1))
         device, dtype = idx.device.type, embedding_rows.dtype
         if torch.is_autocast_enabled(device):  # so the residual stream runs in the compute dtype too
             dtype = torch.get_autocast_dtype(device)
-        x = norm(look_up(embedding_rows, idx), dtype)  # (B, T, C)
+        x = look_up(embedding_rows, idx)  # (B, T, C)
+        if self.bigram_embedding is not None:
+            before = previous_token(idx, visible) if cache is None else cache.previous_ids(idx)
+            table = self.bigram_embedding.weight
+            x = x + look_up(table, bigram_rows(before, idx, len(table)))
+        x = norm(x, dtype)
         # Not in a comprehension: there torch.compile takes T for a constant, and compiles once for each T
         cos, sin = self.cos[places].to(x.dtype), self.sin[places].to(x.dtype)
         cos, sin = torch.cat((cos, cos), -1).unsqueeze(-2), torch.cat((-sin, sin), -1).unsqueeze(-2)
@@ -276,6 +294,7 @@ class GPT(nn.Module):
         """Parameters by role. Each token is multiplied with all of `matrices` and `head`."""
         counts = {
             "embedding": self.embedding.weight.numel(),
+            "bigrams": self.config.bigrams * self.embedding.weight.numel(),
             "value_embeddings": sum(p.numel() for p in self.value_embeddings.parameters()),
             "matrices": sum(p.numel() for p in self.blocks.parameters() if p.ndim >= 2),
             "head": self.head.weight.numel(),

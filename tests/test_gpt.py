@@ -24,7 +24,8 @@ def make_model(
 ):
     """A model as initialised, plus noise of deviation `stir`: the zero projections of a fresh one hide
     whatever its blocks do wrong."""
-    model = GPT(GPTConfig(depth, width, num_heads, vocab_size, max_seq_len, window_pattern, spelled))
+    sizes = depth, width, num_heads, vocab_size, max_seq_len
+    model = GPT(GPTConfig(*sizes, window_pattern, spelled, bigrams=2))
     generator = torch.Generator().manual_seed(0)
     model.init_weights(generator)
     with torch.no_grad():

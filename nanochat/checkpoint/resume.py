@@ -118,6 +118,7 @@ def _settings_of_model(model: dict) -> str:
             "max_seq_len": model["max_seq_len"],
             "window_pattern": model["window_pattern"],
             "spelling": "on" if model.get("spelled") else "off",
+            "bigrams": model.get("bigrams", 0),
         }
     except KeyError:  # it is the model of another program
         return "the same settings of the model"

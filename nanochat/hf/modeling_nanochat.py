@@ -4,14 +4,15 @@
 
 It needs torch and transformers alone. B rows, T positions, C width, H heads, D head size, V vocabulary.
 
-    x0 = norm(embedding[token])
+    x0 = norm(embedding[token] + bigram_embedding[token before, token])
     x += x0_scale * x0 + x_before_scale * gate(x0) * smear(x)         in each block,
     x += out(gate * attention(q, shifted k, v + value embedding))     then attention,
     x += down(leaky_relu(up(norm(x)))^2)                              then the MLP
     logits = 15 tanh(head @ norm(x) / 15)
 
-Two parts look one position back. Smear adds the residual stream of the token before. Keys are shifted:
-position t has the key of t - 1. Before the first token both are zeros.
+Three parts look one position back. Smear adds the residual stream of the token before. Keys are shifted:
+position t has the key of t - 1. Before the first token both are zeros. A pair of tokens has a row, which it
+shares with others; the token before the first is 0.
 """
 
 # ruff: noqa: RUF012  (lists and dicts of a class, as transformers wants them)
@@ -23,7 +24,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation import StoppingCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
@@ -31,6 +32,7 @@ from transformers.utils import can_return_tuple
 ROPE_BASE = 100_000
 GATED_CHANNELS = 16  # channels of the smeared stream that share one gate
 GATE_INPUTS = 16  # channels of the token's own embedding that these gates depend on
+BIGRAM_HASH = 40_503  # spreads pairs of tokens over rows
 QK_SCALE = 1.2  # on q and on k after their norm
 SLOPE = 0.5  # slope of the leaky ReLU below 0
 SOFTCAP = 15.0
@@ -58,11 +60,12 @@ class NanochatConfig(PretrainedConfig):
         max_seq_len=2048,
         window_pattern="L",  # one letter a layer, repeated: L sees all of the past, S a quarter of a row
         value_tables=True,  # value embeddings are tables of their own, not rows of the head
+        bigrams=0,  # rows that pairs of tokens share, for each of the vocabulary (0: none)
         **kwargs,
     ):
         self.depth, self.width, self.num_heads = depth, width, num_heads
         self.vocab_size, self.max_seq_len = vocab_size, max_seq_len
-        self.window_pattern, self.value_tables = window_pattern, value_tables
+        self.window_pattern, self.value_tables, self.bigrams = window_pattern, value_tables, bigrams
         super().__init__(**{"tie_word_embeddings": False, **kwargs})
 
     def window(self, layer: int) -> int:
@@ -223,6 +226,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         V, C = config.vocab_size, config.width
         self.embedding = nn.Embedding(V, C)
+        self.bigram_embedding = nn.Embedding(config.bigrams * V, C) if config.bigrams else None
         with_table = [i for i in range(config.depth) if config.has_table(i)]
         self.value_embeddings = nn.ModuleDict({str(i): nn.Embedding(V, C) for i in with_table})
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.depth))
@@ -262,7 +266,11 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
             cache = DynamicCache()
         past = 0 if cache is None else cache.get_seq_length()
         row = Row.of(self.config, past, input_ids.size(1), attention_mask, input_ids.device)
-        x = x0 = norm(self.embedding(input_ids))
+        x = self.embedding(input_ids)
+        if self.bigram_embedding is not None:
+            pairs = self.previous_ids(input_ids, row, cache) * BIGRAM_HASH + input_ids
+            x = x + self.bigram_embedding(pairs % self.bigram_embedding.num_embeddings)
+        x = x0 = norm(x)
         rows_of_head = norm(F.embedding(input_ids, self.head.weight))
         for i, block in enumerate(self.blocks):
             value_embedding = None
@@ -277,6 +285,19 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
         return CausalLMOutputWithPast(loss, logits, cache)
+
+    def previous_ids(self, ids, row: Row, cache):
+        """The token before each of ids (B, T), 0 where there is none.
+
+        The cache has the tokens as one more layer, so beam search and assisted generation reorder and cut
+        them with the others.
+        """
+        if cache is not None:
+            while len(cache.layers) <= self.config.depth:
+                cache.layers.append(DynamicLayer())
+            column = ids[:, None, :, None]  # as a key of one head and one channel
+            ids = cache.update(column, column, self.config.depth)[0][:, 0, :, 0]
+        return shift(ids, 1)[:, row.past :] * row.follows[:, row.past :]
 
     def generate(self, *args, stopping_criteria=(), **kwargs):
         criteria = [*stopping_criteria, RowIsFull(self.config.max_seq_len)]

@@ -24,6 +24,7 @@ HORIZON_EXPONENT = 0.32  # rates ~ tokens**-0.32: arXiv 2409.19913
 MOST_DECAY = 8.0  # in short runs, rate x decay is at most 8 times the settings' (docs/ablations.md)
 MOST_STEPS = 10**9  # steps of a run, the end of the range of base_train's num_iterations
 SPELLED_TOKENS = 2_500  # a run with fewer tokens for each token of the vocabulary has sub-word embeddings
+BIGRAMS = 8  # rows that pairs of tokens share, for each token of the vocabulary (docs/ablations.md)
 WIDEST = 64  # aspect ratio, unless the run is too short for so wide a model
 BEST_RATIO = 2.0  # tokens a parameter, if FLOPs are few: our fit at d4 and d6 (docs/ablations.md)
 ASSUMED_MFU = 0.3  # share of the peak that training is assumed to reach, before anything is timed
@@ -32,8 +33,9 @@ SHORT_BATCH_EXPONENT = 0.77  # below that horizon: our fit to the best batches a
 
 
 def model_config(
-    depth: int, aspect_ratio: int, head_dim: int, max_seq_len: int, vocab_size: int, window_pattern: str
-) -> GPTConfig:
+    depth: int, aspect_ratio: int, head_dim: int, max_seq_len: int, vocab_size: int, window_pattern: str,
+    bigrams: int = -1,
+) -> GPTConfig:  # fmt: skip
     """Width = depth * aspect_ratio, in whole heads. UserError for shapes that no model can have."""
     if head_dim % 2:
         raise UserError(
@@ -45,7 +47,9 @@ def model_config(
             f"window_pattern is {window_pattern!r}; give letters L (all of the past) and S (a quarter)"
         )
     num_heads = math.ceil(depth * aspect_ratio / head_dim)
-    return GPTConfig(depth, num_heads * head_dim, num_heads, vocab_size, max_seq_len, window_pattern)
+    bigrams = BIGRAMS if bigrams == -1 else bigrams
+    width = num_heads * head_dim
+    return GPTConfig(depth, width, num_heads, vocab_size, max_seq_len, window_pattern, bigrams=bigrams)
 
 
 def aspect_ratio_for(settings: dict, vocab_size: int, flops: float, resolved: dict | None = None) -> int:
@@ -158,7 +162,7 @@ def horizon_of(
         flops = max(1.0, 60 * minutes * ASSUMED_MFU * peak_flops)
     aspect_ratio = aspect_ratio_for(settings, vocab_size, 0 if steps > 0 else flops, resolved)
     sizes = settings["depth"], aspect_ratio, settings["head_dim"], settings["max_seq_len"]
-    config = model_config(*sizes, vocab_size, settings["window_pattern"])
+    config = model_config(*sizes, vocab_size, settings["window_pattern"], settings["bigrams"])
     horizon = derive_horizon(config, steps, flops, ratio, batch, on_meta(config).flops_per_token())
     if horizon.num_iterations > MOST_STEPS and not minutes:
         raise UserError(

@@ -16,7 +16,7 @@ from nanochat.engine import generate_batch
 BOS = TOKENIZER.bos_id
 KINDS = {
     "windows and tables": dict(depth=5, window_pattern="SSL"),
-    "sub-words": dict(depth=2, spelled=True, value_tables=False),
+    "sub-words and pairs": dict(depth=2, spelled=True, value_tables=False, bigrams=3),
 }
 
 
@@ -36,7 +36,7 @@ def pair(request, tmp_path_factory):
 def one(tmp_path_factory):
     """Our model of one kind and the folder of its export."""
     folder = tmp_path_factory.mktemp("export")
-    ours = make_model(2, max_seq_len=64, window_pattern="SL")
+    ours = make_model(2, max_seq_len=64, window_pattern="SL", bigrams=3)
     return ours, export(save(folder / "run", ours), folder / "out")
 
 
@@ -174,6 +174,6 @@ def test_saved_again_it_loads_again_there_and_here(one, tmp_path):
     idx = tokens(2, 32)
     assert (load(tmp_path / "again")(idx).logits - ours(idx)).abs().max() < 1e-5
     identity = {"model": asdict(ours.config), "tokenizer": TOKENIZER.fingerprint}
-    other = make_model(2, max_seq_len=64, window_pattern="SL", stir=0.1)
+    other = make_model(2, max_seq_len=64, window_pattern="SL", stir=0.1, bigrams=3)
     checkpoint.load_weights(checkpoint.find_weights(tmp_path / "again", identity), other)
     assert torch.equal(other(idx), ours(idx))

@@ -55,7 +55,7 @@ def test_a_compiled_run_begins_eager_where_it_can_wait_and_memory_suffices():
 
 def make_model(depth, window_pattern="L", spelled=False):
     """A model whose blocks all do something: fresh ones add zeros."""
-    model = GPT(GPTConfig(depth, 32, 2, 61, 16, window_pattern, spelled))
+    model = GPT(GPTConfig(depth, 32, 2, 61, 16, window_pattern, spelled, bigrams=2))
     generator = torch.Generator().manual_seed(0)
     model.init_weights(generator)
     with torch.no_grad():

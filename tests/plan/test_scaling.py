@@ -117,7 +117,7 @@ def test_the_first_positive_one_of_iterations_flops_and_ratio_decides():
 def test_a_horizon_of_more_steps_than_a_run_can_have_is_refused_and_minutes_are_cut():
     off = dict.fromkeys(("num_iterations", "target_minutes", "target_param_data_ratio"), -1)
     given = off | {"total_batch_size": -1, "aspect_ratio": -1, "depth": 1, "head_dim": 16, "max_seq_len": 64}
-    given |= {"window_pattern": "L", "target_flops": 1e30}
+    given |= {"window_pattern": "L", "bigrams": -1, "target_flops": 1e30}
     with pytest.raises(UserError, match=r"1e\+30 FLOPs / .* steps, and a run has at most 1,000,000,000"):
         scaling.horizon_of(given, 512, 1e12)
     _, horizon = scaling.horizon_of(given | {"target_flops": -1.0, "target_minutes": 1e6}, 512, 1e18)
