@@ -195,10 +195,10 @@ class GPT(nn.Module):
     def init_weights(self, generator: torch.Generator | None = None):
         """Fill parameters and rotary tables in place, on the device the model is on.
 
-        Pairs of tokens begin with rows of zeros. Queries, keys and values are uniform with standard deviation 1 / sqrt(C), an MLP's first matrix with
+        Queries, keys and values are uniform with standard deviation 1 / sqrt(C), an MLP's first matrix with
         half of it. Keys begin equal to queries, so induction works before anything is learned. Gates are
-        zero: they multiply by 1. The matrices that write to the residual stream are zero: attention and MLP
-        begin by adding nothing. A small head makes the first loss ln(V).
+        zero: they multiply by 1. Rows of pairs are zero, and so are the matrices that write to the residual
+        stream: attention and MLP begin by adding nothing. A small head makes the first loss ln(V).
         """
         bound = math.sqrt(3 / self.config.width)  # uniform on [-b, b] has standard deviation b / sqrt(3)
         nn.init.normal_(self.embedding.weight, std=0.8, generator=generator)
