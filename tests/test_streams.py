@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals and pipes of PO
 
 # A run in small: it prints step after step, and saves when a signal comes
 RUN = """
-import sys
+import ctypes, sys
 from nanochat import streams
 from nanochat.machine.signals import StopSignal
 streams.STALLED_S = streams.END_S = 0.2
@@ -24,6 +24,8 @@ step = 0
 while not stop.name:
     print(f"step {step}", flush=True)
     print(f"warning {step}", file=sys.stderr)
+    if step % 100 == 0:
+        ctypes.CDLL(None).write(2, b"a message of C++\\n", 17)
     step += 1
     if step == 5000:
         open(sys.argv[1] + ".trains", "w").close()
