@@ -213,33 +213,6 @@ def test_a_terminal_that_closes_does_not_keep_a_run_from_saving(tmp_path):
         assert (tmp_path / "saved").read_text() == "SIGHUP"
 
 
-WITHOUT_READER = """
-import os, signal, sys
-from types import SimpleNamespace
-from nanochat.machine.runtime import start
-from nanochat.machine.signals import StopSignal
-from nanochat.run.console import Console
-machine, stop = start("cpu", seed=0), StopSignal()
-stop.set_up_done()
-sys.stdin.readline()  # wait until the readers of the output have gone
-os.kill(os.getpid(), signal.SIGINT)
-machine.print("x" * 10_000)
-console = Console(0, True, SimpleNamespace(val_bpb=None), SimpleNamespace(progress=lambda step: 1))
-console.print("x" * 10_000)
-console.close()
-sys.exit(0 if stop.name == "SIGINT" else 1)
-"""
-
-
-def test_a_stopped_run_outlives_the_readers_of_its_output():
-    with python(WITHOUT_READER) as child:
-        child.stdout.close()
-        child.stderr.close()
-        child.stdin.write("\n")
-        child.stdin.close()
-        assert child.wait() == 0
-
-
 # -- Speed
 
 
