@@ -11,6 +11,7 @@ import functools
 import io
 import os
 import queue
+import stat
 import sys
 import threading
 import time
@@ -135,6 +136,7 @@ def in_background():
     """From now on a thread writes. stdout and stderr share it if both lead to the same file, so that their
     lines keep their order."""
     secure()
+    _let_cpp_not_wait()
     writers = {}
     for output in _outputs():
         with contextlib.suppress(OSError, ValueError):  # of a stream that leads nowhere
@@ -145,6 +147,18 @@ def in_background():
     atexit.register(_end)
     if hasattr(os, "register_at_fork"):  # a child has no such thread
         os.register_at_fork(after_in_child=_write_directly)
+
+
+def _let_cpp_not_wait():
+    """Open the pipe or terminal behind stdout and stderr once more, so that it does not block this process,
+    and other processes as before. What C++ writes there is lost while nobody reads; Python's text waits for
+    the reader in `Output.emit`."""
+    for fd in 1, 2:
+        with contextlib.suppress(OSError, AttributeError):  # a socket, not Linux, a terminal of another user
+            if stat.S_ISFIFO(os.fstat(fd).st_mode) or os.isatty(fd):
+                again = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+                os.dup2(again, fd)
+                os.close(again)
 
 
 def never_wait():

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 import types
 from contextlib import contextmanager
@@ -152,6 +153,22 @@ def python_m(arguments: list[str], folder: Path = ROOT, encoding="utf-8") -> sub
     process = Process(arguments, folder, encoding)
     status = process.wait()
     return subprocess.CompletedProcess(arguments, status, process.stdout, process.stderr)
+
+
+@contextmanager
+def python(code: str, *arguments, **how):
+    """A child that runs `code` with this project on its path; its output is read through pipes. It ends with
+    the block, and after five minutes: if a signal gets lost, a test fails and does not hang."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    command = [sys.executable, "-c", code, *arguments]
+    with subprocess.Popen(command, cwd=ROOT, **{"text": True, **pipes, **how}) as child:
+        watchdog = threading.Timer(300, child.kill)
+        watchdog.start()
+        try:
+            yield child
+        finally:
+            watchdog.cancel()
+            child.kill()
 
 
 def together(arguments: list[str], ranks=(0, 1), folder: Path = ROOT, world_size=0) -> list[Process]:

@@ -31,7 +31,6 @@ def runs(corpus, tmp_path_factory):
     base = tmp_path_factory.mktemp("base")
     run(command(corpus, base / "base_checkpoints" / "mine", "--num_iterations=2", "--eval_every=-1"))
     shutil.copytree(base / "base_checkpoints" / "mine", base / "base_checkpoints" / "theirs")
-    (base / "chats.jsonl").write_text('{"messages": []}')
     return base
 
 
@@ -53,15 +52,12 @@ def bound(tmp_path, arguments):
 THEIRS = "base_checkpoints/theirs"
 STEP = "base_checkpoints/mine/step_000002"
 CASES = [
-    (THEIRS, ["scripts.chat", "--source=theirs", "--prompt=a"]),
+    (THEIRS, ["scripts.chat", "--base_dir={}/base_checkpoints/theirs/x", "--prompt=a"]),
     (STEP, ["scripts.chat", "--source=mine", "--prompt=a"]),
     (THEIRS, ["scripts.base_eval", "--source=theirs"]),
-    (THEIRS, ["scripts.mid_train", "--source=theirs", "--plan"]),
-    ("chats.jsonl", ["scripts.mid_train", "--source=mine", "--data={}/chats.jsonl", "--plan"]),
     (THEIRS, ["scripts.mid_train", "--source=mine", "--data={}/base_checkpoints/theirs/a.jsonl", "--plan"]),
     (THEIRS, ["scripts.report", "theirs"]),
-    ("base_checkpoints/mine/metrics.jsonl", ["scripts.report", "mine"]),
-    (THEIRS, ["scripts.ablate", "--base_dir={}/base_checkpoints/theirs/x"]),
+    (THEIRS, ["scripts.report", "{}/base_checkpoints/theirs/x"]),
     (THEIRS, ["train", "--resume={}/base_checkpoints/theirs"]),
     (THEIRS, ["train", "--init_from={}/base_checkpoints/theirs"]),
     (THEIRS, ["train", "--base_dir={}/base_checkpoints/theirs/x"]),
@@ -78,7 +74,7 @@ def test_what_may_not_be_read_is_one_sentence(corpus, runs, tmp_path, path, argu
         out = tmp_path if script == "train" else runs / "base_checkpoints" / "mine"
         arguments = [*command(corpus, out), *more]
     else:
-        arguments = [script, f"--base_dir={runs}", *more]
+        arguments = [script, *([] if "--base_dir" in more[0] else [f"--base_dir={runs}"]), *more]
     with locked(runs / path):
         done = bound(tmp_path, arguments)
     said = done.stdout + done.stderr
