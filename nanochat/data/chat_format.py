@@ -44,6 +44,7 @@ class ConversationData:
     train: Conversations
     val: Conversations
     note: str  # one line for the log
+    teaches: str = ""  # a sentence or two: which questions a model answers after it, and which not
 
     @property
     def fingerprint(self) -> str:

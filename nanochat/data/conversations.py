@@ -75,7 +75,10 @@ def open_conversations(
     first, _ = next(_sources("data", data))
     name = re.sub(r"[^\w.-]+", "_", Path(first).name) or "data"
     note = f"{len(train.messages):,} training and {len(val.messages):,} validation conversations"
-    return ConversationData(name, train, val, note)
+    questions = [content for messages in train.messages for role, content in messages[:2] if role == "user"]
+    shown = ", ".join(repr(shortened) for q in questions[:3] if (shortened := " ".join(q.split())[:60]))
+    teaches = f"It was taught questions like {shown}. Of others it knows what its base model knows."
+    return ConversationData(name, train, val, note, teaches)
 
 
 def _split(both: Conversations) -> tuple[Conversations, Conversations]:

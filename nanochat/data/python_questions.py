@@ -129,7 +129,13 @@ def open_embedded(root: Path | None = None) -> ConversationData:
         f"{len(train.messages):,} training and {len(val.messages):,} validation conversations about "
         f"{len(functions):,} functions of Python's library"
     )
-    return ConversationData("python-questions", train, val, note)
+    teaches = (
+        "It answers questions about the Python code that they show (parameters, defaults, imports, classes) "
+        "and small computations like len(['red', 'blue']). It knows by heart the sums of two digits and what "
+        f"{len(COMMON.splitlines()) - 1} common functions do. It was taught no other arithmetic and nothing "
+        "about the world."
+    )
+    return ConversationData("python-questions", train, val, note, teaches)
 
 
 def _by_heart() -> Iterator[tuple[list[str], str, float]]:

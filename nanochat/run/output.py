@@ -17,6 +17,7 @@ from nanochat.run.clock import WARM_UP, Clock
 from nanochat.run.console import Console
 from nanochat.run.loggers import Loggers
 from nanochat.run.report import write_report
+from nanochat.terminal import counted
 
 MOST_BAD_STEPS = 3  # in a row that are not finite; then the run ends
 MOST_FAILED_SAVES = 3  # in a row; then the run ends, since what it computes would be lost
@@ -118,6 +119,8 @@ class RunOutput:
         distributed.before_end(self._saver.finish)  # if a process fails, a save under way is finished first
         kept = path, keep_checkpoints, permanent_every, self.console.print
         self._prune = functools.partial(checkpoint.prune, *kept)
+        # Updates that were made, that the newest checkpoint has, and that the last one begun has
+        self._steps = self._saved_step = self._saving_step = step
         self._make_room = functools.partial(checkpoint.make_room, *kept)
         self._failed_saves = 0  # in a row
         self._saved_at = time.monotonic()
@@ -147,6 +150,7 @@ class RunOutput:
         self._clock.add_step(seconds, *clock_reading)
         self.log.write(record)
         self.console.step(record)
+        self._steps = record["step"] + 1
         if loop.bad_steps == MOST_BAD_STEPS:
             first_row = record["step"] * tokens // plan.config.max_seq_len
             newest = checkpoint.newest_in_words(self._path)
@@ -190,16 +194,33 @@ class RunOutput:
                 state=state | {"optimizer": type(optimizer).__name__},
                 files=self._files,
                 before_publish=self.log.sync,
-                after_publish=self._prune,
+                after_publish=functools.partial(self._published, step),
                 make_room=self._make_room,
             )
-            self._failed_saves = 0
+            self._failed_saves, self._saving_step = 0, step
         except checkpoint.SaveError as error:
             self._failed_saves += 1
             if self._failed_saves == MOST_FAILED_SAVES:
                 raise
             self.console.print(f"warning: {error}")  # training goes on
         self._saved_at = time.monotonic()
+
+    def _published(self, step: int):
+        self._saved_step = step
+        self._prune()
+
+    def what_is_lost(self) -> str:
+        """What the run loses if it ends now, in words; "" in other processes than the first. A signal handler
+        may call it."""
+        if not self._machine.is_main:
+            return ""
+        newest, lost = self._saved_step, self._steps - self._saved_step
+        if lost <= 0:
+            return f"step {newest:,} is saved, nothing is lost"
+        kept = f"the newest checkpoint is of step {newest:,}" if newest else "there is no checkpoint yet"
+        if self._saving_step > newest and not self._saver.done():
+            kept += f", that of step {self._saving_step:,} is not complete"
+        return f"{kept}; {counted(lost, 'step is', 'steps are')} lost"
 
     def save_is_overdue(self, minutes: float) -> bool:
         """Whether the last save began more than `minutes` ago and is done (minutes <= 0: never). The clock of
