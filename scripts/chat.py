@@ -32,7 +32,7 @@ base_dir = "~/.cache/nanochat"  # where runs live (environment: NANOCHAT_BASE_DI
 
 # Text
 prompt: str | None = None  # text to continue or question, may be empty (none = each line that you type)
-temperature = 0.8  # randomness (0 = always the likeliest token) [0..100]
+temperature = -1.0  # randomness (0 = always the likeliest token; -1 = 0.8, 0 if it answers) [-1, 0..100]
 top_k = 50  # draw from the k likeliest tokens (-1 = off) [-1, 1..1e9]
 top_p = 1.0  # draw from the likeliest tokens that together have this probability (1 = off) [1e-6..1]
 max_tokens = 256  # tokens to write (-1 = until the row is full) [-1, 1..1e9]
@@ -66,6 +66,8 @@ wanted = room if max_tokens == -1 else max_tokens
 answers = "loss_on" in checkpoint.state["identity"]  # trained on conversations
 if answers:
     chat_format.check(tokenizer, model.config.vocab_size)
+if temperature == -1:
+    temperature = 0.0 if answers else 0.8  # of a small model the likeliest answer is right most often
 sys.stdin.reconfigure(errors="replace")  # bytes that are not text
 note(
     f"{checkpoint.path}: {sum(p.numel() for p in model.parameters()):,} parameters on {machine.device.type} "
@@ -102,7 +104,7 @@ def print_text(stream: Stream, draw_seed: int, stop_ids: set[int]) -> str:
 class Texts:
     """What a base model writes: it continues each text by itself."""
 
-    about = "a base model: it continues each text that you type, and answers no questions"
+    about = "a base model: it continues each text that you type; a model of mid_train answers"
 
     def __init__(self):
         self.reset()
@@ -179,7 +181,7 @@ def obey(command: str, value: str) -> str:
         with contextlib.suppress(ValueError):
             if 0 <= float(value) <= 100:
                 temperature = float(value)
-        return f"the temperature is {temperature:g} (possible: 0 to 100)"
+        return f"the temperature is {temperature:g}; numbers from 0 to 100 change it"
     if command == "/system" and not answers:
         return "a base model knows no system message; python -m scripts.mid_train trains one that does"
     if command == "/system":

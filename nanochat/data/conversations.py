@@ -13,6 +13,7 @@ column `messages` or `conversations`. Other fields are ignored.
 
 import hashlib
 import re
+import textwrap
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -75,9 +76,9 @@ def open_conversations(
     first, _ = next(_sources("data", data))
     name = re.sub(r"[^\w.-]+", "_", Path(first).name) or "data"
     note = f"{len(train.messages):,} training and {len(val.messages):,} validation conversations"
-    questions = [content for messages in train.messages for role, content in messages[:2] if role == "user"]
-    shown = ", ".join(repr(shortened) for q in questions[:3] if (shortened := " ".join(q.split())[:60]))
-    teaches = f"It was taught questions like {shown}. Of others it knows what its base model knows."
+    questions = [content for messages in train.messages[:3] for role, content in messages if role == "user"]
+    shown = ", ".join(repr(textwrap.shorten(question, 60)) for question in questions[:3])
+    teaches = f"It was taught to answer questions like {shown}. Of others it knows what its base model knows."
     return ConversationData(name, train, val, note, teaches)
 
 

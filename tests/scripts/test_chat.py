@@ -120,7 +120,7 @@ def turn(model, ids: list[int], question: str, many: int, seed: int):
     user = [special["<|user_start|>"], *TOKENIZER.encode(question).tolist(), special["<|user_end|>"]]
     ids = [*ids, *user, special["<|assistant_start|>"]]
     ends = {special["<|assistant_end|>"], TOKENIZER.bos_id}
-    written = list(generate(model, ids, many, seed=seed, temperature=0.8, top_k=50, stop_ids=ends))
+    written = list(generate(model, ids, many, seed=seed, temperature=0, stop_ids=ends))
     return [*ids, *written, special["<|assistant_end|>"]], printable(TOKENIZER.decode(written))
 
 
@@ -270,8 +270,8 @@ def test_a_person_edits_lines_gives_commands_and_stops_an_answer_with_ctrl_c(bas
         chat.type("a\r", until="endless endless")
         chat.type("\x03")  # Ctrl-C stops the answer, not the program
         chat.type("\r")  # nor does an empty line end it
-        assert "the temperature is 0 " in chat.type("/temperature 0\r")
-        assert "the temperature is 0 " in chat.type("/temperature hot\r")
+        assert "the temperature is 0.5;" in chat.type("/temperature 0.5\r")
+        assert "the temperature is 0.5;" in chat.type("/temperature hot\r")
         answer = chat.type("/hepl\r")
         assert "no command /hepl" in answer and "/save FILE" in answer
         chat.type("/system B\r")

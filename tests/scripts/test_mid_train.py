@@ -74,6 +74,7 @@ def test_both_formats_train_and_leave_what_a_run_leaves(undisturbed):
     assert list(evaluated) == [0, 4, 8] and evaluated[8]["val_bpb"] < evaluated[0]["val_bpb"]
     assert all(0 <= r["exact_match"] <= 1 for r in evaluated.values())
     assert "0.3 x the base run's" in printed and "the answers" in printed
+    assert "'say " in printed.splitlines()[-2], "what it was taught to answer"
     assert "warning" in printed and "has seen only" in printed  # a base model of 8 steps
     assert (out / "step_000008" / "model.safetensors").exists() and (out / "report.md").exists()
 
