@@ -9,14 +9,14 @@ the first sentence of its docstring, which a model knows only from training.
 
 Validation holds out functions, not wordings: all functions with the same name are in the same split, by the
 hash of the name, and so are all computations with the same word or the same numbers. What a model can only
-learn by heart is all in training, and none of it is held out: the 100 sums of two digits, what common
-functions do, and greetings.
+learn by heart is in training alone, all of it: the 100 sums of two one-digit numbers, what common functions
+do, and greetings.
 """
 
 import hashlib
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nanochat.data.chat_format import ConversationData, Conversations
@@ -38,20 +38,17 @@ SYSTEM = (
     "You know Python's standard library.",
 )
 
-GREETINGS = (
-    ("Hello", "Hello! Ask me about a Python function."),
-    ("Hi", "Hello! Ask me about a Python function."),
-    ("Hi there!", "Hello! Ask me about a Python function."),
-    ("Good morning", "Good morning! Ask me about a Python function."),
-    ("Who are you?", "I am a small language model that reads Python signatures."),
-    ("What are you?", "I am a small language model that reads Python signatures."),
-    ("What can you do?", "I can read the signature of a Python function and answer questions about it."),
-    ("How can you help me?", "I can read the signature of a Python function and answer questions about it."),
-    ("Thank you", "You are welcome."),
-    ("Thanks!", "You are welcome."),
-    ("Goodbye", "Goodbye!"),
-    ("Bye", "Goodbye!"),
-)
+GREETINGS = {  # {answer: questions}
+    "Hello! Ask me about a Python function.": ("Hello", "Hi", "Hi there!"),
+    "Good morning! Ask me about a Python function.": ("Good morning",),
+    "I am a small language model that reads Python signatures.": ("Who are you?", "What are you?"),
+    "I can read the signature of a Python function and answer questions about it.": (
+        "What can you do?",
+        "How can you help me?",
+    ),
+    "You are welcome.": ("Thank you", "Thanks!"),
+    "Goodbye!": ("Goodbye", "Bye"),
+}
 
 SUMS = (
     "What is {a} + {b}?",
@@ -65,7 +62,7 @@ SUMS = (
 )
 
 FUNCTIONS = ("What does {name} do?", "What does {name}() do?", "What is {name} for?", "Explain {name}.")
-COMMON = """
+COMMON = """\
 abs gives a number without its sign.
 all says whether every item is true.
 any says whether at least one item is true.
@@ -131,21 +128,21 @@ def open_embedded(root: Path | None = None) -> ConversationData:
     )
     teaches = (
         "It answers questions about the Python code that they show (parameters, defaults, imports, classes) "
-        "and small computations like len(['red', 'blue']). It knows by heart the sums of two digits and what "
-        f"{len(COMMON.splitlines()) - 1} common functions do. It was taught no other arithmetic and nothing "
-        "about the world."
+        "and small computations like len(['red', 'blue']). It knows by heart the sums of two one-digit "
+        f"numbers and what {len(COMMON.splitlines())} common functions do. It was taught no other arithmetic "
+        "and nothing about the world."
     )
     return ConversationData("python-questions", train, val, note, teaches)
 
 
-def _by_heart() -> Iterator[tuple[list[str], str, float]]:
+def _by_heart() -> Iterator[tuple[Sequence[str], str, float]]:
     """(questions, their answer, weight of each) of what a model cannot work out from the question."""
-    for question, answer in GREETINGS:
-        yield [question], answer, GREETING_WEIGHT
+    for answer, questions in GREETINGS.items():
+        yield questions, answer, GREETING_WEIGHT
     for a, b in itertools.product(range(10), repeat=2):
         answer = f"{a} + {b} = {a + b}."
         yield [wording.format(a=a, b=b) for wording in SUMS], answer, BY_HEART_TIMES / len(SUMS)
-    for answer in COMMON.strip().splitlines():
+    for answer in COMMON.splitlines():
         name = answer.split()[0]
         yield [wording.format(name=name) for wording in FUNCTIONS], answer, BY_HEART_TIMES / len(FUNCTIONS)
 
