@@ -152,9 +152,10 @@ class Conversation:
 
     @property
     def records(self) -> list[dict]:
-        """The conversation, as mid_train reads it."""
-        messages = [("system", self.system), *self.messages] if self.system else self.messages
-        return [{"messages": [{"role": role, "content": content} for role, content in messages]}]
+        """What /save writes, as mid_train reads it."""
+        first = [("system", self.system)] if self.system else []
+        messages = [{"role": role, "content": content} for role, content in [*first, *self.messages]]
+        return [{"messages": messages}] if self.messages else []
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -176,7 +177,7 @@ def obey(command: str, value: str) -> str:
     global temperature
     if command == "/reset":
         partner.reset()
-        return "a new conversation begins"
+        return "a new conversation begins" if answers else "to a base model each text is a new one"
     if command == "/temperature":
         with contextlib.suppress(ValueError):
             if 0 <= float(value) <= 100:
@@ -195,6 +196,8 @@ def obey(command: str, value: str) -> str:
 
 def save(name: str) -> str:
     """Write what was said into a new file; returns what to tell."""
+    if not partner.records:
+        return "nothing was said yet"
     try:
         with open(Path(name).expanduser(), "x", encoding="utf-8") as file:
             file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in partner.records)

@@ -275,6 +275,7 @@ def test_a_person_edits_lines_gives_commands_and_stops_an_answer_with_ctrl_c(bas
         answer = chat.type("/hepl\r")
         assert "no command /hepl" in answer and "/save FILE" in answer
         chat.type("/system B\r")
+        chat.type(f"/save {tmp_path / 'chat.jsonl'}\r")  # of no turn yet: no file
         chat.type("x\x1b[D\x1b[Dc\r")  # the arrows go to the left
         chat.type("\x1b[A\r")  # and up, into the history
         chat.type("d\\\r", until=r"\. ")
@@ -289,7 +290,8 @@ def test_a_person_edits_lines_gives_commands_and_stops_an_answer_with_ctrl_c(bas
     messages = json.loads((tmp_path / "chat.jsonl").read_text("utf-8"))["messages"]
     said = [(m["role"], m["content"]) for m in messages if m["role"] != "assistant"]
     assert said == [("system", "B"), *(("user", text) for text in ("cx", "cx", "d\ne"))]
-    assert "cx\n" in (base / "chat_history").read_text("utf-8")
+    history = base / "chat_history"
+    assert "cx\n" in history.read_text("utf-8") and not history.stat().st_mode & 0o077
 
 
 def test_a_base_model_at_a_terminal_says_that_it_continues_texts(base, tmp_path):
