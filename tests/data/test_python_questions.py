@@ -112,7 +112,7 @@ def test_every_answer_to_a_computation_is_what_python_computes(data):
     for split in (data.train, data.val):
         for question, answer, _ in turns(split):
             if answer.startswith("It prints "):
-                values = dict(re.findall(r"(\w+) = '(\w+)'", question))
+                values = dict(re.findall(r"(\w+) = '?(\w+)'?", question))
                 variable = re.search(r"print\((\w+)\)", question)[1]
                 assert answer == f"It prints {values[variable]}."
                 printed += 1
