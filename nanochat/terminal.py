@@ -1,10 +1,16 @@
-"""What a terminal shows: progress bars on stderr (in a log file a few lines), text, numbers in words."""
+"""A terminal: progress bars on stderr (in a log file a few lines), text, numbers in words, and what a person
+types."""
 
+import atexit
+import contextlib
 import os
 import shutil
+import signal
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 QUICK_S = 3.0  # seconds; work that is done sooner leaves no line in a log file
 REMIND_S = 60.0  # seconds between two lines about longer work in a log file
@@ -87,6 +93,72 @@ def print_line(text: str, stream, above: bool = False):
         stream.flush()
     else:
         print(text, file=stream, flush=True)
+
+
+class Typist:
+    """A person at a terminal: the texts that he types, and his Ctrl-C.
+
+    Where Python has readline, there are arrow keys and a history, which is kept in a file; a file that cannot
+    be read or written is no error. Windows has both in its console.
+    """
+
+    def __init__(self, history: Path):
+        self.stopped = False  # whether Ctrl-C was pressed since the last text: its answer has to end
+        self._at_prompt = False
+        signal.signal(signal.SIGINT, self._ctrl_c)
+        try:
+            import readline
+        except ImportError:
+            return
+        readline.parse_and_bind("set enable-bracketed-paste on")  # lines that are pasted are one text
+        readline.set_history_length(1000)
+        with contextlib.suppress(OSError):
+            readline.read_history_file(history)
+
+        def keep():
+            with contextlib.suppress(OSError):
+                os.close(os.open(history, os.O_WRONLY | os.O_CREAT, 0o600))  # for its owner alone
+                readline.write_history_file(history)
+
+        atexit.register(keep)
+
+    def _ctrl_c(self, number, frame):
+        if self._at_prompt:
+            self._at_prompt = False
+            raise KeyboardInterrupt
+        if self.stopped:  # a second time, while the answer has not ended yet
+            sys.exit(130)
+        self.stopped = True
+
+    def texts(self) -> Iterator[str]:
+        """Yield each text that is not blank, until Ctrl-D or a second Ctrl-C in a row."""
+        presses = 0
+        while presses < 2:
+            try:
+                text = self._read()
+            except EOFError:
+                break
+            except KeyboardInterrupt:
+                presses += 1
+                if presses == 1:
+                    print("\n(once more, or Ctrl-D, ends the program)", file=sys.stderr, flush=True)
+                continue
+            presses, self.stopped = 0, False
+            if text.strip():
+                yield text
+        print(file=sys.stderr)
+
+    def _read(self) -> str:
+        """A line, and the next one after each line that ends in a backslash."""
+        self._at_prompt = True
+        try:
+            lines = [input("> ")]
+            while lines[-1].endswith("\\"):
+                lines[-1] = lines[-1][:-1]
+                lines.append(input(". "))
+        finally:
+            self._at_prompt = False
+        return "\n".join(lines)
 
 
 def printable(text: str) -> str:

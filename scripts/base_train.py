@@ -336,7 +336,7 @@ while True:
     data_wait_s = loader.wait_s - waited
     pending_logs.append((step, progress, started, data_wait_s, loader.epoch, micro_losses, numbers))
     if step == first_step:
-        stop.set_up_done()
+        stop.set_up_done(output.what_is_lost)
         output.prepare_to_save(model, optimizer)
         freeze_garbage()
     step += 1

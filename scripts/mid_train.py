@@ -310,7 +310,7 @@ while True:
     counts = loader.wait_s - waited, loader.epoch, loader.step_targets
     pending_logs.append((step, progress, started, *counts, micro_losses, numbers))
     if step == first_step:
-        stop.set_up_done()
+        stop.set_up_done(output.what_is_lost)
         output.prepare_to_save(model, optimizer)
         freeze_garbage()
     step += 1
@@ -321,5 +321,6 @@ while True:
 loader.close()
 output.finish(step, (stop.name or "another process") if stopping else "", resume)
 if not stopping:
+    say(conversations.teaches)
     say(f"talk to it: python -m scripts.chat --source={run_path}")
 machine.close()

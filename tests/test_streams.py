@@ -39,9 +39,9 @@ def wait_for(path, child):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("both", [False, True])
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
-def test_a_run_whose_reader_has_stopped_trains_saves_and_ends_at_a_signal(tmp_path, name, both):
+@pytest.fixture
+def full_pipe():
+    """The end of a pipe that takes nothing more: who reads it has stopped."""
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
     while True:
@@ -50,16 +50,46 @@ def test_a_run_whose_reader_has_stopped_trains_saves_and_ends_at_a_signal(tmp_pa
         except BlockingIOError:
             break
     os.set_blocking(writes, True)
-    stderr = writes if both else subprocess.PIPE
-    with python(RUN, tmp_path / "saved", stdout=writes, stderr=stderr) as child:
+    yield writes
+    os.close(reads)
+    os.close(writes)
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+def test_a_run_whose_reader_has_stopped_trains_saves_and_ends_at_a_signal(tmp_path, full_pipe, name, both):
+    stderr = full_pipe if both else subprocess.PIPE
+    with python(RUN, tmp_path / "saved", stdout=full_pipe, stderr=stderr) as child:
         wait_for(tmp_path / "saved.trains", child)
         child.send_signal(getattr(signal, name))
         if not both:  # stderr is read
             assert f"{name}: finishing this step, then saving" in child.stderr.read()
         assert child.wait() == 0
         assert (tmp_path / "saved").read_text() == name
-    os.close(reads)
-    os.close(writes)
+
+
+NEVER_SAVES = """
+import sys
+from pathlib import Path
+from nanochat import streams
+from nanochat.machine.signals import StopSignal
+streams.STALLED_S = 0.2
+stop = StopSignal()
+stop.set_up_done(lambda: "7 steps are lost")
+Path(sys.argv[1], "trains").touch()
+while True:
+    print("step")
+    if stop.name:
+        Path(sys.argv[1], "asked").touch()
+"""
+
+
+def test_a_second_ctrl_c_ends_a_run_whose_reader_has_stopped(tmp_path, full_pipe):
+    with python(NEVER_SAVES, tmp_path, stdout=full_pipe, stderr=full_pipe) as child:
+        for file in ("trains", "asked"):
+            wait_for(tmp_path / file, child)
+            child.send_signal(signal.SIGINT)
+        assert child.wait(timeout=60) == 130
 
 
 LATE = """

@@ -44,6 +44,7 @@ class ConversationData:
     train: Conversations
     val: Conversations
     note: str  # one line for the log
+    teaches: str = ""  # a sentence or two: which questions a model answers after it, and which not
     more_val: dict[str, Conversations] = field(default_factory=dict, kw_only=True)  # further validation sets
 
     @property
@@ -100,10 +101,12 @@ def prompt_ids(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
     return [*ids.tolist(), tokenizer.special_tokens["<|assistant_start|>"]]
 
 
-def next_turn_ids(tokenizer: Tokenizer, question: str, begun: bool) -> list[int]:
+def next_turn_ids(tokenizer: Tokenizer, question: str, system: str, begun: bool) -> list[int]:
     """The tokens of the user's next turn, up to <|assistant_start|>. The first one is <|bos|>, or, if the
-    conversation has `begun`, the <|assistant_end|> of the answer before, which generation leaves out."""
-    ids = prompt_ids(tokenizer, [("user", question)])
+    conversation has `begun`, the <|assistant_end|> of the answer before, which generation leaves out. The
+    system message ("" for none) stands in the first turn."""
+    first = [("system", system)] if system and not begun else []
+    ids = prompt_ids(tokenizer, [*first, ("user", question)])
     return [tokenizer.special_tokens["<|assistant_end|>"], *ids[1:]] if begun else ids
 
 

@@ -13,6 +13,7 @@ column `messages` or `conversations`. Other fields are ignored.
 
 import hashlib
 import re
+import textwrap
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -80,7 +81,10 @@ def open_conversations(
     val, *more = val_sets
     note = f"{len(train.messages):,} training and {len(val.messages):,} validation conversations"
     more_val = dict(zip(textfiles.set_names(paths)[1:], more, strict=True))
-    return ConversationData(name, train, val, note, more_val=more_val)
+    questions = [content for messages in train.messages[:3] for role, content in messages if role == "user"]
+    shown = ", ".join(repr(textwrap.shorten(question, 60)) for question in questions[:3])
+    teaches = f"It was taught to answer questions like {shown}. Of others it knows what its base model knows."
+    return ConversationData(name, train, val, note, teaches, more_val=more_val)
 
 
 def _split(both: Conversations) -> tuple[Conversations, Conversations]:

@@ -8,12 +8,15 @@ of the text in the question, or from evaluating it. A few questions ask what a f
 the first sentence of its docstring, which a model knows only from training.
 
 Validation holds out functions, not wordings: all functions with the same name are in the same split, by the
-hash of the name, and so are all computations with the same word or the same numbers.
+hash of the name, and so are all computations with the same word or the same numbers. What a model can only
+learn by heart is in training alone, all of it: the 100 sums of two one-digit numbers, what common functions
+do, and greetings.
 """
 
 import hashlib
+import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nanochat.data.chat_format import ConversationData, Conversations
@@ -24,6 +27,7 @@ QUESTIONS_PER_FUNCTION = 3  # at most, each a conversation of its own
 FOLLOWED_UP = 0.3  # share of the functions that also get a conversation of several questions
 WITH_SYSTEM = 0.1  # share of the conversations that begin with a system message
 TRAIN_COMPUTATIONS, VAL_COMPUTATIONS = 3000, 300
+BY_HEART_TIMES = 24  # times that a sum or a common function comes up in an epoch
 GREETING_WEIGHT = 5.0  # times that a greeting comes up in an epoch
 Turn = tuple[str, str]  # (question, answer)
 
@@ -34,20 +38,65 @@ SYSTEM = (
     "You know Python's standard library.",
 )
 
-GREETINGS = (
-    ("Hello", "Hello! Ask me about a Python function."),
-    ("Hi", "Hello! Ask me about a Python function."),
-    ("Hi there!", "Hello! Ask me about a Python function."),
-    ("Good morning", "Good morning! Ask me about a Python function."),
-    ("Who are you?", "I am a small language model that reads Python signatures."),
-    ("What are you?", "I am a small language model that reads Python signatures."),
-    ("What can you do?", "I can read the signature of a Python function and answer questions about it."),
-    ("How can you help me?", "I can read the signature of a Python function and answer questions about it."),
-    ("Thank you", "You are welcome."),
-    ("Thanks!", "You are welcome."),
-    ("Goodbye", "Goodbye!"),
-    ("Bye", "Goodbye!"),
+GREETINGS = {  # {answer: questions}
+    "Hello! Ask me about a Python function.": ("Hello", "Hi", "Hi there!"),
+    "Good morning! Ask me about a Python function.": ("Good morning",),
+    "I am a small language model that reads Python signatures.": ("Who are you?", "What are you?"),
+    "I can read the signature of a Python function and answer questions about it.": (
+        "What can you do?",
+        "How can you help me?",
+    ),
+    "You are welcome.": ("Thank you", "Thanks!"),
+    "Goodbye!": ("Goodbye", "Bye"),
+}
+
+SUMS = (
+    "What is {a} + {b}?",
+    "What is {a}+{b}?",
+    "{a} + {b}",
+    "{a}+{b}",
+    "{a} + {b} = ?",
+    "How much is {a} + {b}?",
+    "What is {a} plus {b}?",
+    "What is the sum of {a} and {b}?",
 )
+
+FUNCTIONS = ("What does {name} do?", "What does {name}() do?", "What is {name} for?", "Explain {name}.")
+COMMON = """\
+abs gives a number without its sign.
+all says whether every item is true.
+any says whether at least one item is true.
+append adds an item to the end of a list.
+dict makes a dictionary.
+enumerate pairs each item with its number.
+float turns a value into a floating-point number.
+input reads a line that the user types.
+int turns a value into an integer.
+isinstance says whether an object belongs to a class.
+join puts strings together with a separator between them.
+len counts the items of a container.
+list makes a list of items.
+lower gives a string in lower case.
+max gives the largest item.
+min gives the smallest item.
+open opens a file.
+pop removes an item and returns it.
+print writes values to the screen.
+range counts from a start up to a stop.
+replace puts another text in the place of a text.
+reversed goes through the items from the last to the first.
+round rounds a number.
+set makes a set of items without duplicates.
+sorted gives the items as a list in order.
+split cuts a string into a list of strings.
+str turns a value into a string.
+strip removes blanks from both ends of a string.
+sum adds up the items.
+tuple makes a tuple of items.
+type gives the class of an object.
+upper gives a string in upper case.
+zip pairs the items of several sequences.
+"""
 
 
 # -- the data set
@@ -69,14 +118,33 @@ def open_embedded(root: Path | None = None) -> ConversationData:
     for validation, number in ((False, TRAIN_COMPUTATIONS), (True, VAL_COMPUTATIONS)):
         for turn in computations(words, number, validation):
             _add(splits[validation], [turn])
-    for question, answer in GREETINGS:
-        _add(splits[False], [(question, answer)], GREETING_WEIGHT)
+    for wordings, answer, weight in _by_heart():
+        for question in wordings:
+            _add(splits[False], [(question, answer)], weight)
     train, val = splits[False], splits[True]
     note = (
         f"{len(train.messages):,} training and {len(val.messages):,} validation conversations about "
         f"{len(functions):,} functions of Python's library"
     )
-    return ConversationData("python-questions", train, val, note)
+    teaches = (
+        "It answers questions about the Python code that they show (parameters, defaults, imports, classes) "
+        "and small computations like len(['red', 'blue']). It knows by heart the sums of two one-digit "
+        f"numbers and what {len(COMMON.splitlines())} common functions do. It was taught no other arithmetic "
+        "and nothing about the world."
+    )
+    return ConversationData("python-questions", train, val, note, teaches)
+
+
+def _by_heart() -> Iterator[tuple[Sequence[str], str, float]]:
+    """(questions, their answer, weight of each) of what a model cannot work out from the question."""
+    for answer, questions in GREETINGS.items():
+        yield questions, answer, GREETING_WEIGHT
+    for a, b in itertools.product(range(10), repeat=2):
+        answer = f"{a} + {b} = {a + b}."
+        yield [wording.format(a=a, b=b) for wording in SUMS], answer, BY_HEART_TIMES / len(SUMS)
+    for answer in COMMON.splitlines():
+        name = answer.split()[0]
+        yield [wording.format(name=name) for wording in FUNCTIONS], answer, BY_HEART_TIMES / len(FUNCTIONS)
 
 
 def held_out(name: str) -> bool:
@@ -150,19 +218,11 @@ def _length(words, rng):
     return f"len({rng.sample(words, rng.randint(1, 5))})"
 
 
-def _membership(words, rng):
-    chosen = rng.sample(words, rng.randint(3, 5))
-    return f"{chosen[0]!r} in {chosen[1:] if rng.random() < 0.5 else rng.sample(chosen, len(chosen))}"
-
-
 def _variable(words, rng):
-    names, values = rng.sample(NAMES, 2), rng.sample(words, 2)
+    names = rng.sample(NAMES, 2)
+    values = rng.sample(words if rng.random() < 0.5 else range(100), 2)
     lines = [f"{name} = {value!r}" for name, value in zip(names, values, strict=True)]
     return "\n".join([*lines, f"print({rng.choice(names)})"])
-
-
-def _sum(words, rng):
-    return f"{rng.randint(0, 12)} + {rng.randint(0, 12)}"
 
 
 def _larger(words, rng):
@@ -173,32 +233,15 @@ def _sorted(words, rng):
     return f"sorted({rng.sample(range(10), 3)})"
 
 
-def _word_length(words, rng):
-    return f"len({rng.choice(words)!r})"
-
-
-def _upper(words, rng):
-    return f"{rng.choice(words)!r}.upper()"
-
-
-def _contains(words, rng):
-    word = rng.choice(words)
-    letter = rng.choice(word if rng.random() < 0.5 else "abcdefghijklmnopqrstuvwxyz")
-    return f"{letter!r} in {word!r}"
-
-
+# Kinds that a model of minutes learns. It does not learn the letters of a word: len('word'), 'word'.upper()
+# and 'w' in 'word' were at chance after three epochs, and so was `in` for lists
 COMPUTATIONS = {  # {maker of an expression: its share}
     _list_item: 3,
     _dictionary: 3,
-    _length: 1.5,
-    _membership: 1,
-    _variable: 3,
-    _sum: 1,
-    _larger: 1,
-    _sorted: 0.5,
-    _word_length: 0.5,
-    _upper: 0.5,
-    _contains: 0.5,
+    _length: 3,
+    _variable: 4,
+    _larger: 2.5,
+    _sorted: 1.5,
 }
 
 

@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 from nanochat import streams
 
@@ -17,14 +18,15 @@ class StopSignal:
     """Handles the signals in NAMES: until `set_up_done` they end the process; later the loop saves and stops
     after its step.
 
-    A second Ctrl-C (SIGINT) or Ctrl-\\ (SIGQUIT) ends the process at once. If the torchrun that started this
-    process dies, that counts as a signal too. Under nohup, SIGHUP stays ignored. What is printed is written
-    in the background, so that a reader who has stopped does not keep the run from saving.
+    A second Ctrl-C (SIGINT) or Ctrl-\\ (SIGQUIT) ends the process at once and says what is lost. If the
+    torchrun that started this process dies, that counts as a signal too. Under nohup, SIGHUP stays ignored.
+    What is printed is written in the background, so that a reader who has stopped does not keep the run from
+    saving.
     """
 
     def __init__(self):
         streams.in_background()
-        self._name, self._in_set_up = "", True
+        self._name, self._in_set_up, self._what_is_lost = "", True, None
         self._torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         with contextlib.suppress(ValueError):  # outside the main thread the handlers stay as they are
             for name in NAMES:
@@ -49,9 +51,13 @@ class StopSignal:
         """Let the loop save and stop after its step, as a signal would."""
         self._name = self._name or reason
 
-    def set_up_done(self):
-        """The first step is done: from now on there is something to save."""
-        self._in_set_up = False
+    def set_up_done(self, what_is_lost: Callable[[], str] | None = None):
+        """The first step is done: from now on there is something to save.
+
+        what_is_lost: says what an end at once loses, "" if another process says it. A signal handler calls
+        it, so it must not wait for anything.
+        """
+        self._in_set_up, self._what_is_lost = False, what_is_lost
         streams.never_wait()
 
     def _remember(self, number, frame):
@@ -59,9 +65,20 @@ class StopSignal:
         if self._in_set_up:
             _end_set_up(number)
         if self._name == name and name in ("SIGINT", "SIGQUIT"):
-            os._exit(128 + number)  # a checkpoint is complete or absent at any moment: nothing to clean up
+            self._end_at_once(number)
         self._name = name
-        streams.from_handler(f"\n{name}: finishing this step, then saving\n")
+        again = "; once more ends the run at once" if name in ("SIGINT", "SIGQUIT") else ""
+        streams.from_handler(f"\n{name}: finishing this step, then saving{again}\n")
+
+    def _end_at_once(self, number):
+        """End the process without a save. A third signal ends the wait for those who read its output."""
+        say, self._what_is_lost = self._what_is_lost, None
+        try:
+            if say and (lost := say()):
+                streams.from_handler(f"\nstopped at once: {lost}\n")
+                streams.drain(streams.STALLED_S)
+        finally:
+            os._exit(128 + number)  # a checkpoint is complete or absent at any moment: nothing to clean up
 
     def _watch(self):
         """Let a thread end the set-up when the main thread cannot: Python calls `_remember` between two of

@@ -19,7 +19,7 @@ from nanochat.run.clock import WARM_UP, Clock
 from nanochat.run.console import Console
 from nanochat.run.loggers import Loggers
 from nanochat.run.report import write_report
-from nanochat.terminal import short
+from nanochat.terminal import counted, short
 
 MOST_BAD_STEPS = 3  # in a row that are not finite; then the run ends
 MOST_FAILED_SAVES = 3  # in a row; then the run ends, since what it computes would be lost
@@ -126,6 +126,8 @@ class RunOutput:
         distributed.before_end(self._saver.finish)  # if a process fails, a save under way is finished first
         kept = path, keep_checkpoints, permanent_every, self.console.print
         self._prune = functools.partial(checkpoint.prune, *kept)
+        # Updates that were made, that the newest checkpoint has, and that the last one begun has
+        self._steps = self._saved_step = self._saving_step = step
         self._make_room = functools.partial(checkpoint.make_room, *kept)
         self._failed_saves = 0  # in a row
         self._saved_at = time.monotonic()
@@ -155,6 +157,7 @@ class RunOutput:
         self._clock.add_step(seconds, *clock_reading)
         self.log.write(record)
         self.console.step(record)
+        self._steps = record["step"] + 1
         if loop.bad_steps == MOST_BAD_STEPS:
             first_row = record["step"] * tokens // plan.config.max_seq_len
             newest = checkpoint.newest_in_words(self._path)
@@ -203,7 +206,7 @@ class RunOutput:
                 after_publish=functools.partial(self._published, step, time.monotonic()),
                 make_room=self._make_room,
             )
-            self._failed_saves = 0
+            self._failed_saves, self._saving_step = 0, step
         except checkpoint.SaveError as error:
             self._failed_saves += 1
             if self._failed_saves == MOST_FAILED_SAVES:
@@ -213,11 +216,25 @@ class RunOutput:
 
     def _published(self, step: int, began: float):
         """Delete old checkpoints, and say that the one of `step` is on disk. On the saver's thread."""
+        self._saved_step = step
         self._prune()
         with contextlib.suppress(OSError):  # somebody deleted it
             size = sum(file.stat().st_size for file in (self._path / f"step_{step:06d}").iterdir())
             took = f"{short(size)}B in {time.monotonic() - began:.1f} s"
             self.console.print(f"step {step}: saved, {took} ({_now()})")
+
+    def what_is_lost(self) -> str:
+        """What the run loses if it ends now, in words; "" in other processes than the first. A signal handler
+        may call it."""
+        if not self._machine.is_main:
+            return ""
+        newest, lost = self._saved_step, self._steps - self._saved_step
+        if lost <= 0:
+            return f"step {newest:,} is saved, nothing is lost"
+        kept = f"the newest checkpoint is of step {newest:,}" if newest else "there is no checkpoint yet"
+        if self._saving_step > newest and not self._saver.done():
+            kept += f", that of step {self._saving_step:,} is not complete"
+        return f"{kept}; {counted(lost, 'step is', 'steps are')} lost"
 
     def save_is_overdue(self, minutes: float) -> bool:
         """Whether the last save began more than `minutes` ago and is done (minutes <= 0: never). The clock of

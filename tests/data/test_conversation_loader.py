@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat import UserError
-from nanochat.data.chat_format import Conversations, prompt_ids, render
+from nanochat.data.chat_format import Conversations, next_turn_ids, prompt_ids, render
 from nanochat.data.conversation_loader import ConversationLoader, Rendered, pack, render_all
 from nanochat.data.tokenizer import Tokenizer
 
@@ -32,7 +32,9 @@ def test_the_mask_token_by_token():
     )
     everything, counted = render(TOKENIZER, conversation, "all")
     assert (everything == ids).all() and not counted[0] and counted[1:].all()
-    assert prompt_ids(TOKENIZER, conversation[:2]) == ids[: len("be\n\nhi") + 4].tolist()
+    prompt = prompt_ids(TOKENIZER, conversation[:2])
+    assert prompt == ids[: len("be\n\nhi") + 4].tolist()
+    assert prompt == next_turn_ids(TOKENIZER, "hi", "be", begun=False)  # as a chat reads it, turn by turn
     text = "<|assistant_end|><|bos|>"  # stays text in a message
     ids, _ = render(TOKENIZER, (("user", text), ("assistant", text)), "all")
     assert (ids >= 256).sum() == 5 and len(ids) == 5 + 2 * len(text)

@@ -112,7 +112,7 @@ def test_every_answer_to_a_computation_is_what_python_computes(data):
     for split in (data.train, data.val):
         for question, answer, _ in turns(split):
             if answer.startswith("It prints "):
-                values = dict(re.findall(r"(\w+) = '(\w+)'", question))
+                values = dict(re.findall(r"(\w+) = '?(\w+)'?", question))
                 variable = re.search(r"print\((\w+)\)", question)[1]
                 assert answer == f"It prints {values[variable]}."
                 printed += 1
@@ -120,6 +120,18 @@ def test_every_answer_to_a_computation_is_what_python_computes(data):
                 assert answer == f"The value is {eval(expression_in(question))!r}."
                 evaluated += 1
     assert printed > 300 and evaluated > 1500
+
+
+def test_every_sum_of_two_digits_is_right_and_in_training_alone(data):
+    taught = {}
+    for question, answer, _ in turns(data.train):
+        if found := re.fullmatch(r"(\d) \+ (\d) = (\d+)\.", answer):
+            a, b, c = map(int, found.groups())
+            assert a + b == c and re.findall(r"\d+", question) == [str(a), str(b)], question
+            taught.setdefault((a, b), set()).add(question)
+    assert len(taught) == 100 and "What is 7 + 5?" in taught[7, 5]
+    held_out = " ".join(answer for _, answer, _ in turns(data.val))
+    assert not re.search(r"\d \+ \d", held_out)
 
 
 def test_no_function_and_no_word_of_a_computation_is_in_both_splits(data):

@@ -137,7 +137,7 @@ from nanochat.machine.signals import StopSignal
 if sys.argv[1:] == ["nohup"]:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 stop = StopSignal()
-stop.set_up_done()
+stop.set_up_done(lambda: "7 steps are lost")
 print("ready", flush=True)
 seen = ""
 while True:
@@ -162,6 +162,7 @@ def test_signals_are_remembered_and_a_second_sigint_stops_at_once(nohup):
         assert child.stdout.readline() == "SIGINT\n"
         child.send_signal(signal.SIGINT)
         assert child.wait() == 130
+        assert child.stderr.read().endswith("stopped at once: 7 steps are lost\n")
 
 
 IN_SET_UP = """

@@ -1,12 +1,16 @@
 """The chat script: what it writes, how it ends, and what it says about bad settings."""
 
 import io
+import json
 import os
+import re
 import runpy
+import select
 import shutil
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -76,8 +80,8 @@ def test_a_prompt_is_continued_as_the_model_continues_it(chat, model):
     assert chat("--source=tiny", *arguments).out == "a" + continuation(model, "a", 20, **options) + "\n"
 
 
-def test_each_line_typed_is_a_prompt_until_an_empty_line_comes(chat, model):
-    written, _ = chat("--max_tokens=5", typed="a\nbé\n\nnever seen\n")
+def test_each_line_of_the_input_is_a_prompt_unless_it_is_empty(chat, model):
+    written, _ = chat("--max_tokens=5", typed="a\n\nbé\n")
     expected = [line + continuation(model, line, 5, 42 + n) + "\n" for n, line in enumerate(["a", "bé"])]
     assert written == "".join(expected)
     assert chat("--max_tokens=5", typed="a\nbé").out == written, "the end of the input ends it too"
@@ -116,7 +120,7 @@ def turn(model, ids: list[int], question: str, many: int, seed: int):
     user = [special["<|user_start|>"], *TOKENIZER.encode(question).tolist(), special["<|user_end|>"]]
     ids = [*ids, *user, special["<|assistant_start|>"]]
     ends = {special["<|assistant_end|>"], TOKENIZER.bos_id}
-    written = list(generate(model, ids, many, seed=seed, temperature=0.8, top_k=50, stop_ids=ends))
+    written = list(generate(model, ids, many, seed=seed, temperature=0, stop_ids=ends))
     return [*ids, *written, special["<|assistant_end|>"]], printable(TOKENIZER.decode(written))
 
 
@@ -199,3 +203,108 @@ def test_a_closed_output_pipe_is_no_error(base):
     process.stdin.flush()
     notes = process.stderr.read()
     assert process.wait(timeout=300) == 0 and b"Traceback" not in notes and b"BrokenPipe" not in notes
+
+
+# ------------------------------------------------------------------------------------------------------
+# At a terminal
+
+AT_A_TERMINAL = """
+import fcntl, itertools, runpy, termios, time
+from nanochat import engine
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # its Ctrl-C comes to this process
+text_pieces, answers = engine.text_pieces, itertools.count()
+
+def endless(tokens):
+    yield from (time.sleep(0.01) or f"{next(tokens) and 'endless'} " for _ in itertools.count())
+
+engine.text_pieces = lambda tokens, tokenizer: text_pieces(tokens, tokenizer) if next(answers) else endless(
+    itertools.cycle(tokens))
+runpy.run_module("scripts.chat", run_name="__main__")
+"""
+
+
+PROMPT = r"(\n|\x1b\[\?2004h)> "  # readline may ask the terminal to mark what is pasted
+
+
+class Terminal:
+    """A terminal with the script in it, whose first answer never ends by itself."""
+
+    def __init__(self, process, fd: int):
+        self.process, self.fd = process, fd
+
+    def read_until(self, wanted: str) -> str:
+        """What is shown, up to a pattern."""
+        shown = b""
+        while not re.search(wanted.encode(), shown):
+            assert select.select([self.fd], [], [], 120)[0], shown
+            shown += os.read(self.fd, 1)
+        return shown.decode()
+
+    def type(self, keys: str, until: str = PROMPT) -> str:
+        """Type, and return what is shown until the next prompt."""
+        os.write(self.fd, keys.encode())
+        return self.read_until(until)
+
+
+@contextmanager
+def terminal(base, *arguments):
+    pty = pytest.importorskip("pty")
+    pytest.importorskip("readline")
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", AT_A_TERMINAL, f"--base_dir={base}", *arguments]
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    environment = os.environ | {"TERM": "dumb", "INPUTRC": os.devnull}
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, env=environment, **streams)
+    os.close(theirs)
+    try:
+        yield Terminal(process, ours)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def test_a_person_edits_lines_gives_commands_and_stops_an_answer_with_ctrl_c(base, answering, tmp_path):
+    with terminal(base, "--max_tokens=2") as chat:
+        assert "/help" in chat.read_until(PROMPT)
+        chat.type("a\r", until="endless endless")
+        chat.type("\x03")  # Ctrl-C stops the answer, not the program
+        chat.type("\r")  # nor does an empty line end it
+        assert "the temperature is 0.5;" in chat.type("/temperature 0.5\r")
+        assert "the temperature is 0.5;" in chat.type("/temperature hot\r")
+        answer = chat.type("/hepl\r")
+        assert "no command /hepl" in answer and "/save FILE" in answer
+        chat.type("/system B\r")
+        chat.type(f"/save {tmp_path / 'chat.jsonl'}\r")  # of no turn yet: no file
+        chat.type("x\x1b[D\x1b[Dc\r")  # the arrows go to the left
+        chat.type("\x1b[A\r")  # and up, into the history
+        chat.type("d\\\r", until=r"\. ")
+        chat.type("e\r")
+        assert "saved" in chat.type(f"/save {tmp_path / 'chat.jsonl'}\r")
+        assert "nothing is saved" in chat.type(f"/save {tmp_path / 'chat.jsonl'}\r")
+        assert "ends the program" in chat.type("half a line\x03")
+        chat.type("b\r")
+        assert "ends the program" in chat.type("\x03"), "it was not the second one in a row"
+        os.write(chat.fd, b"\x03")
+        assert chat.process.wait(timeout=120) == 0
+    messages = json.loads((tmp_path / "chat.jsonl").read_text("utf-8"))["messages"]
+    said = [(m["role"], m["content"]) for m in messages if m["role"] != "assistant"]
+    assert said == [("system", "B"), *(("user", text) for text in ("cx", "cx", "d\ne"))]
+    history = base / "chat_history"
+    assert "cx\n" in history.read_text("utf-8") and not history.stat().st_mode & 0o077
+
+
+def test_a_base_model_at_a_terminal_says_that_it_continues_texts(base, tmp_path):
+    shutil.copytree(base / "base_checkpoints", tmp_path / "base_checkpoints")
+    (tmp_path / "chat_history").mkdir()  # where the history cannot be kept there is none
+    with terminal(tmp_path, "--max_tokens=2") as chat:
+        assert "continues each text" in chat.read_until(PROMPT)
+        assert "no system message" in chat.type("/system B\r")
+        os.write(chat.fd, b"\x04")
+        shown = b""
+        while chat.process.poll() is None or select.select([chat.fd], [], [], 0)[0]:
+            try:
+                shown += os.read(chat.fd, 1000)
+            except OSError:  # the other end is closed
+                break
+        assert chat.process.wait(timeout=120) == 0 and b"Traceback" not in shown

@@ -76,6 +76,7 @@ def test_both_formats_train_and_leave_what_a_run_leaves(undisturbed):
     assert all(0 <= r["exact_match"] <= 1 and r["val_bpb_minimind"] > 0 for r in evaluated.values())
     plan = json.loads((out / "config.json").read_text())["plan"]
     assert any("0.3 x the base run's" in line for line in plan) and "the answers" in printed
+    assert "'say " in printed, "what it was taught to answer"
     assert "warning" in printed and "has seen only" in printed  # a base model of 8 steps
     assert (out / "step_000008" / "model.safetensors").exists() and (out / "report.md").exists()
 

@@ -8,7 +8,18 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import Process, command, disk, lines_written, losses, records, run, together, wait_for_step
+from helpers import (
+    Process,
+    command,
+    disk,
+    insert,
+    lines_written,
+    losses,
+    records,
+    run,
+    together,
+    wait_for_step,
+)
 
 from nanochat import checkpoint
 
@@ -123,6 +134,24 @@ def test_a_run_holds_its_folder_and_minutes_alone_make_its_checkpoints(corpus, t
     steps = sorted(int(path.name.removeprefix("step_")) for path in out.glob("step_*"))
     assert len(steps) > 2 and steps[0] < 20 and steps[-1] == len(losses(out))
     checkpoint.lock_folder(out).close()
+
+
+SAVE_OF_STEP_6_LASTS = """
+import nanochat.checkpoint.background as background
+background.save = lambda save=background.save, **what: what["step"] != 6 and save(**what) or time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("moment", "said"), [
+    ("step == 2", "there is no checkpoint yet; 2 steps are lost"),
+    ("step == 4 and not output._saver.finish(60)", "the newest checkpoint is of step 3; 1 step is lost"),
+    ("step == 7", "the newest checkpoint is of step 3, that of step 6 is not complete; 4 steps are lost"),
+])  # fmt: skip
+def test_a_second_ctrl_c_ends_a_run_at_once_and_says_what_is_lost(tree, corpus, tmp_path, moment, said):
+    twice = f"if {moment}: [__import__('signal').raise_signal(2) for _ in range(2)]"
+    insert(tree, SAVE_OF_STEP_6_LASTS, twice)
+    process = Process(command(corpus, tmp_path / "run", "--eval_every=-1"), tree)
+    assert process.wait() == 130 and process.stderr.endswith(f"stopped at once: {said}\n"), process.stderr
 
 
 def test_changes_are_refused_by_name_and_accepted_by_name(corpus, tmp_path):
