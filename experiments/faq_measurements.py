@@ -94,6 +94,11 @@ if __name__ == "__main__":
         "39": asked.scaler_with_bfloat16,
         "40": asked.lists,
         "41": lambda: prefetch(*embedded(base_dir)),
+        "51": asked.where_autocast_is,
+        "52": asked.autocast_to_float32,
+        "53": asked.gradient_dtypes,
+        "54": asked.probabilities_times_values,
+        "55": asked.long_rows,
     }
     if what not in {*experiments, "15", "all"}:
         raise UserError(f"no experiment {what}; there are 15, {', '.join(experiments)}, and all (but 15)")
