@@ -1,34 +1,44 @@
-"""The README from top to bottom, on small numbers: its commands in order end in a chat with the laptop's model."""
+"""The README from top to bottom on small numbers, and the commands of docs/how-do-i.md."""
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, names_in
+from helpers import ROOT, names_in, python_m
 
 from nanochat import checkpoint
 
 # What needs a GPU, a network or an installation is left out; the rest runs word for word but for these
 UNTIL, LEFT_OUT = "## A GPU, with its data", r"-m venv|^pip |-m pytest"
-SMALL = {
-    ".venv/bin/python ": "python ",
-    "base_train runs/laptop.py": "base_train runs/laptop.py --num_iterations=12 --aspect_ratio=16 --eval_tokens=8192",
-    "--depth=4 ": "--depth=4 --aspect_ratio=16 --head_dim=64 ",
-    "--num_iterations=20": "--num_iterations=4",
-    "mid_train --source=laptop": "mid_train --source=laptop --num_iterations=4 --eval_questions=4 --eval_every=-1",
-    "--prompt=": "--max_tokens=8 --prompt=",
+MORE = {  # arguments that are added
+    "base_train runs/laptop.py": "--num_iterations=12 --aspect_ratio=16 --eval_tokens=8192",
+    "mid_train --source=laptop": "--num_iterations=4 --eval_questions=4 --eval_every=-1",
+    "base_train --depth=4": "--aspect_ratio=16 --head_dim=64",
+    "chat --source=laptop": "--max_tokens=8",
 }
+SMALL = {".venv/bin/python ": "python ", "--num_iterations=20": "--num_iterations=4"}
+SMALL |= {command: f"{command} {more}" for command, more in MORE.items()}
 
 
-def commands() -> list[str]:
+def blocks(text: str) -> list[str]:
+    """The commands of a page, each as it stands between ```sh and ```."""
+    return re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def page(name: str) -> list[str]:
+    return blocks((ROOT / "docs" / name).read_text(encoding="utf-8"))
+
+
+def readme() -> list[str]:
     """The blocks of the README in order, and the command that compares runs, with SMALL put in."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```sh\n(.*?)^```", text[: text.index(UNTIL)], re.MULTILINE | re.DOTALL)
-    (compare,) = re.findall(r"`(python -m scripts\.report [^`]+)`", text)
-    lines = [[line for line in b.splitlines() if not re.search(LEFT_OUT, line)] for b in (*blocks, compare)]
+    (compare,) = re.findall(r"`(python -m scripts\.report d4[^`]+)`", text)
+    every = (*blocks(text[: text.index(UNTIL)]), compare)
+    lines = [[line for line in block.splitlines() if not re.search(LEFT_OUT, line)] for block in every]
     found = ["\n".join(block) for block in lines if block]
     for old, new in SMALL.items():
         assert any(old in block for block in found), f"the README no longer has {old}"
@@ -36,18 +46,17 @@ def commands() -> list[str]:
     return found
 
 
-@pytest.mark.slow  # a minute or two
+@pytest.mark.slow  # a minute of CPU
 def test_the_readme_in_order_ends_in_a_chat_with_the_laptops_model(tmp_path):
     pytest.importorskip("transformers")
-    base, path = tmp_path / "base", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    variables = {"NANOCHAT_BASE_DIR": str(base), "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
-    variables |= {"PATH": path, "PYTHONPATH": str(ROOT)}
+    path, base = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", tmp_path / "nanochat"
+    home = {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    variables = os.environ | home | {"PATH": path, "PYTHONPATH": str(ROOT), "NANOCHAT_BASE_DIR": str(base)}
+    (tmp_path / "home").mkdir()
     said = []
-    for block in commands():
+    for block in readme():
         shell = ["bash", "-euo", "pipefail", "-c", block]
-        done = subprocess.run(
-            shell, capture_output=True, text=True, cwd=tmp_path, env=os.environ | variables, timeout=900
-        )
+        done = subprocess.run(shell, capture_output=True, text=True, cwd=tmp_path, env=variables, timeout=900)
         assert done.returncode == 0, f"{block}\n{done.stdout}{done.stderr}"
         said.append(done)
     laptop = checkpoint.find(base / "base_checkpoints" / "laptop")
@@ -58,3 +67,28 @@ def test_the_readme_in_order_ends_in_a_chat_with_the_laptops_model(tmp_path):
     (chat,) = (done for done in said if "scripts.chat" in done.args[-1])
     assert "finished already" in chat.stdout and "mid_checkpoints/laptop" in chat.stderr
     assert (tmp_path / "laptop-hf" / "model.safetensors").exists()
+    # What docs/how-do-i.md removes is all that was written at home
+    (remove,) = (block for block in page("how-do-i.md") if block.startswith("rm "))
+    subprocess.run(["bash", "-euc", remove], env=variables | {"USER": tmp_path.name}, check=True)
+    assert [path for path in (tmp_path / "home").rglob("*") if path.is_file()] == []
+
+
+def test_both_languages_have_the_same_commands():
+    assert page("how-do-i.md") == page("how-do-i.zh.md")
+
+
+@pytest.mark.slow  # a dozen starts, and a tokenizer
+def test_the_commands_of_how_do_i_run(tree):
+    pytest.importorskip("transformers")
+    from exporting import make_model, save
+
+    save(Path(os.environ["NANOCHAT_BASE_DIR"], "base_checkpoints", "laptop"), make_model(2, 32, 2))
+    (tree / "runs").symlink_to(ROOT / "runs")
+    (tree / "mine.jsonl").write_text("".join(f'{{"text": "line {i} of my text"}}\n' for i in range(30000)))
+    turns = '{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}'
+    (tree / "chats.jsonl").write_text(f'{{"messages": [{turns}]}}\n')
+    ours = [block for block in page("how-do-i.md") if block.startswith("python -m ")]
+    assert len(ours) > 10
+    for block in ours:
+        done = python_m(shlex.split(block)[2:], tree)
+        assert done.returncode == 0 and done.stdout, f"{block}{done.stdout}{done.stderr}"
