@@ -1,5 +1,6 @@
 """The README from top to bottom on small numbers, and the commands of docs/how-do-i.md."""
 
+import importlib
 import os
 import re
 import shlex
@@ -11,6 +12,7 @@ import pytest
 from helpers import ROOT, names_in, python_m
 
 from nanochat import checkpoint
+from nanochat.terminal import duration
 
 # What needs a GPU, a network or an installation is left out; the rest runs word for word but for these
 UNTIL, LEFT_OUT = "## A GPU, with its data", r"-m venv|^pip |-m pytest"
@@ -71,6 +73,16 @@ def test_the_readme_in_order_ends_in_a_chat_with_the_laptops_model(tmp_path):
     (remove,) = (block for block in page("how-do-i.md") if block.startswith("rm "))
     subprocess.run(["bash", "-euc", remove], env=variables | {"USER": tmp_path.name}, check=True)
     assert [path for path in (tmp_path / "home").rglob("*") if path.is_file()] == []
+
+
+def test_the_table_of_models_has_the_times_of_the_plan(monkeypatch):
+    """If it does not: `python -m experiments.scale` prints it anew."""
+    monkeypatch.setattr("sys.argv", ["scale"])
+    scale = importlib.import_module("experiments.scale")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for depth in scale.MODELS:
+        (row,) = re.findall(rf"^\| {depth} \|.*", text, re.MULTILINE)
+        assert f" | {duration(3600 * scale.simulate(depth, 1).hours)} | " in row
 
 
 def test_both_languages_have_the_same_commands():
