@@ -97,8 +97,8 @@ def test_the_commands_of_how_do_i_run(tree):
     save(Path(os.environ["NANOCHAT_BASE_DIR"], "base_checkpoints", "laptop"), make_model(2, 32, 2))
     (tree / "runs").symlink_to(ROOT / "runs")
     (tree / "mine.jsonl").write_text("".join(f'{{"text": "line {i} of my text"}}\n' for i in range(30000)))
-    turns = '{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}'
-    (tree / "chats.jsonl").write_text(f'{{"messages": [{turns}]}}\n')
+    turns = '{"messages": [{"role": "user", "content": "%d"}, {"role": "assistant", "content": "Hello"}]}\n'
+    (tree / "chats.jsonl").write_text("".join(turns % i for i in range(300)))
     ours = [block for block in page("how-do-i.md") if block.startswith("python -m ")]
     assert len(ours) > 10
     for block in ours:
