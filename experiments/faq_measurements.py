@@ -1,8 +1,8 @@
 """The figures of docs/faq.md that no other page has: `python -m experiments.faq_measurements`, half a minute.
 
-Each experiment has the number of its question; `--what=28` runs that one. Most are in faq_precision.py.
-Number 41 reads the embedded text, and makes it and its tokenizer if they are missing. Number 15 compiles for
-a minute, so it runs only if you ask for it.
+Each experiment has the number of its question; `--what=28` runs that one. Most are in faq_precision.py
+and faq_autocast.py. Number 41 reads the embedded text, and makes it and its tokenizer if they are missing.
+Number 15 compiles for a minute, so it runs only if you ask for it.
 """
 
 import time
@@ -12,6 +12,7 @@ import torch
 import torch._functorch.config as functorch
 
 import configurator
+from experiments import faq_autocast
 from experiments import faq_precision as asked
 from experiments.measurements import byte_rows, flat_grad, our_model
 from nanochat import UserError
@@ -92,6 +93,11 @@ if __name__ == "__main__":
         "39": asked.scaler_with_bfloat16,
         "40": asked.lists,
         "41": lambda: prefetch(*embedded(base_dir)),
+        "51": faq_autocast.where_autocast_is,
+        "52": faq_autocast.autocast_to_float32,
+        "53": faq_autocast.gradient_dtypes,
+        "54": faq_autocast.probabilities_times_values,
+        "55": faq_autocast.long_rows,
     }
     if what not in {*experiments, "15", "all"}:
         raise UserError(f"no experiment {what}; there are 15, {', '.join(experiments)}, and all (but 15)")

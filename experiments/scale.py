@@ -17,7 +17,7 @@ device = "H100"  # the GPU: B200, H200, H100, A100, L40S, RTX 4090, L4, V100 or 
 
 settings = configurator.configure(globals())
 
-SMALL, DEPTHS = (4, 6, 8, 10), (12, 16, 20, 24, 26, 32, 40)
+MODELS, DEPTHS = (4, 8, 12, 16, 20, 24, 26), (12, 16, 20, 24, 26, 32, 40)
 GPUS = (1, 8, 64, 512)
 DEFAULTS = configurator.defaults(Path(configurator.__file__).parent / "scripts" / "base_train.py")
 
@@ -32,15 +32,15 @@ def models() -> str:
         "| depth | width | parameters | tokens | batch | steps | FLOPs | memory of a GPU | time | shards |",
         "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    for depth in SMALL + DEPTHS[:5]:
+    for depth in MODELS:
         found = simulate(depth, 1)
         plan = found.plan
-        flops = plan.flops_per_token * plan.tokens
         one_row = replace(plan, device_batch_size=1)
         lines.append(
             f"| {depth} | {plan.config.width} | {plan.parameters['total'] / 1e6:,.0f} M | "
             f"{plan.tokens / 1e9:.2f} B | {plan.total_batch_size:,} | {plan.num_iterations:,} | "
-            f"{flops:.2g} | {gib(one_row.expected_bytes)} to {gib(plan.expected_bytes)} | "
+            f"{plan.flops_per_token * plan.tokens:.2g} | "
+            f"{gib(one_row.expected_bytes)} to {gib(plan.expected_bytes)} | "
             f"{duration(3600 * found.hours)} | {plan.public_shards} |"
         )
     return "\n".join(lines)

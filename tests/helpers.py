@@ -73,7 +73,7 @@ sys.stderr.reconfigure(encoding=encoding)
 os.environ.clear()
 os.environ.update(environment)
 os.chdir(folder)
-sys.path[0] = folder
+sys.path[:1] = [folder, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
 sys.argv = arguments
 signal.alarm(900)  # seconds; a run that hangs is killed
 if arguments[0].endswith(".py"):
