@@ -17,7 +17,7 @@ PLAIN, OURS, FIXED = "#dce6f2", "#ffe0b8", "#eeeeee"  # a plain GPT's part; what
 # name: (x and y of the middle, width, text, colour)
 BOXES = {
     "ids": (1.5, 0.5, 1.6, "token ids", FIXED),
-    "embedding": (1.5, 1.5, 2.2, "embedding\n+ sub-word rows", OURS),
+    "embedding": (1.5, 1.5, 2.4, "token + bigram row\n+ sub-word rows", OURS),
     "x0": (1.5, 2.5, 1.6, "norm: x0", FIXED),
     "smear": (4.6, 3.5, 3.6, "+ x0 scale · x0\n+ gate · x of the token before", OURS),
     "qkv": (4.6, 4.7, 3.6, "norm, query, key, value", PLAIN),

@@ -100,9 +100,9 @@ def test_a_table_with_numbers_that_no_subword_has_is_refused(number):
 @pytest.mark.parametrize(
     ("spelling", "tokens", "before", "spelled"),
     [
-        ("auto", 299 * 2_500, None, True),
-        ("auto", 300 * 2_500, None, False),
-        ("auto", 300 * 2_500, {"spelled": True}, True),  # a resumed run that is made longer
+        ("auto", 299 * scaling.SPELLED_TOKENS, None, True),
+        ("auto", 300 * scaling.SPELLED_TOKENS, None, False),
+        ("auto", 300 * scaling.SPELLED_TOKENS, {"spelled": True}, True),  # a resumed run that is made longer
         ("on", 10**9, None, True),
         ("off", 10, None, False),
         ("off", 10, {"spelled": True}, False),  # another model, which checkpoints refuse
