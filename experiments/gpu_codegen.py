@@ -350,10 +350,20 @@ def ours(job: dict) -> tuple[torch.nn.Module, list[Part]]:
         kind = str(i) in model.value_embeddings, model.config.has_value_embedding(i), model.config.windows[i]
         kinds.setdefault(kind, []).append(i)
 
+    class Begin(torch.nn.Module):
+        """The model, called at its beginning."""
+
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, *args):
+            return self.model.begin(*args, None, None)
+
     def begin(own, *args):
-        model.cos, model.sin = own["cos"], own["sin"]
-        model._modules["bigram_embedding"] = SimpleNamespace(weight=own["weight"])
-        return model.begin(*args, None, None)
+        own = {"cos": own["cos"], "sin": own["sin"], "bigram_embedding.weight": own["weight"]}
+        own = {f"model.{name}": tensor for name, tensor in own.items()}
+        return torch.func.functional_call(Begin(), own, args)
 
     beginning = torch.nn.Module()
     beginning.register_buffer("cos", model.cos)
