@@ -132,7 +132,8 @@ class Plan:
     def resolved(self) -> dict:
         """What checkpoints keep of the plan, for a resumed run and for mid_train."""
         kept = {"device_batch_size": self.device_batch_size, "rates": self.rates, "fp8": self.fp8}
-        kept |= {"spelled": self.config.spelled, "table_share": self.table_share, "compiled": self.compiled}
+        kept |= {"spelled": self.config.spelled, "value_tables": self.config.value_tables}
+        kept |= {"table_share": self.table_share, "compiled": self.compiled}
         kept |= {"eager_steps": self.eager_steps, "peak": self.hardware.peak}
         if self.attention:
             kept["attention"] = self.attention.resolved
@@ -252,8 +253,7 @@ def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dic
     """
     V, resolved = tokenizer.vocab_size, resolved or {}
     config, horizon = scaling.horizon_of(settings, V, hardware.peak_flops, resolved)
-    spelled = scaling.is_spelled(settings, V, horizon, resolved)
-    config = replace(config, spelled=spelled, value_tables=not spelled)
+    config = replace(config, **scaling.tables_for(settings, V, horizon, resolved))
     plan = _plan(
         settings,
         config,

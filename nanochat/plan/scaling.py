@@ -23,7 +23,8 @@ REFERENCE_RATIO = 12.0  # tokens a parameter
 HORIZON_EXPONENT = 0.32  # rates ~ tokens**-0.32: arXiv 2409.19913
 MOST_DECAY = 8.0  # in short runs, rate x decay is at most 8 times the settings' (docs/ablations.md)
 MOST_STEPS = 10**9  # steps of a run, the end of the range of base_train's num_iterations
-SPELLED_TOKENS = 10_000  # a run with fewer tokens for each token of the vocabulary has sub-word embeddings
+SPELLED_TOKENS = 10_000  # with fewer tokens for each token of the vocabulary, it has sub-word embeddings
+TABLE_TOKENS = 2_500  # with fewer, all value embeddings are rows of the head (docs/ablations.md)
 BIGRAMS = 8  # rows that pairs of tokens share, for each token of the vocabulary (docs/ablations.md)
 WIDEST = 64  # aspect ratio, unless the run is too short for so wide a model
 BEST_RATIO = 2.0  # tokens a parameter, if FLOPs are few: our fit at d4 and d6 (docs/ablations.md)
@@ -182,12 +183,16 @@ def horizon_of(
     return config, horizon
 
 
-def is_spelled(settings: dict, vocab_size: int, horizon: Horizon, resolved: dict | None = None) -> bool:
-    """Whether the model has sub-word embeddings (subword.py): in a run that is too short for each token's row
-    to learn alone (docs/ablations.md)."""
-    if settings["spelling"] != "auto":
-        return settings["spelling"] == "on"
-    return (resolved or {}).get("spelled", horizon.tokens < SPELLED_TOKENS * vocab_size)
+def tables_for(settings: dict, vocab_size: int, horizon: Horizon, resolved: dict | None = None) -> dict:
+    """Which rows tokens have beside embedding and head: GPTConfig's spelled and value_tables, {name: bool}.
+
+    Sub-word embeddings (subword.py) help where a run is too short for each token's row to learn alone, tables
+    of value embeddings where it is not (docs/ablations.md).
+    """
+    tokens = horizon.tokens / vocab_size
+    found = {"spelled": tokens < SPELLED_TOKENS, "value_tables": tokens >= TABLE_TOKENS}
+    found |= {name: kept for name, kept in (resolved or {}).items() if name in found}
+    return found if settings["spelling"] == "auto" else found | {"spelled": settings["spelling"] == "on"}
 
 
 def table_share(settings: dict, epochs: float, resolved: dict) -> float:

@@ -98,19 +98,22 @@ def test_a_table_with_numbers_that_no_subword_has_is_refused(number):
 
 
 @pytest.mark.parametrize(
-    ("spelling", "tokens", "before", "spelled"),
+    ("spelling", "tokens", "before", "found"),
     [
-        ("auto", 299 * scaling.SPELLED_TOKENS, None, True),
-        ("auto", 300 * scaling.SPELLED_TOKENS, None, False),
-        ("auto", 300 * scaling.SPELLED_TOKENS, {"spelled": True}, True),  # a resumed run that is made longer
-        ("on", 10**9, None, True),
-        ("off", 10, None, False),
-        ("off", 10, {"spelled": True}, False),  # another model, which checkpoints refuse
+        ("auto", 10, None, (True, False)),
+        ("auto", scaling.TABLE_TOKENS, None, (True, True)),
+        ("auto", scaling.SPELLED_TOKENS, None, (False, True)),
+        # A resumed run that is made longer stays what it was
+        ("auto", scaling.SPELLED_TOKENS, {"spelled": True, "value_tables": False}, (True, False)),
+        ("on", 10**9, None, (True, True)),
+        ("off", 10, None, (False, False)),
+        ("off", 10, {"spelled": True}, (False, False)),  # another model, which checkpoints refuse
     ],
 )
-def test_short_runs_have_subwords_and_a_resumed_run_stays_what_it_was(spelling, tokens, before, spelled):
-    horizon = scaling.Horizon(tokens // 100, 100, 1e9, "", "")
-    assert scaling.is_spelled({"spelling": spelling}, 300, horizon, before) == spelled
+def test_the_length_of_a_run_decides_which_rows_tokens_have(spelling, tokens, before, found):
+    horizon = scaling.Horizon(300 * tokens, 1, 1e9, "", "")
+    tables = scaling.tables_for({"spelling": spelling}, 300, horizon, before)
+    assert (tables["spelled"], tables["value_tables"]) == found
 
 
 def test_without_tables_all_value_embeddings_are_the_rows_of_the_head():
