@@ -65,9 +65,7 @@ warmdown_ratio = 0.8  # share of the run in which the rate falls linearly [0..1]
 final_lr_frac = 0.0  # what the rate falls to, as a share of the full rate [0..1]
 
 # Evaluation
-eval_every = (
-    100  # * steps between evaluations on validation conversations (-1 = only at the end) [-1, 1..1e9]
-)
+eval_every = 100  # * steps between validations on conversations (-1 = only at the end) [-1, 1..1e9]
 eval_questions = 200  # validation questions whose answers are compared, word for word (0 = off) [0..1e6]
 sample_every = 500  # steps between samples (-1 = only at the end) [-1, 1..1e9]
 sample_prompts: str | None = None  # questions, separated by | (none = from the validation conversations)
