@@ -20,7 +20,7 @@ from nanochat.machine.precision import name_of
 CPU = torch.device("cpu")
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 # That of runs/laptop.py at width 192
-LAPTOP = GPTConfig(4, 192, 3, 4096, max_seq_len=512, spelled=True, value_tables=False)
+LAPTOP = GPTConfig(4, 192, 3, 4096, max_seq_len=512, spelled=True, value_tables=False, bigrams=8)
 
 
 def distance(a, b) -> float:
