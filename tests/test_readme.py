@@ -97,6 +97,8 @@ def test_the_commands_of_how_do_i_run(tree):
     save(Path(os.environ["NANOCHAT_BASE_DIR"], "base_checkpoints", "laptop"), make_model(2, 32, 2))
     (tree / "runs").symlink_to(ROOT / "runs")
     (tree / "mine.jsonl").write_text("".join(f'{{"text": "line {i} of my text"}}\n' for i in range(30000)))
+    for name in ("held-out.jsonl", "others.jsonl"):
+        (tree / name).write_text("".join(f'{{"text": "{name} has line {i}"}}\n' for i in range(40)))
     turns = '{"messages": [{"role": "user", "content": "%d"}, {"role": "assistant", "content": "Hello"}]}\n'
     (tree / "chats.jsonl").write_text("".join(turns % i for i in range(300)))
     ours = [block for block in page("how-do-i.md") if block.startswith("python -m ")]
