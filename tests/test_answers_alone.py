@@ -27,7 +27,7 @@ class Alone:
 
 @pytest.fixture(scope="module")
 def model():
-    model = GPT(GPTConfig(3, 32, 2, TOKENIZER.vocab_size, T, window_pattern="SL"))
+    model = GPT(GPTConfig(3, 32, 2, TOKENIZER.vocab_size, T, window_pattern="SL", bigrams=3))
     model.init_weights(torch.Generator().manual_seed(0))
     with torch.no_grad():
         for p in model.parameters():

@@ -224,11 +224,17 @@ class SharedPrefix:
     """
 
     def __init__(self, depth: int):
-        self.length, self.owner = 0, None
+        self.length, self.owner, self.ids = 0, None, None
         self.layers = [_Layer(self) for _ in range(depth)]
 
     def places(self, T: int) -> slice:
         return slice(self.length, self.length + T)
+
+    def previous_ids(self, idx):  # (B, T)
+        if self.ids is None:
+            self.ids = idx[:, -1]
+            return previous_token(idx)
+        return torch.cat((self.ids[self.owner, None], idx[:, :-1]), 1)
 
 
 class _Layer:

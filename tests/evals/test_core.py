@@ -43,7 +43,7 @@ def tokenizer(tasks):
 
 def make_model(tokenizer, window_pattern="L") -> GPT:
     """Large random weights, so that no decision is a matter of rounding."""
-    config = GPTConfig(2, 32, 2, tokenizer.vocab_size, MAX_SEQ_LEN, window_pattern)
+    config = GPTConfig(2, 32, 2, tokenizer.vocab_size, MAX_SEQ_LEN, window_pattern, bigrams=3)
     model, generator = GPT(config), torch.Generator().manual_seed(1)
     model.init_weights(generator)
     for p in model.parameters():
