@@ -21,7 +21,7 @@ from experiments.sides import ROOT, Batches, Ours
 
 FIRST_STEPS = 5  # of 30 that are compared tightly; later ones amplify rounding
 # Largest relative difference of a step's loss from float32 on a CPU: of the first steps, of all. Bigram rows
-# learn this task within the first steps, and a loss that falls so fast shows rounding more (0.009 in bfloat16)
+# learn this task within the first steps, and a loss that falls so fast shows rounding more (bfloat16: 0.009)
 TOLERANCES = {"float32": (1e-4, 1e-2), "bfloat16": (2e-2, 3e-2), "float16": (2e-2, 5e-2)}
 
 
