@@ -102,7 +102,7 @@ def test_one_to_four_processes_have_the_same_losses_even_if_a_run_moves_between_
 
 @pytest.mark.slow
 def test_a_disk_that_fills_up_costs_no_good_checkpoint_and_the_run_goes_on(corpus, tmp_path):
-    with disk(tmp_path / "disk", "3m") as small:
+    with disk(tmp_path / "disk", "6m") as small:
         out, filler = small / "run", small / "filler"
         run(command(corpus, out, "--num_iterations=4", "--save_every=2", "--keep_checkpoints=1"))
         good = checkpoint.find(out, "auto")
