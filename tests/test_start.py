@@ -90,7 +90,7 @@ import torch
 from nanochat.machine import compiling
 
 def compile(*args, torch_compile=torch.compile, **options):
-    print("compiling", flush=True)
+    print("compiling: ", flush=True)
     return torch_compile(*args, **options)
 
 torch.compile = compile
