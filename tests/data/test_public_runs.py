@@ -48,7 +48,7 @@ def start(base: Path, *more: str, patience=60.0, processes=1) -> subprocess.Pope
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     arguments = [*(torchrun if processes > 1 else []), str(wrapper), *SETTINGS, f"--base_dir={base}", *more]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "1000"}
     return subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=environment, **pipes)
 
 
