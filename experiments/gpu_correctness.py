@@ -20,9 +20,8 @@ import torch
 from experiments.sides import ROOT, Batches, Ours
 
 FIRST_STEPS = 5  # of 30 that are compared tightly; later ones amplify rounding
-# Largest relative difference of a step's loss from float32 on a CPU: of the first steps, of all. Bigram rows
-# learn this task within the first steps, and a loss that falls so fast shows rounding more (bfloat16: 0.009)
-TOLERANCES = {"float32": (1e-4, 1e-2), "bfloat16": (2e-2, 3e-2), "float16": (2e-2, 5e-2)}
+# Largest relative difference of a step's loss from float32 on a CPU: of the first steps, of all
+TOLERANCES = {"float32": (1e-4, 1e-2), "bfloat16": (5e-3, 3e-2), "float16": (2e-2, 5e-2)}
 
 
 def checked(checks: dict[str, tuple[float, float]], **more) -> dict:
@@ -79,12 +78,15 @@ def backend(job: dict) -> str:
 
 
 def learnable(rows: int, T: int, vocab_size: int, seed: int):
-    """(inputs, targets), each (rows, T) int64: mostly the next token is 5 x the last + 1, modulo 64."""
+    """(inputs, targets), each (rows, T) int64: mostly a token is 5 x the one two before it + 1, modulo 64.
+
+    Of the one before it, bigram rows would learn it within the first steps, where rounding then shows more.
+    """
     draw = torch.Generator().manual_seed(seed)
     tokens = torch.randint(64, (rows, T + 1), generator=draw)
     keep = torch.rand(rows, T + 1, generator=draw) < 0.1
-    for t in range(1, T + 1):
-        tokens[:, t] = torch.where(keep[:, t], tokens[:, t], (5 * tokens[:, t - 1] + 1) % 64)
+    for t in range(2, T + 1):
+        tokens[:, t] = torch.where(keep[:, t], tokens[:, t], (5 * tokens[:, t - 2] + 1) % 64)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
