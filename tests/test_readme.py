@@ -76,7 +76,7 @@ def test_the_readme_in_order_ends_in_a_chat_with_the_laptops_model(tmp_path):
 
 
 def test_the_table_of_models_has_the_times_of_the_plan(monkeypatch):
-    """If it does not: `python -m experiments.scale` prints it anew."""
+    """If this fails, put in the table that `python -m experiments.scale` prints."""
     monkeypatch.setattr("sys.argv", ["scale"])
     scale = importlib.import_module("experiments.scale")
     text = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -23,6 +23,7 @@ variants = {
     "no value embeddings": {"patch": "parts/no-value-embeddings.patch"},
     "no gate for a head's output": {"patch": "parts/no-head-gate.patch"},
     "tokens do not share their spelling": {"spelling": "off"},
+    "no rows for pairs of tokens": {"bigrams": 0},
     "no stream of the token before": {"patch": "parts/no-stream-before.patch"},
     "own key": {"patch": "parts/own-key.patch"},
     # Parts of the optimizer and the schedules

@@ -287,7 +287,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss, logits, cache)
 
     def previous_ids(self, ids, row: Row, cache):
-        """The token before each of ids (B, T), 0 where there is none.
+        """For each token of ids (B, T) the token before it; 0 where there is none.
 
         The cache has the tokens as one more layer, so beam search and assisted generation reorder and cut
         them with the others.
