@@ -16,14 +16,12 @@ Whatever is missing is named at the start.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils._pytree import tree_leaves
 
-from nanochat import UserError
 from nanochat.ops.attention import attention, previous_token, visible_from
 from nanochat.ops.elementwise import norm, norm_and_rotate, norm_rotate_and_shift
 from nanochat.ops.loss import softcap, softcapped_cross_entropy
@@ -312,40 +310,3 @@ class GPT(nn.Module):
         counts = self.parameter_counts()
         attended = sum(self.config.windows)
         return 6 * (counts["matrices"] + counts["head"]) + 12 * self.config.width * attended
-
-
-def check_dtypes(model: nn.Module, dtype: torch.dtype):
-    """Raise UserError, with the name of the part, if one in the blocks gets another dtype than autocast's.
-
-    A float32 parameter that meets x without `.to(x.dtype)` turns all that follows into float32: slower, with
-    more memory, and without an error. A small model of the same code is run on a CPU to find out, because
-    autocast casts only products there.
-    """
-    if dtype == torch.float32 or not isinstance(model, GPT):
-        return
-
-    def check(name, *values):
-        tensors = [t for t in tree_leaves(values) if torch.is_tensor(t) and not isinstance(t, nn.Parameter)]
-        for tensor in tensors:  # a table is a parameter; its rows are cast
-            if tensor.is_floating_point() and tensor.dtype != dtype:
-                raise UserError(
-                    f"{name} computes in {tensor.dtype} in place of {dtype}: in nanochat/gpt.py, a float32 "
-                    "parameter or table meets x without .to(x.dtype); add it, or take check_dtypes out of "
-                    "the script if that is what you want"
-                )
-
-    small = small_model(type(model), model.config)
-    for name, module in small.blocks.named_modules(prefix="blocks"):
-        module.register_forward_pre_hook(lambda module, args, name=name: check(name, args))
-    for i, block in enumerate(small.blocks):
-        block.register_forward_hook(lambda module, args, x, i=i: check(f"blocks.{i}", x))
-    with torch.no_grad(), torch.autocast("cpu", dtype):
-        small(torch.zeros(1, 4, dtype=torch.int64))
-
-
-def small_model(kind, config: GPTConfig) -> nn.Module:
-    """A narrow model of the same class, depth and windows on the CPU, with initial weights."""
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        model = kind(replace(config, width=64, num_heads=2, vocab_size=50, max_seq_len=12)).eval()
-        model.init_weights(torch.Generator().manual_seed(0))
-    return model

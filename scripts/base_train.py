@@ -26,7 +26,7 @@ from nanochat.engine import continuations
 from nanochat.evals.bits_per_byte import validate
 from nanochat.evals.tasks import open_tasks, score_tasks
 from nanochat.files import user_path
-from nanochat.gpt import GPT, check_dtypes
+from nanochat.gpt import GPT
 from nanochat.gradients import clip_grad_norm_, wrap_in_ddp
 from nanochat.machine import precision, runtime, signals
 from nanochat.machine.compiling import compile_after, freeze_garbage
@@ -170,7 +170,7 @@ step, last_eval_step, changed, loop, clock = begin(resumed, identity, settings, 
 with torch.device("meta"):  # shapes first, then memory and initial weights
     model = GPT(plan.config)
 runtime.materialize(model, device, seed)
-check_dtypes(model, compute_dtype)  # delete this line if a part is to compute in another dtype
+precision.check_dtypes(model, compute_dtype)  # delete this line if a part is to compute in another dtype
 register_subwords(model, tokenizer)  # does nothing if the model has no sub-word embeddings
 plan.apply_to(model)  # its attention backends, kernels, and fp8
 eager_left = plan.eager_left(step)  # first steps that run eager, so that their losses come soon (None: all)

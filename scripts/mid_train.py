@@ -27,7 +27,7 @@ from nanochat.engine import find_source, model_config
 from nanochat.evals.bits_per_byte import validate
 from nanochat.evals.exact_match import answer, exact_match, exact_match_questions, nearest_answer_share
 from nanochat.files import user_path
-from nanochat.gpt import GPT, check_dtypes
+from nanochat.gpt import GPT
 from nanochat.gradients import clip_grad_norm_, wrap_in_ddp
 from nanochat.machine import precision, runtime, signals
 from nanochat.machine.compiling import compile_after, freeze_garbage
@@ -153,7 +153,7 @@ step, last_eval_step, changed, loop, clock = begin(resumed, identity, settings, 
 with torch.device("meta"):
     model = GPT(config)
 runtime.materialize(model, device, seed)
-check_dtypes(model, compute_dtype)
+precision.check_dtypes(model, compute_dtype)
 plan.apply_to(model)
 eager_left = plan.eager_left(step)  # first steps that run eager, so that their losses come soon (None: all)
 groups = optim.parameter_groups(model, plan.rates, plan.weight_decay)

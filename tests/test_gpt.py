@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from experiments.autocast_rules import autocast_on
 from nanochat import UserError, gpt
-from nanochat.gpt import GPT, MLP, Block, GPTConfig, check_dtypes, gated
+from nanochat.gpt import GPT, MLP, Block, GPTConfig, gated
+from nanochat.machine.precision import check_dtypes
 
 PATTERNS = ["L", "SL", "SSSL", "S"]
 
@@ -254,8 +255,8 @@ def test_a_forgotten_cast_to_the_streams_dtype_is_named(dtype, monkeypatch):
         exec(compile(tree, "edited", "exec"), edited.__dict__)
         model = edited.GPT(edited.GPTConfig(4, 64, 2, 50, 12, "SL"))
         with pytest.raises(UserError, match=r"blocks\.\d.* computes in torch\.float32 .*\.to\(x\.dtype\)"):
-            edited.check_dtypes(model, dtype)
-        edited.check_dtypes(model, torch.float32)
+            check_dtypes(model, dtype)
+        check_dtypes(model, torch.float32)
         named += 1
     assert named
 

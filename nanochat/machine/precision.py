@@ -2,9 +2,12 @@
 float32."""
 
 import contextlib
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
+from torch.utils._pytree import tree_leaves
 
 from nanochat import UserError
 
@@ -100,3 +103,40 @@ class AgreedGradScaler(torch.amp.GradScaler):
         for found in found_inf.values() if dist.is_initialized() else ():
             dist.all_reduce(found, dist.ReduceOp.MAX)
         return found_inf
+
+
+def check_dtypes(model: nn.Module, dtype: torch.dtype):
+    """Raise UserError, with the name of the part, if one in the blocks gets another dtype than autocast's.
+
+    A float32 parameter that meets x without `.to(x.dtype)` turns all that follows into float32: slower, with
+    more memory, and without an error. A small model of the same code is run on a CPU to find out, because
+    autocast casts only products there.
+    """
+    if dtype == torch.float32 or not hasattr(model, "blocks"):  # or no model like gpt.py's
+        return
+
+    def check(name, *values):
+        tensors = [t for t in tree_leaves(values) if torch.is_tensor(t) and not isinstance(t, nn.Parameter)]
+        for tensor in tensors:  # a table is a parameter; its rows are cast
+            if tensor.is_floating_point() and tensor.dtype != dtype:
+                raise UserError(
+                    f"{name} computes in {tensor.dtype} in place of {dtype}: in nanochat/gpt.py, a float32 "
+                    "parameter or table meets x without .to(x.dtype); add it, or take check_dtypes out of "
+                    "the script if that is what you want"
+                )
+
+    small = small_model(type(model), model.config)
+    for name, module in small.blocks.named_modules(prefix="blocks"):
+        module.register_forward_pre_hook(lambda module, args, name=name: check(name, args))
+    for i, block in enumerate(small.blocks):
+        block.register_forward_hook(lambda module, args, x, i=i: check(f"blocks.{i}", x))
+    with torch.no_grad(), torch.autocast("cpu", dtype):
+        small(torch.zeros(1, 4, dtype=torch.int64))
+
+
+def small_model(kind, config) -> nn.Module:
+    """A narrow model of the same class, depth and windows on the CPU, with initial weights."""
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        model = kind(replace(config, width=64, num_heads=2, vocab_size=50, max_seq_len=12)).eval()
+        model.init_weights(torch.Generator().manual_seed(0))
+    return model
