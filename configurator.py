@@ -8,8 +8,7 @@ command line; the last of these that gives one wins.
 
 A setting is a line `name = value` above the call. The value is a number, arithmetic on numbers, text, True
 or False; with an annotation it may be None. A name that begins with an underscore is not a setting. The
-lines stand at module level, or in the `if __name__ == "__main__":` block around the call if it has such
-lines. The type is the annotation's (int, float, str, bool, Literal["a", "b"], X | None), else the default's.
+type is the annotation's (int, float, str, bool, Literal["a", "b"], X | None), else the default's.
 A comment above the line starts a group; its first line that has a word in it is the group's name.
 The comment at the end of the line is the help. If it begins with a *, --help shows the setting. --help=all
 shows all, and so does --help if no setting has a *.
@@ -145,7 +144,7 @@ def _declared_settings(path):
     names = {variable: name for name, variable in aliases.items()}
     declared, group, end = {}, "", 0
     for statement in _statements_to_call(tree.body):
-        heading = _heading(source.split("\n")[end : statement.lineno - 1], statement.col_offset) or group
+        heading = _heading(source.split("\n")[end : statement.lineno - 1]) or group
         end = statement.end_lineno
         variable, node = _assignment(statement)
         name = names.get(variable, variable)
@@ -170,12 +169,9 @@ def _declared_settings(path):
 
 
 def _statements_to_call(body):
-    """The statements up to the call of configure(): those of its `if` block if that has assignments."""
-    for index, statement in enumerate(body):
-        if _call(statement):
-            inner = _statements_to_call(statement.body) if isinstance(statement, ast.If) else []
-            return inner if any(_assignment(s)[0] for s in inner[:-1]) else body[: index + 1]
-    return body
+    """The statements up to the one that calls configure()."""
+    last = next((index for index, statement in enumerate(body) if _call(statement)), len(body))
+    return body[: last + 1]
 
 
 def _call(node):
@@ -192,9 +188,9 @@ def _assignment(statement):
     return None, None
 
 
-def _heading(lines, indent):
+def _heading(lines):
     """The name of the group that begins after `lines`: the first words of the comment there, else ""."""
-    comment = re.search(rf"(^ {{{indent}}}#.*\n)+\s*\Z", "\n".join([*lines, ""]), re.MULTILINE)
+    comment = re.search(r"(^#.*\n)+\s*\Z", "\n".join([*lines, ""]), re.MULTILINE)
     words = [line.strip("#-=*~ \t") for line in comment[0].split("\n")] if comment else []
     return next(filter(None, words), "")
 

@@ -37,8 +37,7 @@ def write_job(text: Path, folder: Path, length: int):
     from nanochat.data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(text / "tokenizer" / "tokenizer.json")
-    texts = list(Documents([text / "base_data_climbmix" / VALIDATION]))
-    documents = tokenizer.encode_batch(texts, os.cpu_count() or 1)
+    documents = map(tokenizer.encode, Documents([text / "base_data_climbmix" / VALIDATION]))
     job = {
         "documents": [torch.from_numpy(document.astype("int64")) for document in documents],
         "bos_id": tokenizer.bos_id,

@@ -93,6 +93,7 @@ def figures(settings: dict, turns: list[dict], peak: dict, variant: str) -> dict
         "step_ms": 1000 * step_s,
         "planned_step_ms": 1000 * planned["seconds"] / planned["num_iterations"],
         "mfu": statistics.median(record["mfu"] for record in records),
+        "loss": records[-1]["loss"],  # the variants have the same batches and first weights
         "mfu_of_measured_peak": speed * flops / peak[variant.removesuffix("+compile")],
         "peak_memory_bytes": memory,
         "peak_memory_gib": memory / 2**30,

@@ -31,18 +31,6 @@ def user_path(setting: str, value: str | Path) -> Path:
         ) from error
 
 
-def special_kind(path: Path) -> str:
-    """What a path is if not a regular file, else "". Raises OSError if there is nothing or a broken link.
-
-    Data is not read from special files: a pipe may block for ever, and a device may never end.
-    """
-    mode = path.stat().st_mode
-    if stat.S_ISREG(mode):
-        return ""
-    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-    return kinds.get(stat.S_IFMT(mode), "a device")
-
-
 def open_plain(path, flags: int, mode: int = 0o666) -> int:
     """os.open for a regular file; OSError for a symbolic link, a pipe or a device."""
     for more in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):  # without O_NONBLOCK, opening a pipe would wait

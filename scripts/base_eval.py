@@ -43,7 +43,7 @@ out_dir: str | None = None  # folder of the results (none = the run's)
 # What to evaluate
 eval = "bpb,core,sample"  # any of bpb, core (all tasks) and sample, with commas between them
 core_metric_max_per_task = -1  # examples of each of CORE's tasks (-1 = all) [-1, 1..1e9]
-bundle: str | None = None  # folder or zip file of CORE's bundle (none = <base_dir>/eval_bundle)
+bundle: str | None = None  # zip file or folder of CORE's bundle (none = <base_dir>/eval_bundle.zip)
 
 # Text (none = as in the run)
 data: str | None = None  # embedded, a file or folder of text, climbmix or fineweb-edu

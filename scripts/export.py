@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 from dataclasses import asdict
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -39,12 +38,6 @@ settings = configurator.configure(globals())
 
 # A difference in the equations makes logits differ by 1, not by the rounding of sums
 TOLERANCE = 1e-3
-
-
-def check_folder(folder: Path):
-    """Raise UserError if something is in the way of a new folder."""
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder} exists already; give another folder with --out, or remove it")
 
 
 def to_transformers(ours: GPT, identity: dict, endings: dict):
@@ -125,7 +118,8 @@ print(write({beginning}, max_new_tokens=100)[0]["generated_text"])
 if not out:
     raise UserError("name the folder to write with --out=FOLDER")
 folder = user_path("out", out)
-check_folder(folder)
+if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    raise UserError(f"{folder} exists already; give another folder with --out, or remove it")
 checkpoint = find_source(source, user_path("base_dir", base_dir))
 tokenizer = Tokenizer.load(checkpoint.path / "tokenizer.json")
 ours = load_for_inference(checkpoint, torch.device("cpu"), torch.float32)

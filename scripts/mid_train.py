@@ -25,7 +25,7 @@ from nanochat.data.conversations import open_conversations
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.engine import find_source, model_config
 from nanochat.evals.bits_per_byte import validate
-from nanochat.evals.exact_match import answer, exact_match, exact_match_questions, nearest_answer_share
+from nanochat.evals.exact_match import answer, exact_match, exact_match_questions
 from nanochat.files import user_path
 from nanochat.gpt import GPT
 from nanochat.gradients import clip_grad_norm_, wrap_in_ddp
@@ -169,7 +169,6 @@ in_batches = tokenizer.bos_id, plan.device_batch_size, *share, device
 val_sets = {name: ConversationBatches(tokens, *in_batches) for name, tokens in val_tokens.items()}
 token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(device)
 questions = exact_match_questions(conversations, eval_questions)
-nearest = nearest_answer_share(conversations, questions) if questions and machine.is_main else None
 prompts = sample_prompts.split("|") if sample_prompts else [question[-1][1] for question, _ in questions[:3]]
 
 if resumed:
@@ -225,7 +224,6 @@ def evaluate():
     if questions and is_due(eval_every):
         exact = record["exact_match"] = exact_match(model, tokenizer, questions, compute_dtype, machine)
         said += f", {100 * exact:.1f} % of {len(questions)} questions answered word for word"
-        said += f" (nearest training answer: {100 * nearest:.1f} %)" if nearest is not None else ""
     if is_due(sample_every) and machine.is_main:
         answers = answer(model, tokenizer, [[("user", p)] for p in prompts], compute_dtype)
         record["samples"] = [f"{p}\n-> {text}" for p, text in zip(prompts, answers, strict=True)]

@@ -16,8 +16,6 @@ from nanochat.checkpoint.folder import newest_in_words
 from nanochat.checkpoint.save_and_load import SaveError, save
 from nanochat.machine.transfers import for_new_thread
 
-KEEP_BYTES = 1 << 28  # smaller buffers are made again for each save: it takes a tenth of a second
-
 
 def check_finite(model, step, out_dir):
     """Raise UserError if weights are infinite or not a number: nobody can use such a checkpoint."""
@@ -33,8 +31,7 @@ def check_finite(model, step, out_dir):
 class AsyncSaver:
     """Calls `save` on a background thread. Training stops only while tensors are copied to host memory.
 
-    The buffers for the copies are reused; for tensors of a GPU they are page-locked. A small model's on a CPU
-    are freed after each save, since steps and copies share memory there. One save runs at a time.
+    The buffers for the copies are reused; for tensors of a GPU they are page-locked. One save runs at a time.
     """
 
     def __init__(self, out_dir, rank=0, world_size=1, run_id=None):
@@ -46,9 +43,8 @@ class AsyncSaver:
     def reserve(self, model, optimizer):
         """Make the buffers in the background, so that the first save takes no longer than the next ones."""
         self.wait()
-        model = model if self._where["rank"] == 0 else {}
-        if _keeps_buffers(model, optimizer):
-            self._job = self._thread.submit(self._reserve, model=model, optimizer=optimizer)
+        kinds = {"model": model if self._where["rank"] == 0 else {}, "optimizer": optimizer}
+        self._job = self._thread.submit(self._reserve, kinds)
 
     def submit(self, step, *, model, optimizer, state, make_room=None, after_publish=None, **more):
         """Wait for the previous save, copy all tensors and the state, and start `save` with them.
@@ -70,7 +66,6 @@ class AsyncSaver:
         what["state"] = json.loads(to_json(state))  # a copy: the loop changes its own while this one is saved
         what["model"] = self._copy("model", model) if self._where["rank"] == 0 else {}
         what["optimizer"] = self._copy("optimizer", optimizer)
-        self._keep = _keeps_buffers(model, optimizer)
         if torch.cuda.is_initialized():
             copied = torch.cuda.Event(blocking=True)  # sleeps; torch.cuda.synchronize keeps a core busy
             copied.record()
@@ -90,8 +85,6 @@ class AsyncSaver:
             raise
         if after_publish and what["rank"] == 0:
             after_publish()
-        if not self._keep:
-            self._buffers.clear()
         return path
 
     def _buffer(self, kind, name, tensor):
@@ -107,12 +100,10 @@ class AsyncSaver:
             for name, tensor in tensors.items()
         }
 
-    def _reserve(self, **kinds):
+    def _reserve(self, kinds):
         for kind, tensors in kinds.items():
-            for name, tensor in tensors.items():
-                self._buffer(
-                    kind, name, tensor
-                ).zero_()  # the first write to new memory takes most of the time
+            for name, tensor in tensors.items():  # the first write to new memory takes most of the time
+                self._buffer(kind, name, tensor).zero_()
 
     def done(self):
         """Whether wait() would return, or raise, at once."""
@@ -134,12 +125,6 @@ class AsyncSaver:
             return self.wait()
         finally:
             self._thread.shutdown()
-
-
-def _keeps_buffers(model, optimizer):
-    """Whether the buffers for these tensors are kept for the next save."""
-    tensors = [*model.values(), *optimizer.values()]
-    return any(t.is_cuda for t in tensors) or sum(t.nbytes for t in tensors) >= KEEP_BYTES
 
 
 def _prepare_thread(use_device):

@@ -1,5 +1,6 @@
 """What a checkpoint is made of: synced and hashed files, safetensors, strict JSON."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -113,11 +114,10 @@ def read_tensors(path, wanted=lambda name: True):
     The tensors are copies: the file is memory-mapped, and it may be deleted later. Raises Damaged, also for a
     file whose header does not say where each byte belongs.
     """
-    refuse_endless(path)
     try:
-        with safe_open(path, framework="pt") as f:
+        with _reading(path), safe_open(path, framework="pt") as f:
             return {n: f.get_tensor(n).clone() for n in f.offset_keys() if wanted(n)}
-    except (OSError, SafetensorError) as e:
+    except SafetensorError as e:
         raise damaged(path, f"cannot be read ({e})") from e
 
 
@@ -136,14 +136,10 @@ def read_json(path):
     def refuse(constant):
         raise ValueError(f"{constant} is not JSON")
 
-    try:
-        refuse_endless(path)
+    with _reading(path):
         raw = path.read_bytes()
+    try:
         value = json.loads(raw.decode(), parse_constant=refuse)
-    except PermissionError:  # the checkpoint is not damaged
-        raise
-    except OSError as e:
-        raise _unreadable(path, e) from e
     except (ValueError, RecursionError) as e:
         raise damaged(path, f"is not valid JSON ({e})") from e
     if not isinstance(value, dict):
@@ -154,33 +150,32 @@ def read_json(path):
 def verify_file(path, entry):
     """Raise Damaged if a file is missing or does not have the size and checksum of its manifest entry."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK))
-    try:
-        refuse_endless(path)
-        with open(path, "rb", buffering=0) as f:
-            actual = os.fstat(f.fileno()).st_size
-            if actual != entry["size"]:
-                raise damaged(path, f"has {actual:,} bytes instead of {entry['size']:,}")
-            while n := f.readinto(buffer):
-                digest.update(buffer[:n])
-    except PermissionError:  # the checkpoint is not damaged
-        raise
-    except OSError as e:
-        raise _unreadable(path, e) from e
+    with _reading(path), open(path, "rb", buffering=0) as f:
+        actual = os.fstat(f.fileno()).st_size
+        if actual != entry["size"]:
+            raise damaged(path, f"has {actual:,} bytes instead of {entry['size']:,}")
+        while n := f.readinto(buffer):
+            digest.update(buffer[:n])
     if digest.hexdigest() != entry["sha256"]:
         raise damaged(path, "does not match its checksum")
 
 
-def refuse_endless(path):
-    """Raise Damaged for a pipe, a device or a folder."""
+@contextlib.contextmanager
+def _reading(path):
+    """Raise Damaged for a file that is missing or cannot be read, and for a pipe, a device or a folder.
+    Missing permission is no damage: that error stays as it is."""
     if path.exists() and not path.is_file():  # opening a pipe would wait, and /dev/zero has no end
         raise damaged(path, "is not a file")
+    try:
+        yield
+    except PermissionError:
+        raise
+    except FileNotFoundError as e:
+        raise damaged(path, "is missing") from e
+    except OSError as e:
+        raise damaged(path, f"cannot be read ({e.strerror or e})") from e
 
 
 def damaged(path, what):
     """The Damaged error for one file of a checkpoint."""
     return Damaged(f"checkpoint {path.parent} is damaged: {path.name} {what}")
-
-
-def _unreadable(path, e):
-    missing = isinstance(e, FileNotFoundError)
-    return damaged(path, "is missing" if missing else f"cannot be read ({e.strerror})")

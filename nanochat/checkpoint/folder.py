@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 import uuid
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from nanochat import UserError
@@ -19,10 +20,10 @@ LOCK = ".lock"
 STEP = re.compile(r"(?:\.old-)?step_(\d{6,})")  # .old-: good until its successor is there
 METRICS = "metrics.jsonl"
 # What a run writes into its folder, beside checkpoints; base_eval writes there too
-FILES = re.compile(
-    rf"{re.escape(METRICS)}|config\.json|report\.(md|html)|loss\.png|profile_\d+\.json\.gz|"
-    r"base_eval_\d+\.(md|json)|wandb|tensorboard|\.tmp-.*"
-)
+FILES = (
+    METRICS, "config.json", "report.md", "report.html", "loss.png", "profile_[0-9]*.json.gz",
+    "base_eval_[0-9]*.md", "base_eval_[0-9]*.json", "wandb", "tensorboard", ".tmp-*",
+)  # fmt: skip
 
 
 def checkpoints_in(out_dir):
@@ -139,7 +140,7 @@ def set_aside(out_dir, after=None):
     steps = checkpoints_in(out_dir)
     moving = [steps[s] for s in sorted(steps, reverse=True) if after is None or s > after]
     if after is None and out_dir.is_dir():
-        names = [name for name in sorted(os.listdir(out_dir)) if FILES.fullmatch(name)]
+        names = [name for name in sorted(os.listdir(out_dir)) if any(fnmatchcase(name, f) for f in FILES)]
         if names and not steps and METRICS not in names:
             raise UserError(
                 f"{out_dir} has {names[0]} but no {METRICS} and no checkpoint, so it is not a run's folder; "

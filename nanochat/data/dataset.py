@@ -206,12 +206,7 @@ def beginning(text: str) -> str:
     text = "".join(c for c in text[:10_000] if c.isspace() or unicodedata.category(c) != "Cc")  # no controls
     lines = (" ".join(line.split()) for line in text.splitlines())
     line = next((line for line in lines if any(map(str.isalnum, line))), "")
-    words = line.split(" ")
-    if len(words[0]) > CHARACTERS:
-        end = UNSPACED
-        while end < len(line) and unicodedata.category(line[end]).startswith("M"):  # accents and the like
-            end += 1
-        return line[:end].rstrip()
-    while len(" ".join(words)) > CHARACTERS or len(words) > WORDS:
-        words.pop()
-    return " ".join(words)
+    words = " ".join(line.split(" ")[:WORDS])
+    if len(words) > CHARACTERS:
+        words = words[: CHARACTERS + 1].rpartition(" ")[0]
+    return words or line[:UNSPACED]

@@ -169,17 +169,8 @@ class Facts(NamedTuple):
     rng: random.Random
 
 
-# Each returns ({placeholder of the question: text}, answer), or None if the question does not apply
-
-
-def first_parameter(facts):
-    if len(facts.parameters) > 1:
-        return {}, f"The first parameter is {facts.parameters[0].name}."
-
-
-def last_parameter(facts):
-    if len(facts.parameters) > 1:
-        return {}, f"The last parameter is {facts.parameters[-1].name}."
+# Answers that take more than a line. Each is ({placeholder of the question: text}, answer), or None if the
+# question does not apply
 
 
 def next_parameter(facts):
@@ -225,34 +216,11 @@ def call(facts):
         return {}, f"The call is {facts.function.name}({', '.join(p.name for p in facts.parameters)})."
 
 
-def name(facts):
-    return {}, f"The function is {facts.function.name}."
-
-
-def class_of_method(facts):
-    if facts.function.class_name and facts.function.bound == "self":
-        return {}, f"The method {facts.function.name} belongs to {facts.function.class_name}."
-
-
-def module(facts):
-    if not facts.function.class_name:
-        return {}, f"It imports from {facts.function.module}."
-
-
-def imported_name(facts):
-    if not facts.function.class_name:
-        return {}, f"It imports the name {facts.function.name}."
-
-
-def documentation(facts):
-    if facts.function.summary:
-        return {}, facts.function.summary
-
-
 class Kind(NamedTuple):
     """A kind of question: the function that answers it, and its wordings.
 
-    {code} is replaced by the text that answers it, {name} by the function, {p} by a parameter.
+    {code} is replaced by the text that answers it, {name} by the function, {p} by a parameter. answer(facts)
+    is ({placeholder of the question: text}, answer), or false if the question does not apply.
     """
 
     share: float  # how often it is drawn, relative to the others
@@ -262,12 +230,12 @@ class Kind(NamedTuple):
 
 
 KINDS = (
-    Kind(2.0, first_parameter, (
+    Kind(2.0, lambda f: len(f.parameters) > 1 and ({}, f"The first parameter is {f.parameters[0].name}."), (
         "What is the first parameter of this function?\n\n{code}",
         "{code}\n\nName the first parameter of {name}.",
         "Look at this definition:\n\n{code}\n\nWhich parameter comes first?",
     ), ("What is its first parameter?", "Which parameter comes first?")),
-    Kind(2.0, last_parameter, (
+    Kind(2.0, lambda f: len(f.parameters) > 1 and ({}, f"The last parameter is {f.parameters[-1].name}."), (
         "What is the last parameter of this function?\n\n{code}",
         "{code}\n\nName the last parameter of {name}.",
         "Look at this definition:\n\n{code}\n\nWhich parameter comes last?",
@@ -303,27 +271,29 @@ KINDS = (
         "{code}\n\nComplete the call of {name}, in the order of its parameters.",
         "How do I call {name} with variables named like its parameters?\n\n{code}",
     ), ("Now write a call of it, in the order of its parameters.",)),
-    Kind(2.0, name, (
+    Kind(2.0, lambda f: ({}, f"The function is {f.function.name}."), (
         "What is the name of this function?\n\n{code}",
         "{code}\n\nWhich function is this?",
         "Which function is defined here?\n\n{code}",
     )),
-    Kind(2.0, class_of_method, (
+    Kind(2.0, lambda f: f.function.class_name and f.function.bound == "self" and (
+        {}, f"The method {f.function.name} belongs to {f.function.class_name}."
+    ), (
         "{in_class}\n\nWhich class does {name} belong to?",
         "Which class defines {name} here?\n\n{in_class}",
         "Name the class of the method {name}.\n\n{in_class}",
     )),
-    Kind(2.0, module, (
+    Kind(2.0, lambda f: not f.function.class_name and ({}, f"It imports from {f.function.module}."), (
         "{line}\n\nWhich module does this line import from?",
         "Which module is used here?\n\n{line}",
         "From which module does this line import {name}?\n\n{line}",
     )),
-    Kind(2.0, imported_name, (
+    Kind(2.0, lambda f: not f.function.class_name and ({}, f"It imports the name {f.function.name}."), (
         "{line}\n\nWhat does this line import?",
         "Which name does this line import?\n\n{line}",
         "Which name can I use after this line?\n\n{line}",
     )),
-    Kind(1.5, documentation, (
+    Kind(1.5, lambda f: f.function.summary and ({}, f.function.summary), (
         "What does {qualified_name} do?",
         "What is {qualified_name} for?",
         "Explain {qualified_name} in one sentence.",

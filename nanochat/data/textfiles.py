@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 from nanochat import UserError
 from nanochat.data.parquet import PYARROW_ERRORS, open_shard
-from nanochat.files import special_kind, user_path
+from nanochat.files import user_path
 from nanochat.terminal import first_line
 
 LONG_TEXT = 1 << 16  # characters
@@ -46,8 +46,10 @@ def find_files(setting: str, value: str | Path) -> tuple[list[Path], int]:
             )
         files = _walk(path) if path.is_dir() else [path]
         known = [file for file in files if file.name.lower().endswith(SUFFIXES)]
-        for file in known:
-            _check_regular(file)
+        if special := next((file for file in known if not file.is_file()), None):
+            raise UserError(
+                f"{special} is a pipe, a device or a broken link; remove it, or write its text to a file"
+            )
         others += len(files) - len(known)
         found.update(dict.fromkeys(known))
     if not found:
@@ -71,15 +73,6 @@ def set_names(paths: list[str]) -> list[str]:
         name = re.sub(r"[^\w-]+", "_", Path(path.rstrip("/")).name.split(".")[0])[:40] or "set"
         names.append(f"{name}_{len(names)}" if name in names else name)
     return names
-
-
-def _check_regular(file: Path) -> None:
-    try:
-        kind = special_kind(file)
-    except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror}); repair or remove it") from error
-    if kind:
-        raise UserError(f"{file} is {kind}, not a file; remove it, or write its text to a file")
 
 
 def _walk(folder: Path) -> list[Path]:

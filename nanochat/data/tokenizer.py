@@ -14,9 +14,7 @@ import functools
 import hashlib
 import itertools
 import json
-import os
 import re
-import tempfile
 import types
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -52,12 +50,7 @@ SPECIAL_TOKENS = (
 FORMAT = "nanochat-tokenizer-1"
 AUTO_MAX_CHARS = 500_000_000  # characters that train a tokenizer at the first use of a data set
 
-# The files of GPT-2's and GPT-4's encodings. tiktoken downloads them at the first use and keeps them.
-TIKTOKEN_HOST = "https://openaipublic.blob.core.windows.net"
-TIKTOKEN_FILES = {
-    "gpt2": ["gpt-2/encodings/main/vocab.bpe", "gpt-2/encodings/main/encoder.json"],
-    "cl100k_base": ["encodings/cl100k_base.tiktoken"],
-}
+TIKTOKEN_HOST = "https://openaipublic.blob.core.windows.net"  # tiktoken gets its files here at the first use
 TIMEOUT_S = 15  # seconds for the connection, and between two pieces of a file
 _LONG_BLANK = re.compile(r"\s{20000}")
 
@@ -127,15 +120,6 @@ class Tokenizer:
                 ) from error
             return np.concatenate([self.encode(text[a:b]) for a, b in itertools.pairwise(cuts)])
 
-    def encode_batch(self, texts: Iterable[str], num_threads: int = 1) -> list[np.ndarray]:
-        """`encode` of each text, (n,) uint32 each. tiktoken releases the GIL, so threads help."""
-        if num_threads <= 1:
-            return [self.encode(text) for text in texts]
-        from concurrent.futures import ThreadPoolExecutor
-
-        with ThreadPoolExecutor(num_threads) as pool:
-            return list(pool.map(self.encode, texts))
-
     def decode(self, ids: Iterable[int]) -> str:
         """The text of a list, array or tensor of ids. Broken UTF-8 becomes U+FFFD."""
         return self._encoding.decode([int(i) for i in ids], errors="replace")
@@ -161,11 +145,16 @@ class Tokenizer:
         return json.dumps(data, indent=0).encode()
 
     def save(self, path: str | Path) -> None:
-        """Write the JSON file, complete or not at all. Raises OSError if the folder cannot be written."""
+        """Write the JSON file, complete or not at all. Raises UserError if it cannot be written."""
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
-            file.write(self.to_bytes())
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as file:
+                file.write(self.to_bytes())
+        except OSError as error:
+            raise UserError(
+                f"{path} cannot be written ({error.strerror}); make room, or choose another place for it"
+            ) from error
 
     @classmethod
     def from_bytes(cls, content: bytes, source: str = "the tokenizer") -> "Tokenizer":
@@ -258,12 +247,7 @@ def open_tokenizer(
             )
         return tokenizer
     tokenizer = train(texts(), vocab_size, max_chars=AUTO_MAX_CHARS, exact=exact, progress=True)
-    try:
-        tokenizer.save(path)
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be written ({error.strerror}); make room or change --base_dir"
-        ) from error
+    tokenizer.save(path)
     return tokenizer
 
 
@@ -297,11 +281,3 @@ def from_tiktoken(name: str, network: bool = True) -> Tokenizer:
         ) from error
     ranks = encoding._mergeable_ranks
     return Tokenizer(name, sorted(ranks, key=ranks.__getitem__), encoding._pat_str)
-
-
-def is_cached(name: str) -> bool:
-    """Whether tiktoken's cache has the files of an encoding, so that no download is needed."""
-    cache = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR"))
-    folder = Path(tempfile.gettempdir(), "data-gym-cache") if cache is None else Path(cache)
-    files = [hashlib.sha1(f"{TIKTOKEN_HOST}/{path}".encode()).hexdigest() for path in TIKTOKEN_FILES[name]]
-    return cache != "" and all((folder / file).exists() for file in files)

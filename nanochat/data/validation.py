@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +26,7 @@ from nanochat.data.tokenizer import Tokenizer
 from nanochat.files import replacing
 from nanochat.machine.transfers import to_device
 
-FORMAT = 2  # of the file; its hash is in the file's name, so files of another format are ignored
-DIGEST = 8  # int32 numbers that a SHA-256 takes, at the beginning of the file
+FORMAT = 3  # of the file; its hash is in the file's name, so files of another format are ignored
 TEXTS = 64  # documents that are tokenized at a time, on all cores
 
 
@@ -119,12 +119,14 @@ def tokenize_validation(
         return _tokenize(shards, tokenizer, eval_tokens)
     key = [FORMAT, [footer_digest(shard)[0].hex() for shard in shards], tokenizer.fingerprint, eval_tokens]
     key = hashlib.sha256(json.dumps(key).encode()).hexdigest()
-    path = Path(folder) / f"validation-{key[:16]}.bin"
-    tokens = _read(path, key)
-    if tokens is None:
-        tokens = _tokenize(shards, tokenizer, eval_tokens)
-        with contextlib.suppress(OSError):
-            _write(path, key, tokens)
+    path = Path(folder) / f"validation-{key[:16]}.npy"
+    with contextlib.suppress(OSError, ValueError, EOFError):  # it is missing or damaged
+        return np.load(path, mmap_mode="r")
+    tokens = _tokenize(shards, tokenizer, eval_tokens)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            np.save(file, tokens)
     return tokens
 
 
@@ -144,33 +146,7 @@ def _tokenize(shards: Sequence[Path], tokenizer: Tokenizer, eval_tokens: int) ->
 
 def _encoded(shards: Sequence[Path], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     """The tokens of each document in stored order."""
-    texts, threads = iter(Documents(shards)), min(8, os.cpu_count() or 1)
-    while some := list(itertools.islice(texts, TEXTS)):
-        yield from tokenizer.encode_batch(some, threads)
-
-
-# -- the file: the SHA-256 of the key and of the tokens, then the tokens
-
-
-def _read(path: Path, key: str) -> np.ndarray | None:
-    """The tokens in a file, mapped into memory; None if it is missing, damaged or made for another key."""
-    try:
-        content = np.memmap(path, np.int32, mode="r")
-    except (OSError, ValueError):
-        return None
-    tokens = content[DIGEST:]
-    return tokens if content[:DIGEST].tobytes() == _digest(key, tokens) else None
-
-
-def _write(path: Path, key: str, tokens: np.ndarray) -> None:
-    """Write the file, complete or not at all. Raises OSError if the folder cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
-        file.write(_digest(key, tokens))
-        file.write(tokens)
-
-
-def _digest(key: str, tokens: np.ndarray) -> bytes:
-    digest = hashlib.sha256(key.encode())
-    digest.update(tokens)
-    return digest.digest()
+    texts = iter(Documents(shards))
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # tiktoken releases the GIL
+        while some := list(itertools.islice(texts, TEXTS)):
+            yield from pool.map(tokenizer.encode, some)

@@ -44,13 +44,14 @@ def bits_per_byte(
 
     batches: (inputs, targets), both (B, T) int64; B and T may change, and a target of -1 is not scored.
     token_bytes (V,) int64, on the model's device: the length of each token in bytes. compiled: training is
-    compiled; then this is compiled too, where it pays. Raises UserError if a loss is not a number.
+    compiled; then this is compiled too, but on a CPU. Raises UserError if a loss is not a number.
 
     Bits per byte = sum of nats / ln 2 / bytes of the scored tokens. A longer token has a higher loss and
     more bytes.
     """
     longest = model.config.max_seq_len
-    if pays_to_compile(compiled, token_bytes.device):
+    if compiled and token_bytes.device.type != "cpu":
+        # On a CPU it takes 20 s and gains nothing: without gradients loss.py is as fast (docs/benchmarks.md)
         model = compile_parts(model, dynamic=True)  # one code for all the shapes of batches
     nats, counts = [], []  # of each batch; on the device until the end, so that nothing waits for it
     with autocast(token_bytes.device, dtype):
@@ -70,12 +71,6 @@ def bits_per_byte(
     buckets = zip(BUCKETS, nats, counts, strict=True)
     by_position = {f"{a + 1}-{min(b, longest)}": total / count for (a, b), total, count in buckets if count}
     return Evaluation(sum(nats) / math.log(2) / scored_bytes if scored_bytes else math.nan, by_position)
-
-
-def pays_to_compile(compiled: bool, device: torch.device) -> bool:
-    """Whether to compile the evaluation if training is `compiled`. On a CPU compiling takes 20 s and gains
-    nothing: without gradients, loss.py is as fast there as compiled code (docs/benchmarks.md)."""
-    return compiled and device.type != "cpu"
 
 
 def _by_position(values):

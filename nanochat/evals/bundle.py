@@ -31,15 +31,16 @@ from pathlib import Path, PurePosixPath
 
 from nanochat import UserError
 from nanochat.files import user_path
-from nanochat.terminal import first_line
+from nanochat.terminal import first_line, gib
 
-NAME = "eval_bundle"  # the folder in base_dir
+NAME = "eval_bundle"  # in base_dir: NAME.zip, which scripts/download.py gets, or a folder
 GET = "python -m scripts.download --name=core"
 TASK_TYPES = {  # fields of an example: str, a list of str, or an index into that list
     "multiple_choice": ("query", "choices", "gold"),
     "schema": ("continuation", "context_options", "gold"),
     "language_modeling": ("context", "continuation"),
 }
+LARGEST = 1 << 31  # bytes of all files of a zip file, unpacked
 SHUFFLE_SEED = 1337  # karpathy/nanochat's: gives the order in which max_per_task takes examples
 # The errors of zipfile for a damaged file
 UNREADABLE = (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError, ValueError)
@@ -76,11 +77,13 @@ def open_bundle(
 ) -> tuple[Bundle | None, str]:
     """(the bundle at a folder or zip file, ""), or (None, the reason in one line) if none is there.
 
-    path: None is `<base_path>/eval_bundle`, which may be missing. max_per_task: examples to read of each task
+    path: None is the one in `base_path`, which may be missing. max_per_task: examples to read of each task
     (-1 = all), in a shuffled order that is always the same. Raises UserError if `path` does not exist or the
     bundle is damaged, with the file and the line.
     """
-    found = Path(base_path) / NAME if path is None else user_path("bundle", path)
+    found = user_path("bundle", path) if path is not None else Path(base_path) / f"{NAME}.zip"
+    if path is None and not found.exists():
+        found = found.with_suffix("")
     if path is None and not found.exists():
         return None, f"CORE was left out: there is no evaluation bundle in {found}; get it with {GET}"
     with _root(found) as root:
@@ -115,12 +118,9 @@ def _root(path: Path) -> Iterator[Path | zipfile.Path]:
             f"public one with {GET}"
         ) from error
     with archive:
-        yield zipfile.Path(archive, root_of(archive.namelist()))
-
-
-def root_of(names: list[str]) -> str:
-    """The folder of a zip file's names that holds core.yaml: "" or "eval_bundle/"."""
-    return f"{NAME}/" if f"{NAME}/core.yaml" in names else ""
+        if (size := sum(member.file_size for member in archive.infolist())) > LARGEST:
+            raise UserError(f"{path} would take {gib(size)}, which is no evaluation bundle")
+        yield zipfile.Path(archive, f"{NAME}/" if f"{NAME}/core.yaml" in archive.namelist() else "")
 
 
 @dataclass

@@ -33,15 +33,6 @@ MOST_PADDING = 1.25  # tokens of a batch, with padding, over the tokens that it 
 SHORTEST_PREFIX = 16  # tokens; a shorter common beginning is not worth a forward pass of its own
 
 
-@dataclass(frozen=True)
-class Accuracy:
-    """The result of a task."""
-
-    accuracy: float  # share of right answers
-    centred: float  # see Task.centred
-    n: int  # questions
-
-
 @dataclass
 class TokenizedQuestion:
     """A question as rows of tokens, one for each different text, and where their scored tokens begin."""
@@ -72,8 +63,8 @@ def evaluate(
     machine,
     tokens_per_batch: int | None = None,
     progress: Callable[[int], object] | None = None,
-) -> dict[str, Accuracy]:
-    """The accuracy of a GPT in each task, by label.
+) -> dict[str, float]:
+    """The accuracy of a GPT in each task, by label: the share of right answers.
 
     The processes share the questions; each gets all results, which do not depend on the number of processes.
     model: a gpt.GPT, not compiled, because nearly every batch has another shape. progress(n) is called after
@@ -99,11 +90,7 @@ def evaluate(
             "the loss on the tasks is not a number, so the model is broken; go on from an earlier checkpoint "
             "with --resume=STEP and lower rates, or use --dtype=float32"
         )
-    results = {}
-    for task, count in zip(tasks, right, strict=True):
-        accuracy = count / len(task.examples)
-        results[task.label] = Accuracy(accuracy, task.centred(accuracy), len(task.examples))
-    return results
+    return {task.label: count / len(task.examples) for task, count in zip(tasks, right, strict=True)}
 
 
 def decide(task: Task, question: TokenizedQuestion, losses: np.ndarray, exact: np.ndarray) -> bool:
@@ -114,9 +101,10 @@ def decide(task: Task, question: TokenizedQuestion, losses: np.ndarray, exact: n
     return int(losses.argmin()) == question.gold
 
 
-def score(results: dict[str, Accuracy]) -> float:
-    """The mean of the centred accuracies: over the public bundle's tasks, this is CORE."""
-    return sum(result.centred for result in results.values()) / len(results)
+def centred(tasks: list[Task], accuracies: dict[str, float]) -> tuple[dict[str, float], float]:
+    """The accuracies on a scale from guessing to no mistake, and their mean: over the public bundle, CORE."""
+    scores = {task.label: task.centred(accuracies[task.label]) for task in tasks}
+    return scores, sum(scores.values()) / len(scores)
 
 
 # ------------------------------------------------------------------------------------------------------

@@ -18,11 +18,10 @@ KINDS = ("full", "window", "documents")
 BACKENDS = {
     "cudnn": (backends.cudnn, ("full",)),
     "flash": (backends.flash, ("full",)),
-    "efficient": (backends.efficient, ("full",)),
     "varlen": (backends.varlen, KINDS),
     "flex": (backends.flex, ("full", "window")),
     "blocks": (in_blocks, KINDS),  # for training on CPUs
-    "sdpa": (backends.sdpa, ("full",)),  # PyTorch's own choice
+    "sdpa": (backends.sdpa, ("full",)),  # PyTorch's own choice: xFormers' kernel on GPUs too old for flash
     "banded": (backends.masked, ("full", "window")),  # SDPA over blocks of the window's size
     "mask": (backends.masked, KINDS),  # SDPA under a mask of T x T
 }
@@ -192,7 +191,7 @@ def candidates(kind: str, device, dtype, T: int, flash_version: str = "") -> lis
         # On Hopper and Blackwell PyTorch prefers cuDNN too (check_prefer_cudnn_attention in sdp_utils.cpp):
         # FlashAttention 2 was written for Ampere
         first = ["cudnn", "flash"] if _capability(device)[0] in (9, 10) and not flash_version else []
-        return [*dict.fromkeys([*first, "flash", "cudnn", "efficient", "sdpa"])]
+        return [*dict.fromkeys([*first, "flash", "cudnn", "sdpa"])]
     return ["varlen", "flex", "banded"] if kind == "window" else ["varlen", "mask"]
 
 

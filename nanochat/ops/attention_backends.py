@@ -62,12 +62,6 @@ def flash(q, k, v, window: int, documents=None):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def efficient(q, k, v, window: int, documents=None):
-    """SDPA by xFormers' kernel, which also runs in float32 and on GPUs too old for FlashAttention."""
-    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
 def varlen(q, k, v, window: int, documents=None):
     """FlashAttention over sequences that lie one behind another, with a window.
 

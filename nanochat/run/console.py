@@ -30,20 +30,20 @@ class Console:
     ):
         self.enabled, self.first_step, self.clock = enabled, first_step, clock
         self.nats_per_bit = math.log(2) * bytes_per_token  # of a token's loss; 0: unknown
-        self.loop, self.time_left, self.interval = loop, TimeLeft(), Interval()
+        self.loop, self.time_left = loop, TimeLeft()
+        self.unshown: list[dict] = []  # records of the steps since the last line
         self.terminal = enabled and is_terminal(sys.stdout) and is_terminal(sys.stderr)
         self.live = None  # the line that is redrawn, if there is one
         self.shown_at = -math.inf  # on time.monotonic(): when a step was last printed or drawn
-        self.record: dict = {}  # of the last step
         self.drawn = ""  # the text of the live line; "" if it was printed as a line too
 
     def step(self, record: dict):
         """Show a training step, or count it for the next line. record: what metrics.jsonl gets."""
         if not self.enabled:
             return
-        now, self.record = time.monotonic(), record
+        now = time.monotonic()
         self.time_left.add(record["step_time_s"], now)
-        self.interval.add(record)
+        self.unshown.append(record)
         waited, done = now - self.shown_at, record["step"] + 1
         whole_line = self.clock.progress(done) >= 1 or not math.isfinite(record["loss"])
         if not self.terminal:
@@ -73,7 +73,7 @@ class Console:
 
     def close(self):
         """Print the steps since the last line."""
-        if self.interval.steps:
+        if self.unshown:
             self._show(whole_line=True)
         elif self.drawn:
             self.print(self.drawn)
@@ -81,7 +81,7 @@ class Console:
 
     def _show(self, whole_line: bool):
         pieces = self._pieces()
-        self.interval, self.drawn = Interval(), "" if whole_line else " | ".join(pieces)
+        self.unshown, self.drawn = [], "" if whole_line else " | ".join(pieces)
         if whole_line:
             self.print(" | ".join(pieces))
             return
@@ -98,7 +98,11 @@ class Console:
 
     def _pieces(self) -> list[str]:
         """The parts of a line, the most important first: a narrow terminal shows only the first ones."""
-        record, loop, clock, mean = self.record, self.loop, self.clock, self.interval
+        record, loop, clock = self.unshown[-1], self.loop, self.clock
+        seconds = sum(r["step_time_s"] for r in self.unshown)
+        tok_per_sec, mfu = (
+            sum(r[name] * r["step_time_s"] for r in self.unshown) / seconds for name in ("tok_per_sec", "mfu")
+        )
         done = record["step"] + 1
         loss = record["smoothed_loss"] if math.isfinite(record["loss"]) else record["loss"]
         of = f" ({clock.progress(done):.0%})" if clock.minutes else f"/{clock.num_iterations}"
@@ -108,8 +112,8 @@ class Console:
         bpb = [f"train {loss / self.nats_per_bit:.3f}"] if self.nats_per_bit else []
         bpb += [f"val {loop.val_bpb:.4f}"] if loop.val_bpb is not None else []
         pieces += [f"bpb {', '.join(bpb)}"] if bpb else []
-        pieces += [f"{mean.tokens / mean.seconds:,.0f} tok/s", f"mfu {100 * mean.mfu / mean.seconds:.1f} %"]
-        pieces += [f"lr x{record['lr_multiplier']:.2f}", f"{1000 * mean.seconds / mean.steps:.0f} ms"]
+        pieces += [f"{tok_per_sec:,.0f} tok/s", f"mfu {100 * mfu:.1f} %"]
+        pieces += [f"lr x{record['lr_multiplier']:.2f}", f"{1000 * seconds / len(self.unshown):.0f} ms"]
         if loop.skipped:
             pieces.append(f"{loop.skipped} skipped")
         return pieces
@@ -128,20 +132,6 @@ def fitting(pieces: list[str], columns: int) -> str:
     while len(pieces) > 1 and len(" | ".join(pieces)) > columns:
         pieces.pop()
     return " | ".join(pieces)[:columns]
-
-
-class Interval:
-    """Sums over the steps since the last line."""
-
-    def __init__(self):
-        self.steps, self.seconds, self.tokens, self.mfu = 0, 0.0, 0.0, 0.0
-
-    def add(self, record: dict):
-        seconds = record["step_time_s"]
-        self.steps += 1
-        self.seconds += seconds
-        self.tokens += record["tok_per_sec"] * seconds
-        self.mfu += record["mfu"] * seconds
 
 
 class TimeLeft:

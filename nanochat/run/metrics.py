@@ -6,19 +6,19 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from nanochat import UserError
 from nanochat.checkpoint import Checkpoint
 from nanochat.files import open_plain, replacing
+from nanochat.terminal import counted
 
 RECENT_STEPS = 64  # losses that a spike is measured against
 SMOOTHING = 0.9  # share of the old mean in the smoothed loss
-_NUMBER = (int, float, type(None))
-# The fields that make a record, with their types: only training records have a loss, and an evaluation has at
-# least one of the others. Training record k is update k, from 0; evaluation record k was made after k updates
-FIELDS = {"loss": _NUMBER, "val_bpb": _NUMBER, "own_score": _NUMBER, "core": _NUMBER, "samples": list}
+MAX_LINE_BYTES = 2**22  # a longer line is no record
 
 
 @dataclass
@@ -175,24 +175,37 @@ def diverged(step: int, micro_losses: list[float], first_row: int, checkpoints: 
     )
 
 
-def read_metrics(path, say=lambda warning: None) -> list[dict]:
-    """The whole records of a metrics.jsonl, in order; [] if there is no such file. `say` gets a warning for
-    each bad line."""
-    if not Path(path).is_file():  # a pipe would block
-        return []
-    lines = Path(path).read_bytes().split(b"\n")[:-1]  # what follows the last newline is no whole record
-    records = []
-    for number, line in enumerate(lines, start=1):
+def records_in(file: BinaryIO, say=lambda warning: None) -> Iterator[dict]:
+    """The whole records of an open metrics.jsonl, one by one: all those of a long run need much memory.
+
+    Only training records have a loss. Training record k is update k, from 0; evaluation record k was made
+    after k updates. `say` gets a warning about damaged lines.
+    """
+    damaged = []
+    for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=1):
+        if not line.endswith(b"\n"):  # it is too long, or its writer was killed or is still writing
+            break
         try:
             record = json.loads(line)
-            names = record.keys() & FIELDS.keys()
-            valid = names and all(isinstance(record[name], FIELDS[name]) for name in names)
-            if type(record["step"]) is not int or not valid:
-                raise ValueError("neither a step nor an evaluation")
-            records.append(record)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            say(f"warning: {path}, line {number}, is damaged and skipped")
-    return records
+        except (ValueError, RecursionError):
+            record = None
+        step = record.get("step") if isinstance(record, dict) else None
+        if type(step) is int and 0 <= step < 2**53:
+            yield record
+        else:
+            damaged.append(number)
+    if damaged:
+        which = ", ".join(map(str, damaged[:20])) + (" ..." if len(damaged) > 20 else "")
+        lines = counted(len(damaged), "damaged line", "damaged lines")
+        say(f"warning: metrics.jsonl: {lines} skipped ({which})")
+
+
+def read_metrics(path, say=lambda warning: None) -> list[dict]:
+    """`records_in` a file; [] if there is no such file."""
+    if not Path(path).is_file():  # a pipe would block
+        return []
+    with open(path, "rb") as file:
+        return list(records_in(file, say))
 
 
 def last_evaluation(path, step: int) -> int:

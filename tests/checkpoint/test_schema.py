@@ -13,7 +13,13 @@ from nanochat.machine import runtime
 
 STATE = {
     "identity": {"model": {"depth": 2, "window_pattern": "L", "spelled": True}, "data": "d", "seed": 1},
-    "resolved": {"compiled": False, "device_batch_size": 2, "rates": {"matrix_lr": 0.1}, "attention": {}},
+    "resolved": {
+        "compiled": False,
+        "device_batch_size": 2,
+        "rates": {"matrix_lr": 0.1},
+        "attention": {},
+        "kernels": ["loss"],
+    },
     "num_iterations": 8,
     "optimizer": "MuonAdamW",
     "loader": {"rows_per_step": 2, "lanes": {"0": {"epoch": 0, "taken": 3, "pieces": [[5, 0], [6, 2]]}}},

@@ -24,9 +24,6 @@ class Numbers:
     def encode(self, text: str) -> np.ndarray:
         return np.array(text.split(), dtype=np.uint32)
 
-    def encode_batch(self, texts, num_threads: int) -> list[np.ndarray]:
-        return [self.encode(text) for text in texts]
-
     def copy(self) -> "Numbers":
         return self
 

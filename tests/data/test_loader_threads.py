@@ -15,7 +15,7 @@ import torch
 from corpora import BOS, Corpus, Numbers, run
 from helpers import ROOT
 
-from nanochat.checkpoint import AsyncSaver, background
+from nanochat.checkpoint import AsyncSaver
 from nanochat.data.loader import TrainLoader
 
 
@@ -207,7 +207,6 @@ def test_the_threads_that_save_and_load_use_the_gpu_of_their_process(shards, tmp
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda gpu: calls.append((threading.current_thread().name, gpu))
     )
-    monkeypatch.setattr(background, "KEEP_BYTES", 0)  # so that a small tensor's buffer is made ahead
     saver = AsyncSaver(tmp_path)
     saver.reserve({"weight": torch.ones(2)}, {})
     saver.close()

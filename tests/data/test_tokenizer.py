@@ -1,8 +1,6 @@
 """The tokenizer against a slow BPE, tiktoken's own paths, and damaged files."""
 
 import base64
-import hashlib
-import inspect
 import itertools
 import json
 import os
@@ -14,7 +12,6 @@ import numpy as np
 import pytest
 import requests
 import tiktoken
-import tiktoken_ext.openai_public
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,10 +19,7 @@ from nanochat import UserError
 from nanochat.data.tokenizer import (
     PATTERN,
     SPECIAL_TOKENS,
-    TIKTOKEN_FILES,
-    TIKTOKEN_HOST,
     Tokenizer,
-    is_cached,
     open_tokenizer,
     train,
 )
@@ -95,13 +89,6 @@ def test_every_byte_and_special_token_has_its_place_and_bytes_add_up_to_the_size
     assert sizes.dtype == np.int64 and sizes.shape == (tokenizer.vocab_size,) == (512,)
     assert sizes[tokenizer.encode(TEXTS[2])].sum() == len(TEXTS[2].encode())
     assert sizes[list(tokenizer.special_tokens.values())].sum() == 0
-
-
-def test_a_batch_equals_single_texts_on_any_number_of_threads(tokenizer):
-    texts = [text[i : i + 500] for text in TEXTS for i in range(0, len(text), 500)]
-    alone = [tokenizer.encode(text).tolist() for text in texts]
-    for threads in (1, 3):
-        assert [ids.tolist() for ids in tokenizer.encode_batch(texts, threads)] == alone
 
 
 def test_numbers_are_cut_into_at_most_two_digits():
@@ -227,21 +214,3 @@ def test_an_encoding_that_cannot_be_fetched_is_refused_in_one_sentence(monkeypat
     monkeypatch.setattr(tiktoken.load, "read_file", offline)
     with pytest.raises(UserError, match=r"encoding cl100k_base is not on this machine .* --tokenizer=auto"):
         open_tokenizer("cl100k_base", 4096, tmp_path, lambda: [])
-
-
-def test_what_is_cached_is_known_without_asking_the_network(monkeypatch, tmp_path):
-    asked = []
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
-    monkeypatch.setattr(tiktoken.load, "read_file", lambda url: asked.append(url) or pytest.skip("asked"))
-    for name in ("gpt2", "cl100k_base"):
-        assert not is_cached(name)
-        for path in TIKTOKEN_FILES[name]:
-            url = f"https://openaipublic.blob.core.windows.net/{path}"
-            (tmp_path / hashlib.sha1(url.encode()).hexdigest()).write_text("")
-        assert is_cached(name)
-    source = inspect.getsource(tiktoken_ext.openai_public)  # the addresses are tiktoken's own
-    assert all(f"{TIKTOKEN_HOST}/{path}" in source for paths in TIKTOKEN_FILES.values() for path in paths)
-    assert not asked
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
-    assert not is_cached("gpt2")

@@ -106,8 +106,7 @@ def test_a_damaged_file_is_made_again_and_a_folder_that_cannot_be_written_only_c
     tokens = tokenize_validation(shards, Numbers(), folder=folder).tolist()
     (file,) = folder.iterdir()
     good = file.read_bytes()
-    flipped = good[:-100] + bytes([good[-100] ^ 1]) + good[-99:]
-    for damaged in (good[:-40], good[:8], flipped):  # 8 bytes: shorter than its checksum
+    for damaged in (good[:-40], good[:8], b""):  # 8 bytes: shorter than its head
         file.write_bytes(damaged)
         assert tokenize_validation(shards, Numbers(), folder=folder).tolist() == tokens
         assert file.read_bytes() == good and list(folder.iterdir()) == [file]  # nothing else is left there

@@ -5,7 +5,6 @@ import random
 import re
 import runpy
 import shutil
-import stat
 import sys
 import zipfile
 from pathlib import Path
@@ -15,9 +14,9 @@ from bundles import write_bundle, write_tasks
 from data.hub_server import hub  # noqa: F401
 
 from nanochat import UserError
-from nanochat.evals import bundle_download
+from nanochat.evals import bundle
 from nanochat.evals.bundle import open_bundle
-from nanochat.evals.bundle_download import download_bundle, install
+from nanochat.evals.bundle_download import download_bundle
 
 EXAMPLES = [{"query": f"question {i}", "choices": ["a", "b"], "gold": i % 2} for i in range(30)]
 
@@ -120,6 +119,16 @@ def test_a_path_that_is_no_bundle_is_refused(tmp_path):
             open_bundle(tmp_path / path if path else "", tmp_path)
 
 
+def test_a_zip_file_without_an_end_is_refused(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(bundle, "LARGEST", 1_000_000)
+    path = zipped(folder, tmp_path / "it.zip")
+    assert open_bundle(path, tmp_path)[0]
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("eval_bundle/eval_data/zeros", bytes(2_000_000))
+    with pytest.raises(UserError, match="would take"):
+        open_bundle(path, tmp_path)
+
+
 def test_a_damaged_zip_file_is_a_sentence_wherever_it_is_damaged(folder, tmp_path):
     content = zipped(folder, tmp_path / "good.zip").read_bytes()
     draw, damaged = random.Random(0), tmp_path / "damaged.zip"
@@ -130,9 +139,8 @@ def test_a_damaged_zip_file_is_a_sentence_wherever_it_is_damaged(folder, tmp_pat
         damaged.write_bytes(broken[: draw.choice([len(broken), draw.randrange(len(broken))])])
         try:
             open_bundle(damaged, tmp_path)
-            install(damaged, tmp_path / "there")
         except UserError as error:
-            assert "damaged.zip" in str(error) or "eval_bundle" in str(error)
+            assert "damaged.zip" in str(error)
 
 
 # -- Download
@@ -157,65 +165,36 @@ def test_the_bundle_arrives_and_leaves_nothing_else(public, folder, tmp_path, th
         (base / "eval_bundle" / "core.yaml").write_text("damaged")
     public.faults["eval_bundle.zip"] = ["503"]
     download_bundle(base, public.url)
-    assert names_in(base) == ["eval_bundle"]
+    assert names_in(base) == ["eval_bundle"] * there + ["eval_bundle.zip"]
     assert open_bundle(None, base)[0].tasks == open_bundle(folder, base)[0].tasks
-    assert stat.S_IMODE((base / "eval_bundle").stat().st_mode) & 0o500 == 0o500
     requests = len(public.requests)
     download_bundle(base, public.url)
     assert len(public.requests) == requests
 
 
 @pytest.mark.parametrize("fault, why", [
-    ("404", "404"), ("drops", "IncompleteRead"), ("cut", "no zip file|damaged"), ("closed", "refused"),
+    ("404", "404"), ("drops", "IncompleteRead"), ("cut", "not a zip file"), ("closed", "refused"),
 ])  # fmt: skip
 def test_a_download_that_fails_says_why_and_keeps_the_bundle_that_is_there(
     public, folder, tmp_path, fault, why
 ):
     base = tmp_path / "base"
-    shutil.copytree(folder, base / "eval_bundle")
-    (base / "eval_bundle" / "core.yaml").write_text("damaged")
+    base.mkdir()
+    (base / "eval_bundle.zip").write_text("damaged")
     public.faults["eval_bundle.zip"] = [fault]
     with pytest.raises(UserError, match=why) as error:
         download_bundle(base, "http://127.0.0.1:9" if fault == "closed" else public.url)
-    assert "\n" not in str(error.value) and names_in(base) == ["eval_bundle"]
-    assert (base / "eval_bundle" / "core.yaml").read_text() == "damaged"
+    assert "\n" not in str(error.value) and names_in(base) == ["eval_bundle.zip"]
+    assert (base / "eval_bundle.zip").read_text() == "damaged"
 
 
 def test_a_byte_that_changed_on_the_way_is_found_by_the_checksums_of_the_zip_file(public, tmp_path):
     content = bytearray(public.files["eval_bundle.zip"])
     content[content.index(b"one.jsonl") + 40] ^= 1
     public.files["eval_bundle.zip"] = bytes(content)
-    with pytest.raises(UserError, match="damaged"):
+    with pytest.raises(UserError, match="cannot be read"):
         download_bundle(tmp_path / "base", public.url)
     assert names_in(tmp_path / "base") == []
-
-
-@pytest.mark.parametrize("name", ["../outside", "eval_bundle/eval_data/../../../outside", "/outside"])
-def test_nothing_is_written_outside_of_the_bundle(folder, tmp_path, name):
-    path, base = zipped(folder, tmp_path / "it.zip"), tmp_path / "base"
-    base.mkdir()
-    with zipfile.ZipFile(path, "a") as archive:
-        archive.writestr(name, b"0")
-        archive.writestr("eval_bundle/setup.py", b"0")  # not needed
-    before = names_in(tmp_path)
-    assert install(path, base / "eval_bundle") == 2
-    assert names_in(base / "eval_bundle") == ["core.yaml", "eval_data", "eval_meta_data.csv"]
-    assert names_in(base) == ["eval_bundle"] and names_in(tmp_path) == before
-    assert not Path("/outside").exists()
-
-
-@pytest.mark.parametrize("name, why", [("core.yaml/x", "damaged"), ("eval_data/zeros", "would take")])
-def test_a_zip_file_that_cannot_be_a_bundle_is_refused_and_leaves_nothing(
-    folder, tmp_path, monkeypatch, name, why
-):
-    monkeypatch.setattr(bundle_download, "LARGEST_BUNDLE", 1_000_000)
-    path, base = zipped(folder, tmp_path / "it.zip"), tmp_path / "base"
-    base.mkdir()
-    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr(f"eval_bundle/{name}", bytes(2_000_000 if "zeros" in name else 1))
-    with pytest.raises(UserError, match=why):
-        install(path, base / "eval_bundle")
-    assert names_in(base) == []
 
 
 @pytest.mark.parametrize("faults", [[], ["404"]], ids=str)
@@ -226,5 +205,5 @@ def test_the_command_puts_the_bundle_into_base_dir(public, tmp_path, monkeypatch
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # the script sets its own
     with pytest.raises(UserError, match="404") if faults else contextlib.nullcontext():
         runpy.run_module("scripts.download", run_name="__main__")
-    assert (tmp_path / "base" / "eval_bundle").exists() == (not faults)
-    assert ("eval_bundle: 2 tasks" in capsys.readouterr().out) == (not faults)
+    assert (tmp_path / "base" / "eval_bundle.zip").exists() == (not faults)
+    assert ("eval_bundle.zip: 2 tasks" in capsys.readouterr().out) == (not faults)

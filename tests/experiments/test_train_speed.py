@@ -9,7 +9,7 @@ SETTINGS |= {"window_pattern": "L", "device_batch_size": 2}
 
 
 def turn(*step_s: float, **more) -> dict:
-    records = [{"step_time_s": seconds, "mfu": seconds} for seconds in step_s]
+    records = [{"step_time_s": seconds, "mfu": seconds, "loss": seconds} for seconds in step_s]
     planned = {"seconds": 8, "num_iterations": 20, "memory": 2**32}
     return {"records": records, "planned": planned, "peak_memory_bytes": 2**30, "first_step_s": 5.0} | more
 
@@ -23,7 +23,7 @@ def test_a_variants_figures_are_of_all_its_steps_and_its_largest_memory():
     flops = train_speed.model_of(SETTINGS).flops_per_token()
     assert found["mfu_of_measured_peak"] == pytest.approx(200 / 0.3 * flops / 1e9)
     assert found["peak_memory_gib"] == 2 and found["first_step_s"] == 6
-    assert found["planned_memory_gib"] == 4 and found["planned_step_ms"] == 400
+    assert found["loss"] == 0.4 and found["planned_memory_gib"] == 4 and found["planned_step_ms"] == 400
 
 
 def test_ours_over_the_peers_is_of_the_same_round():

@@ -336,10 +336,10 @@ def choose_on(monkeypatch, capability, dtype=torch.bfloat16, failing=(), flash3=
         ((9, 0), torch.bfloat16, {"flash3": True}, ("flash", "varlen")),
         ((8, 0), torch.bfloat16, {}, ("flash", "varlen")),  # A100
         ((8, 9), torch.float16, {}, ("flash", "varlen")),  # 4090
-        ((7, 5), torch.float16, {}, ("efficient", "flex")),  # T4
-        ((7, 0), torch.float16, {"compiled": False}, ("efficient", "banded")),  # V100, eager
+        ((7, 5), torch.float16, {}, ("sdpa", "flex")),  # T4
+        ((7, 0), torch.float16, {"compiled": False}, ("sdpa", "banded")),  # V100, eager
         ((9, 0), torch.bfloat16, {"failing": ("cudnn", "varlen")}, ("flash", "flex")),
-        ((9, 0), torch.bfloat16, {"failing": ("cudnn", "flash", "efficient", "varlen", "flex")},
+        ((9, 0), torch.bfloat16, {"failing": ("cudnn", "flash", "varlen", "flex")},
          ("sdpa", "banded")),
     ],
 )  # fmt: skip
@@ -353,14 +353,14 @@ def test_the_first_backend_that_a_gpu_can_run_is_chosen(monkeypatch, capability,
 
 
 def test_a_resumed_run_keeps_its_backends_where_they_run_and_says_where_not(monkeypatch):
-    before = Attention("efficient", "flex", "mask").resolved
+    before = Attention("flash", "flex", "mask").resolved
     chosen = choose_on(monkeypatch, (9, 0), resolved={"attention": before}, documents=True)
     assert chosen.resolved == before
-    assert "efficient for full layers, as at the run's first start" in chosen.reason
+    assert "flash for full layers, as at the run's first start" in chosen.reason
     before = Attention("cudnn", "varlen", "varlen", "FA3").resolved
     chosen = choose_on(monkeypatch, (7, 5), torch.float16, resolved={"attention": before}, documents=True)
-    assert chosen.resolved == Attention("efficient", "flex", "mask").resolved
-    assert "efficient for full layers, not cudnn as at the run's first start" in chosen.reason
+    assert chosen.resolved == Attention("sdpa", "flex", "mask").resolved
+    assert "sdpa for full layers, not cudnn as at the run's first start" in chosen.reason
     assert "cudnn (needs compute capability 8.0)" in chosen.reason
     chosen = choices.choose(CONFIG, FakeMachine("cpu"), torch.float32, True, True, {"attention": before})
     assert chosen.resolved == Attention("sdpa", "blocks", "blocks").resolved
@@ -372,7 +372,7 @@ def test_a_resumed_run_keeps_its_backends_where_they_run_and_says_where_not(monk
     [
         ((9, 0), "flash", {}, "flash"),  # H100 and A100, which prefers flash to cudnn
         ((8, 0), "cudnn", {}, "flash"),  # the same two, asked on the other one
-        ((8, 0), "cudnn", {"attention": {"full": "efficient"}}, "cudnn"),  # there it does not run any longer
+        ((8, 0), "cudnn", {"attention": {"full": "sdpa"}}, "cudnn"),  # there it does not run any longer
     ],
 )
 def test_processes_on_different_gpus_take_the_same(monkeypatch, here, there, before, together):
@@ -389,9 +389,9 @@ def test_processes_on_different_gpus_take_the_same(monkeypatch, here, there, bef
     ],
 )
 def test_the_probe_turns_down_what_is_wrong_or_fails(monkeypatch, function, said):
-    monkeypatch.setitem(choices.BACKENDS, "efficient", (function, ("full",)))
+    monkeypatch.setitem(choices.BACKENDS, "flash", (function, ("full",)))
     config = GPTConfig(2, 32, 2, 20, 16)
-    found = choices._probe("efficient", "full", config, torch.device("cpu"), torch.float32, 16)
+    found = choices._probe("flash", "full", config, torch.device("cpu"), torch.float32, 16)
     assert found.startswith(said) and bool(found) == bool(said)
 
 

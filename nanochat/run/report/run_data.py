@@ -17,9 +17,9 @@ import numpy as np
 
 from nanochat import UserError
 from nanochat.files import open_plain, user_path
-from nanochat.terminal import counted
+from nanochat.run.metrics import records_in
 
-MAX_CONFIG_BYTES, MAX_LINE_BYTES = 2**22, 2**22
+MAX_CONFIG_BYTES = 2**22
 MAX_TEXT = 4000  # characters of a sample or a value; the rest is cut
 MAX_COLUMNS = 64
 PLACES = ("base_checkpoints", "mid_checkpoints")  # of runs, under base_dir
@@ -184,13 +184,14 @@ def read_run(folder, say=lambda warning: None) -> Run:
     run = Run(text(folder.resolve().name), folder, _read_config(folder / "config.json", say))
     run.written = (folder / "metrics.jsonl").stat().st_mtime
     columns = {name: array("d") for name in COLUMNS}
-    for record in _records(folder / "metrics.jsonl", say):
-        progress = number(record.get("progress"))
-        run.progress = run.progress if progress is None else min(max(progress, 0.0), 1.0)
-        if "loss" in record:
-            _add(record, columns)
-        else:
-            run.records.append(record)
+    with os.fdopen(open_plain(folder / "metrics.jsonl", os.O_RDONLY), "rb") as file:
+        for record in records_in(file, lambda warning: say(f"{warning} in {folder}")):
+            progress = number(record.get("progress"))
+            run.progress = run.progress if progress is None else min(max(progress, 0.0), 1.0)
+            if "loss" in record:
+                _add(record, columns)
+            else:
+                run.records.append(record)
     order = np.argsort(columns["step"], kind="stable")
     run.steps = {name: np.array(column)[order] for name, column in columns.items()}
     run.records.sort(key=lambda r: r["step"])
@@ -231,24 +232,3 @@ def _read_config(path: Path, say) -> dict:
         reason = getattr(error, "strerror", None) or "it is damaged or too long"
     say(f"warning: {path} is left out ({reason})")
     return {}
-
-
-def _records(path: Path, say):
-    """The whole records of a metrics.jsonl, one by one: all records of a long run need much memory."""
-    damaged = []
-    with os.fdopen(open_plain(path, os.O_RDONLY), "rb") as file:
-        for line_number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=1):
-            if not line.endswith(b"\n"):  # it is too long, or its writer was killed or is still writing
-                break
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                record = None
-            step = record.get("step") if isinstance(record, dict) else None
-            if type(step) is int and 0 <= step < 2**53:
-                yield record
-            else:
-                damaged.append(line_number)
-    if damaged:
-        which = ", ".join(map(str, damaged[:20])) + (" ..." if len(damaged) > 20 else "")
-        say(f"warning: {path}: {counted(len(damaged), 'damaged line', 'damaged lines')} skipped ({which})")
