@@ -219,6 +219,21 @@ def wait_for_step(process, out: Path, step: int):
     raise AssertionError("the run did not get there")
 
 
+def assert_ended(*pids: int):
+    """These processes end, or have ended; one may be dead and not yet waited for."""
+
+    def lives(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except OSError:
+            return False
+
+    deadline = time.monotonic() + 300
+    while any(map(lives, pids)):
+        assert time.monotonic() < deadline, "it lives on"
+        time.sleep(0.01)
+
+
 # ------------------------------------------------------------------------------------------------------
 # Checkpoints
 

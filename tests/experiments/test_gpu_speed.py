@@ -5,10 +5,10 @@ import re
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import assert_ended
 
 from experiments import gpu_parts, gpu_variants, sides
 from experiments.gpu_speed import PARTS, Part, bench, run_part, run_parts
@@ -113,8 +113,7 @@ def starts(job):
     for side in sides.Side.alive:
         side.end()
     assert "ended" in running.result()["error"]
-    state = Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
-    assert not state.exists() or state.read_text().split()[2] == "Z"
+    assert_ended(int((tmp_path / "child").read_text()))
 
 
 def test_checks_run_side_by_side_after_the_figures(programs, pool, tmp_path):
