@@ -7,11 +7,17 @@ file: the folder may come from a stranger, and a run that resumes in it must not
 import contextlib
 import errno
 import os
+import shutil
 import stat
+import tempfile
+import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from nanochat import UserError
+
+STALE_S = 86_400  # seconds; a temporary folder that has not changed for so long is left from a kill
 
 
 def user_path(setting: str, value: str | Path) -> Path:
@@ -79,6 +85,24 @@ def replacing(path: str | Path, sync: bool = False):
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def building(folder: Path) -> Iterator[Path]:
+    """A temporary folder beside `folder`: fill it, and rename it to `folder` when it is complete. It goes if
+    the block ends without that. What a kill has left beside `folder` goes after a day. Raises OSError."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for left in folder.parent.glob(".nanochat-*"):
+        with contextlib.suppress(OSError):
+            newest = max(entry.stat().st_mtime for entry in (left, *left.iterdir()))
+            if time.time() - newest > STALE_S:
+                shutil.rmtree(left, ignore_errors=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".nanochat-{folder.name}-"))
+    try:
+        os.chmod(temporary, 0o755)  # mkdtemp's 0700 would hide it from other users
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_whole(path: str | Path, content: bytes):

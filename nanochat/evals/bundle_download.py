@@ -5,13 +5,13 @@ It is unpacked into a temporary folder, which gets its name when it is complete 
 
 import contextlib
 import os
-import tempfile
 import zipfile
 from pathlib import Path
 
 from nanochat import UserError
 from nanochat.data.download import route
 from nanochat.evals.bundle import GET, NAME, UNREADABLE, open_bundle, root_of
+from nanochat.files import building
 from nanochat.terminal import bar, first_line, gib
 
 HOST = "https://karpathy-public.s3.us-west-2.amazonaws.com"  # where karpathy/nanochat has it
@@ -31,9 +31,8 @@ def download_bundle(base_path: Path, host: str = HOST) -> None:
         if folder.exists() and open_bundle(folder, base_path)[0]:
             print(f"the evaluation bundle is in {folder}")
             return
-    base_path.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=base_path, prefix=f".{NAME}.") as temporary:
-        archive = Path(temporary) / FILE
+    with building(folder) as temporary:
+        archive = temporary / FILE
         _get(host.rstrip("/"), archive)
         tasks = install(archive, folder)
     print(f"the evaluation bundle is in {folder}: {tasks} tasks")
@@ -68,8 +67,8 @@ def install(archive_path: Path, folder: Path) -> int:
     Only a bundle's own files are unpacked. zipfile compares checksums, writes nothing outside of the folder
     and makes no links. Raises UserError if the file is damaged or no bundle; then `folder` stays as it was.
     """
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{NAME}.") as temporary:
-        unpacked = Path(temporary) / "unpacked"
+    with building(folder) as temporary:
+        unpacked = temporary / "unpacked"
         try:
             with zipfile.ZipFile(archive_path) as archive:
                 root = root_of(archive.namelist())
@@ -82,6 +81,6 @@ def install(archive_path: Path, folder: Path) -> int:
             raise UserError(f"{archive_path} is damaged ({first_line(error)}); run {GET} again") from error
         bundle, _ = open_bundle(unpacked / root, folder.parent)
         if folder.is_symlink() or folder.exists():
-            os.replace(folder, Path(temporary) / "before")
+            os.replace(folder, temporary / "before")
         os.replace(unpacked / root, folder)
     return len(bundle.tasks)
