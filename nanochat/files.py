@@ -19,7 +19,7 @@ from pathlib import Path
 from nanochat import UserError
 
 STALE_S = 86_400  # seconds; a temporary folder that has not changed for so long is left from a kill
-_unfinished: set[Path] = set()  # what _temporary has to remove
+_unfinished: set[Path] = set()  # the paths of `temporary` now
 
 
 def user_path(setting: str, value: str | Path) -> Path:
@@ -79,7 +79,7 @@ def _remove(path: Path):
 
 
 @contextlib.contextmanager
-def _temporary(path: Path) -> Iterator[Path]:
+def temporary(path: Path) -> Iterator[Path]:
     """A path that the block may make. Nothing has this name afterwards, also if SIGTERM or SIGHUP ends the
     process; after SIGKILL it stays."""
 
@@ -112,13 +112,13 @@ def replacing(path: str | Path, sync: bool = False):
     `.tmp-...`. Raises OSError.
     """
     path = Path(path)
-    with _temporary(path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex[:8]}")) as temporary:
-        with open(temporary, "xb") as file:  # x: fails where something has this name, be it a link
+    with temporary(path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex[:8]}")) as new:
+        with open(new, "xb") as file:  # x: fails where something has this name, be it a link
             yield file
             if sync:
                 file.flush()
                 os.fsync(file.fileno())
-        os.replace(temporary, path)
+        os.replace(new, path)
 
 
 @contextlib.contextmanager
@@ -131,9 +131,9 @@ def building(folder: Path) -> Iterator[Path]:
             newest = max(entry.stat().st_mtime for entry in (left, *left.iterdir()))
             if time.time() - newest > STALE_S:
                 shutil.rmtree(left, ignore_errors=True)
-    with _temporary(folder.with_name(f".nanochat-{folder.name}-{uuid.uuid4().hex[:8]}")) as temporary:
-        temporary.mkdir()
-        yield temporary
+    with temporary(folder.with_name(f".nanochat-{folder.name}-{uuid.uuid4().hex[:8]}")) as new:
+        new.mkdir()
+        yield new
 
 
 def write_whole(path: str | Path, content: bytes):

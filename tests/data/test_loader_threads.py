@@ -1,7 +1,6 @@
 """The loader's steps, buffers, thread and processes."""
 
 import gc
-import itertools
 import json
 import multiprocessing
 import os
@@ -9,13 +8,13 @@ import subprocess
 import sys
 import threading
 import time
-import types
 from pathlib import Path
 
 import pytest
 import torch
 from corpora import BOS, Corpus, Numbers, run
 from helpers import ROOT
+from watch import Watch
 
 from nanochat.checkpoint import AsyncSaver, background
 from nanochat.data import loader as loader_module
@@ -95,8 +94,7 @@ def test_an_error_of_the_thread_reaches_the_caller_with_its_place(shards):
 
 
 def test_waiting_is_counted_and_epochs_are_told(tmp_path, monkeypatch):
-    clock = types.SimpleNamespace(perf_counter=itertools.count().__next__)  # a second passes at each look
-    monkeypatch.setattr(loader_module, "time", clock)
+    monkeypatch.setattr(loader_module, "time", Watch(tick=1))
     corpus = Corpus(tmp_path, [8] * 8, 5)
     with TrainLoader(corpus.shards, Numbers(), 2, 8, 1) as loader:
         next(loader)

@@ -5,7 +5,6 @@ import itertools
 import json
 import threading
 import time
-import types
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ import torch
 from corpora import BOS, Corpus, Numbers, run
 from shards import flat
 from test_loader import slow_rows
+from watch import Watch
 
 from nanochat import UserError
 from nanochat.data import packing
@@ -183,11 +183,11 @@ class BetweenLooks:
     """The event that a wait looks at. Between two looks 0.9 s pass, and the next thing happens."""
 
     def __init__(self, monkeypatch, things):
-        self.now, self.things = 0.0, things
-        monkeypatch.setattr(arriving, "time", types.SimpleNamespace(monotonic=lambda: self.now))
+        self.watch, self.things = Watch(), things
+        monkeypatch.setattr(arriving, "time", self.watch)
 
     def wait(self, seconds: float):
-        self.now += 0.9
+        self.watch.now += 0.9
         next(self.things)
 
 

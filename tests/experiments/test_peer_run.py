@@ -1,18 +1,17 @@
 """The peer gets our documents and our tokens, and what its run prints and takes is read as it is."""
 
 import ast
-import itertools
 import json
 import pickle
 import sys
 import time
-import types
 from pathlib import Path
 
 import fake_peer
 import pytest
 import torch
 from helpers import ROOT, assert_ended, python_m
+from watch import Watch
 
 from experiments import peer_run, sides
 from nanochat import UserError
@@ -120,8 +119,7 @@ def test_a_run_of_ours_is_killed_after_the_steps_that_are_waited_for(tmp_path, m
     (seconds,) = peer_run.until_steps([sys.executable, "-S", "sleeps.py"], folder=tmp_path)
     assert 0 < seconds <= time.monotonic() - began < 500
     assert_ended(*pids_in(tmp_path))
-    clock = types.SimpleNamespace(perf_counter=itertools.count().__next__)  # a second passes at each look
-    monkeypatch.setattr(peer_run, "time", clock)
+    monkeypatch.setattr(peer_run, "time", Watch(tick=1))
     prints = "print('step 1/12 |'); print('warning'); print('step 3/12 |')"
     assert peer_run.until_steps([sys.executable, "-S", "-c", prints], (1, 3)) == [1, 3]
     with pytest.raises(UserError, match=r"ended before its step 1: no such depth$"):

@@ -1,6 +1,5 @@
 """The machine: device, memory and peak FLOP/s, signals, and the exchanges between two processes."""
 
-import itertools
 import json
 import os
 import platform
@@ -8,13 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import ROOT, python
 from test_distributed import run_plain
+from watch import Watch
 
 from nanochat import UserError
 from nanochat.machine import hardware, memory, runtime
@@ -220,8 +219,7 @@ def test_a_terminal_that_closes_does_not_keep_a_run_from_saving(tmp_path):
 
 
 def test_a_peak_is_measured_in_floating_point_operations_a_second(monkeypatch):
-    looks = itertools.accumulate(itertools.repeat(0.25))  # a quarter of a second passes at each look
-    monkeypatch.setattr(hardware, "time", types.SimpleNamespace(perf_counter=looks.__next__))
+    monkeypatch.setattr(hardware, "time", Watch(tick=0.25))
     peak, source = hardware.peak_flops(CPU, torch.float32)
     assert "measured" in source and "float32" in source and peak == 4 * 2 * 1024**3
 
