@@ -16,12 +16,10 @@ import json
 import os
 import pickle
 import re
-import shutil
 import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -36,6 +34,7 @@ from nanochat.data.dataset import Dataset, writing
 from nanochat.data.parquet import Documents, write_sorted
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import Tokenizer
+from nanochat.files import building
 from nanochat.machine.compiling import EAGER_STEPS
 
 FORMAT = 1  # of the folder that `prepare` makes; part of its name
@@ -80,16 +79,11 @@ def prepare(dataset: Dataset, tokenizer: Tokenizer, base_dir: str | Path, cut: b
     target = dataset.tokenizer_folder(Path(base_dir)) / name
     if target.exists():
         return target
-    with writing(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
-        try:
-            _write_text(dataset, temporary / "base_data_climbmix", cut)
-            _write_tokenizer(tokenizer, temporary / "tokenizer")
-            with contextlib.suppress(FileExistsError):  # another process was faster
-                os.rename(temporary, target)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+    with writing(target), building(target) as temporary:
+        _write_text(dataset, temporary / "base_data_climbmix", cut)
+        _write_tokenizer(tokenizer, temporary / "tokenizer")
+        with contextlib.suppress(FileExistsError):  # another process was faster
+            os.rename(temporary, target)
     return target
 
 

@@ -7,11 +7,19 @@ file: the folder may come from a stranger, and a run that resumes in it must not
 import contextlib
 import errno
 import os
+import shutil
+import signal
 import stat
+import threading
+import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from nanochat import UserError
+
+STALE_S = 86_400  # seconds; a temporary folder that has not changed for so long is left from a kill
+_unfinished: set[Path] = set()  # the paths of `temporary` now
 
 
 def user_path(setting: str, value: str | Path) -> Path:
@@ -47,26 +55,69 @@ def open_plain(path, flags: int, mode: int = 0o666) -> int:
     return fd
 
 
+def remove_unfinished(*paths: Path):
+    """Remove temporary files and folders; without paths all of this process, which is about to end."""
+    for path in paths or tuple(_unfinished):
+        with contextlib.suppress(OSError):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@contextlib.contextmanager
+def temporary(path: Path) -> Iterator[Path]:
+    """A path that the block may make. Nothing has this name afterwards, also if SIGTERM or SIGHUP ends the
+    process; after SIGKILL it stays."""
+
+    def end(number, frame):
+        remove_unfinished()
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    in_main_thread = threading.current_thread() is threading.main_thread()  # the one that may set handlers
+    ours = [n for n in numbers if in_main_thread and signal.getsignal(n) == signal.SIG_DFL]
+    _unfinished.add(path)
+    try:
+        for number in ours:
+            signal.signal(number, end)
+        yield path
+    finally:
+        remove_unfinished(path)
+        _unfinished.discard(path)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
 @contextlib.contextmanager
 def replacing(path: str | Path, sync: bool = False):
     """A file, open for bytes, that takes the place of `path` when the block ends, and never if it fails.
 
     At any moment `path` holds all of its old content or all of the new one. A link there is replaced, not
-    followed. sync: the new content is on disk before it gets the name. A kill leaves a file named `.tmp-...`.
-    Raises OSError.
+    followed. sync: the new content is on disk before it gets the name. SIGKILL leaves a file named
+    `.tmp-...`. Raises OSError.
     """
     path = Path(path)
-    temporary = path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex[:8]}")
-    try:
-        with open(temporary, "xb") as file:  # x: fails where something has this name, be it a link
+    with temporary(path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex[:8]}")) as new:
+        with open(new, "xb") as file:  # x: fails where something has this name, be it a link
             yield file
             if sync:
                 file.flush()
                 os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+        os.replace(new, path)
+
+
+@contextlib.contextmanager
+def building(folder: Path) -> Iterator[Path]:
+    """A temporary folder beside `folder`: fill it, and rename it to `folder` when it is complete. It goes if
+    the block ends without that. What SIGKILL has left beside `folder` goes after a day. Raises OSError."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for left in folder.parent.glob(".nanochat-*"):
+        with contextlib.suppress(OSError):
+            newest = max(entry.stat().st_mtime for entry in (left, *left.iterdir()))
+            if time.time() - newest > STALE_S:
+                shutil.rmtree(left, ignore_errors=True)
+    with temporary(folder.with_name(f".nanochat-{folder.name}-{uuid.uuid4().hex[:8]}")) as new:
+        new.mkdir()
+        yield new
 
 
 def write_whole(path: str | Path, content: bytes):

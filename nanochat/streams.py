@@ -29,17 +29,17 @@ class Output(io.RawIOBase):
 
     def __init__(self, stream):
         buffer = getattr(stream, "buffer", None)
-        self._raw = getattr(buffer, "raw", buffer)  # None: nobody reads
+        self.raw = getattr(buffer, "raw", buffer)  # None: nobody reads, now and later
         self.writer, self.dropped = None, 0  # lines that were dropped since the last one that was not
 
     def writable(self):
         return True
 
     def isatty(self):
-        return self._raw is not None and self._raw.isatty()
+        return self.raw is not None and self.raw.isatty()
 
     def fileno(self):
-        return self._raw.fileno() if self._raw else super().fileno()
+        return self.raw.fileno() if self.raw else super().fileno()
 
     def write(self, data):
         data = bytes(data)
@@ -58,22 +58,17 @@ class Output(io.RawIOBase):
         """Write to the reader, and wait for him."""
         left = memoryview(data)
         try:
-            while left and self._raw:
-                written = self._raw.write(left)
+            while left and self.raw:
+                written = self.raw.write(left)
                 left = left[written or 0 :]
                 if written is None:  # the file is full, and does not block
                     time.sleep(0.05)
         except (OSError, ValueError):
             self.give_up()
 
-    @property
-    def gone(self) -> bool:
-        """Whether nobody reads, now and later."""
-        return self._raw is None
-
     def give_up(self):
         """Send what comes later nowhere."""
-        self._raw = None
+        self.raw = None
 
 
 class Writer:
@@ -178,7 +173,7 @@ def from_handler(text: str):
 def nobody_reads() -> bool:
     """Whether the reader of stdout has gone."""
     buffer = getattr(sys.stdout, "buffer", None)
-    return isinstance(buffer, Output) and buffer.gone
+    return isinstance(buffer, Output) and buffer.raw is None
 
 
 def drain(seconds: float | None) -> bool:

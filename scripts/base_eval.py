@@ -221,14 +221,14 @@ def page() -> str:
 
 
 if machine.is_main:
-    say(text := printable(page()))
+    text = printable(page())
     stem = folder / f"base_eval_{found.step:06d}"
-    try:
+    try:  # before anything is printed: nobody may read it
         os.makedirs(folder, exist_ok=True)
         checkpoint.write_whole(Path(f"{stem}.json"), to_json(results))
         checkpoint.write_whole(Path(f"{stem}.md"), text.encode(errors="backslashreplace"))
+        place = f"results: {stem}.md and .json"
     except (OSError, UserError) as error:
-        say(f"the results are not written: {error}")
-    else:
-        say(f"results: {stem}.md and .json")
+        place = f"the results are not written: {error}"
+    say(f"{text}\n{place}")
 machine.close()

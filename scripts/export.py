@@ -11,8 +11,6 @@ plain. docs/ecosystem.md says what else reads it. It needs `pip install -e '.[ex
 """
 
 import json
-import os
-import shutil
 from dataclasses import asdict
 from typing import Literal
 
@@ -24,7 +22,7 @@ from nanochat.checkpoint import Checkpoint
 from nanochat.checkpoint.resume import EXPORTED_TOKENIZER
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.engine import find_source, load_for_inference
-from nanochat.files import user_path
+from nanochat.files import building, user_path
 from nanochat.gpt import GPT
 from nanochat.hf.text import generation_config, write_text
 from nanochat.terminal import table
@@ -131,20 +129,17 @@ theirs = to_transformers(ours, identity, generation_config(tokenizer, chat)).to(
 # Write, under another name until it is complete
 
 run_folder = checkpoint.path.parent if checkpoint.path.name.startswith("step_") else checkpoint.path
-temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
 try:
-    temporary.mkdir(parents=True)
-    theirs.save_pretrained(temporary)  # with the file of its code
-    write_text(tokenizer, temporary, chat, ours.config.max_seq_len)
-    (temporary / EXPORTED_TOKENIZER).write_bytes(tokenizer.to_bytes())  # for --init_from
-    (temporary / "README.md").write_text(card(run_folder.name, checkpoint, chat), encoding="utf-8")
-    if folder.exists():
-        folder.rmdir()  # empty
-    temporary.rename(folder)
+    with building(folder) as temporary:
+        theirs.save_pretrained(temporary)  # with the file of its code
+        write_text(tokenizer, temporary, chat, ours.config.max_seq_len)
+        (temporary / EXPORTED_TOKENIZER).write_bytes(tokenizer.to_bytes())  # for --init_from
+        (temporary / "README.md").write_text(card(run_folder.name, checkpoint, chat), encoding="utf-8")
+        if folder.exists():
+            folder.rmdir()  # empty
+        temporary.rename(folder)
 except OSError as error:
     raise UserError(f"cannot write {folder} ({error}); make room, or give another --out") from error
-finally:
-    shutil.rmtree(temporary, ignore_errors=True)
 
 size = sum(path.stat().st_size for path in folder.iterdir())
 print(f"{checkpoint.path}: {theirs.num_parameters():,} parameters in {dtype}, {size / 2**20:,.1f} MiB")

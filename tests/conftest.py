@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import HealthCheck, settings
 
 # One thread for torch, here and in children: two files of tests run at a time, sums have one order, and a
 # tiny model has no work for a second thread. OpenMP reads this when torch is imported.
@@ -15,6 +16,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 # A shell's background jobs begin with SIGINT ignored, and the processes that tests start would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# An example may take any time: other programs may hold the cores
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 def pytest_collection_modifyitems(items):

@@ -24,6 +24,7 @@ import torch
 import configurator
 from nanochat import checkpoint
 from nanochat.checkpoint import save_and_load
+from nanochat.machine.watchdog import is_gone
 from nanochat.plan import planning, wording
 
 ROOT = Path(__file__).parent.parent
@@ -217,6 +218,14 @@ def wait_for_step(process, out: Path, step: int):
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
     raise AssertionError("the run did not get there")
+
+
+def assert_ended(*pids: int):
+    """These processes end, or have ended."""
+    deadline = time.monotonic() + 300
+    while not all(map(is_gone, pids)):
+        assert time.monotonic() < deadline, "it lives on"
+        time.sleep(0.01)
 
 
 # ------------------------------------------------------------------------------------------------------

@@ -3,9 +3,9 @@
 import io
 import os
 import sys
-import types
 
 import pytest
+from watch import Watch
 
 from nanochat import terminal as bars
 from nanochat.data import bpe
@@ -16,10 +16,8 @@ from nanochat.terminal import bar, short
 
 @pytest.fixture
 def clock(monkeypatch):
-    clock = types.SimpleNamespace(now=1000.0)
-    clock.monotonic = lambda: clock.now
-    monkeypatch.setattr(bars, "time", clock)
-    return clock
+    monkeypatch.setattr(bars, "time", watch := Watch())
+    return watch
 
 
 def test_a_log_file_has_a_line_early_one_each_minute_and_one_at_the_end_but_none_of_quick_work(capsys, clock):

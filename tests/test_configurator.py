@@ -69,7 +69,7 @@ KINDS = {  # setting -> its default and the values it may take
 DEFAULTS = {name: default for name, (default, _) in KINDS.items()}
 VARIABLES = {name: name for name in KINDS} | {"plan": "plan_only"}  # in the script
 OTHERS = {"_private": 5, "computed": 3, "listed": [1, 2], "unknown_type": None, "after": "not yet"}
-many = settings(max_examples=300, deadline=None)
+many = settings(max_examples=300)
 
 
 @pytest.fixture(autouse=True)

@@ -104,7 +104,7 @@ def check_that_gradients_exist_once(model, buckets):
 torch.set_num_threads(1)
 
 def main(variants):
-    machine = runtime.start("cpu", seed=0, timeout_s=60)
+    machine = runtime.start("cpu", seed=0, timeout_s=600)
     for variant in variants:
         train(machine, *variant)
     machine.close()

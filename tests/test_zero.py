@@ -79,7 +79,7 @@ torch.set_num_threads(1)
 
 def main(argument):
     folder, before, first, last = argument
-    machine = runtime.start("cpu", seed=0, timeout_s=60)
+    machine = runtime.start("cpu", seed=0, timeout_s=600)
     model = GPT(GPTConfig(depth=3, width=48, num_heads=3, vocab_size=61, max_seq_len=16))
     model.init_weights(torch.Generator().manual_seed(0))
     rates = {"embedding_lr": 0.1, "unembedding_lr": 0.01, "matrix_lr": 0.02, "scalar_lr": 0.3}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nanochat import UserError
 from nanochat.checkpoint.files import attempt, reason, remove_folder, to_json
-from nanochat.files import open_plain
+from nanochat.files import open_plain, temporary
 
 LOCK = ".lock"
 STEP = re.compile(r"(?:\.old-)?step_(\d{6,})")  # .old-: good until its successor is there
@@ -86,13 +86,11 @@ def check_shared(out_dir, machine):
     """
     run_id = machine.all_gather(uuid.uuid4().hex)[0]
     if machine.world_size > 1:
-        note = Path(out_dir) / f".tmp-{run_id}"
-        if machine.is_main:
-            note.mkdir()
-        machine.all_gather(None)  # wait until it is there
-        see = machine.all_gather(note.is_dir())
-        if machine.is_main:
-            note.rmdir()
+        with temporary(Path(out_dir) / f".tmp-{run_id}") as note:
+            if machine.is_main:
+                note.mkdir()
+            machine.all_gather(None)  # wait until it is there
+            see = machine.all_gather(note.is_dir())
         if blind := [rank for rank, sees in enumerate(see) if not sees]:
             raise UserError(
                 f"process {', '.join(map(str, blind))} does not see what process 0 writes to {out_dir}; "

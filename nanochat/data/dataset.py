@@ -11,8 +11,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
-import time
 import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -22,9 +20,8 @@ from nanochat import UserError
 from nanochat.data.amount import estimate_tokens, text_bytes, vocabulary_size
 from nanochat.data.parquet import Documents, RowGroups, write_sorted
 from nanochat.data.tokenizer import Tokenizer, open_tokenizer
+from nanochat.files import building
 from nanochat.terminal import first_line
-
-STALE_S = 86_400  # seconds; a temporary folder that has not changed for so long is left from a killed build
 
 
 @dataclass(frozen=True)
@@ -102,29 +99,22 @@ def build(
     --val_data names the validation split, or "val" for that split alone. Raises UserError if a split is empty
     or the folder cannot be written.
     """
-    with writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale(folder.parent)
-        temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-        try:
-            index = write_sorted(documents, temporary)
-            train, val = index.pop("documents")
-            if not train and (splits == "given" or not val) and splits != "val":
-                raise UserError(f"{name} holds no text; give --data files with documents in them")
-            if splits != "hash" and not val:
-                raise UserError("--val_data holds no text; give it files with documents in them")
-            if splits == "hash" and not (val and train):
-                missing = "validation" if train else "training"
-                raise UserError(
-                    f"none of the {train + val:,} documents of {name} falls into the {missing} split (by its "
-                    "hash one in 40 is validation); name the validation files with --val_data=PATH"
-                )
-            index |= {"name": name, "note": note.format(train, val)}
-            (temporary / "index.json").write_text(json.dumps(index, indent=1), "utf-8")
-            os.chmod(temporary, 0o755)  # mkdtemp's 0700 would hide it from other users
-            _put_in_place(temporary, folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+    with writing(folder), building(folder) as temporary:
+        index = write_sorted(documents, temporary)
+        train, val = index.pop("documents")
+        if not train and (splits == "given" or not val) and splits != "val":
+            raise UserError(f"{name} holds no text; give --data files with documents in them")
+        if splits != "hash" and not val:
+            raise UserError("--val_data holds no text; give it files with documents in them")
+        if splits == "hash" and not (val and train):
+            missing = "validation" if train else "training"
+            raise UserError(
+                f"none of the {train + val:,} documents of {name} falls into the {missing} split (by its "
+                "hash one in 40 is validation); name the validation files with --val_data=PATH"
+            )
+        index |= {"name": name, "note": note.format(train, val)}
+        (temporary / "index.json").write_text(json.dumps(index, indent=1), "utf-8")
+        _put_in_place(temporary, folder)
     return open_built(folder)
 
 
@@ -138,17 +128,6 @@ def writing(folder: Path) -> Iterator[None]:
             f"{folder} cannot be written ({error.strerror or first_line(error)}); make room or get "
             "permission there, or name another folder with --base_dir=PATH"
         ) from error
-
-
-def _remove_stale(folder: Path) -> None:
-    """Remove temporary folders that killed builds have left."""
-    for path in folder.iterdir():
-        if not re.fullmatch(r"\..+\.\w{8}", path.name):  # the names that mkdtemp makes
-            continue
-        with contextlib.suppress(OSError):
-            newest = max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
-            if time.time() - newest > STALE_S:
-                shutil.rmtree(path, ignore_errors=True)
 
 
 def _put_in_place(temporary: Path, folder: Path) -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from nanochat import streams
+from nanochat import files, streams
 
 NAMES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGQUIT")  # Windows has the first two
 PATIENCE_S = 1.0  # seconds in which Python's own handler should have answered
@@ -105,4 +105,5 @@ def _end_set_up(number):
         f"\nstopped by {name} before the first step was done; the same command starts again\n"
     )
     streams.drain(streams.STALLED_S)
-    os._exit(0)  # files are complete or absent at any moment: nothing to clean up
+    files.remove_unfinished()  # of an import; what has its final name is complete
+    os._exit(0)

@@ -33,7 +33,7 @@ def bits(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.dictionaries(NAMES, any_tensor(), max_size=4))
 def test_any_name_shape_and_bits_come_back_as_they_were(tensors):
     with tempfile.TemporaryDirectory() as folder:

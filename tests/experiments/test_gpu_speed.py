@@ -5,10 +5,11 @@ import re
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import assert_ended
+from watch import Watch
 
 from experiments import gpu_parts, gpu_variants, sides
 from experiments.gpu_speed import PARTS, Part, bench, run_part, run_parts
@@ -17,16 +18,6 @@ from nanochat import UserError
 from nanochat.machine import runtime
 
 CPU = {"device": "cpu", "small": True, "peer": None}
-
-
-class Clock:
-    """Seconds that pass only when something is said to take them."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def report(minutes: float = 1.0, **more) -> tuple[Report, list[dict]]:
@@ -113,8 +104,7 @@ def starts(job):
     for side in sides.Side.alive:
         side.end()
     assert "ended" in running.result()["error"]
-    state = Path(f"/proc/{(tmp_path / 'child').read_text()}/stat")
-    assert not state.exists() or state.read_text().split()[2] == "Z"
+    assert_ended(int((tmp_path / "child").read_text()))
 
 
 def test_checks_run_side_by_side_after_the_figures(programs, pool, tmp_path):
@@ -143,7 +133,7 @@ def figure(job):
 
 
 def test_no_part_is_started_that_cannot_end_in_the_time_left(pool):
-    clock, started = Clock(), []
+    clock, started = Watch(0.0), []
 
     def run(part: Part, job: dict, limit_s: float) -> dict:
         assert limit_s == 90 - clock.now
@@ -175,7 +165,7 @@ def test_an_unknown_part_and_a_folder_that_is_not_the_peers_are_refused(tmp_path
 class Stand:
     """A side that is ready, whose steps take known times."""
 
-    def __init__(self, name: str, clock: Clock, said: list, step_s: list[float], ready_at=0.0, **facts):
+    def __init__(self, name: str, clock: Watch, said: list, step_s: list[float], ready_at=0.0, **facts):
         self.name, self.clock, self.said, self.step_s = name, clock, said, iter(step_s)
         self.ready_at = ready_at
         self.facts = {"rows": 4, "micro_steps": 2, "parameters": 7e6, "flops_per_token": 1e9} | facts
@@ -204,7 +194,7 @@ def variant(name: str, side: str = "ours", depth: int = 12) -> dict:
 
 def run(groups: dict[str, list[dict]], times: dict[str, list[float]], minutes: float = 10, **job):
     """Runs groups of stand-ins: (results, lines, what was asked of whom). Of no times: it fails."""
-    clock, said = Clock(), []
+    clock, said = Watch(0.0), []
     found, lines = report(minutes, clock=clock)
 
     def prepare(variant: dict, job: dict, limit_s: float):
@@ -251,7 +241,7 @@ def test_a_variant_that_fails_stops_no_other():
 
 def test_a_variant_that_hangs_leaves_time_for_the_one_that_waits_for_it(pool):
     """`hangs` answers when its limit is over, as Side.ask does."""
-    clock, said = Clock(), []
+    clock, said = Watch(0.0), []
     found, _ = report(4, clock=clock)
 
     def prepare(variant: dict, job: dict, limit_s: float):
@@ -290,7 +280,7 @@ def test_as_many_are_prepared_at_once_as_fit_into_the_memory_and_the_rest_after_
 def test_five_minutes_suffice_for_the_figures_of_a_machine_like_the_first(monkeypatch, pool):
     """One H200 and 16 cores: a d12 is ready after 70 s, a d24 after 115 s, with cold caches."""
     monkeypatch.setattr("os.cpu_count", lambda: 16)
-    clock, said = Clock(), []
+    clock, said = Watch(0.0), []
     found, _ = report(5, clock=clock)
 
     def run(part: Part, job: dict, limit_s: float) -> dict:

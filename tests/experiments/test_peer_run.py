@@ -10,7 +10,8 @@ from pathlib import Path
 import fake_peer
 import pytest
 import torch
-from helpers import ROOT, python_m
+from helpers import ROOT, assert_ended, python_m
+from watch import Watch
 
 from experiments import peer_run, sides
 from nanochat import UserError
@@ -111,16 +112,16 @@ def test_a_run_that_fails_says_why(checkout, prepared, tmp_path):
     assert [line for _, line in done.lines[:2]] == ["one", "two"]
 
 
-def test_a_run_of_ours_is_killed_after_the_steps_that_are_waited_for(tmp_path):
+def test_a_run_of_ours_is_killed_after_the_steps_that_are_waited_for(tmp_path, monkeypatch):
     prints = "print('step 10/12 | another')\nprint('step 1/12 | loss 8.3', flush=True)\n"
     (tmp_path / "sleeps.py").write_text(SLEEPS.replace("time.sleep(600)\n", prints + "time.sleep(600)\n"))
     began = time.monotonic()
     (seconds,) = peer_run.until_steps([sys.executable, "-S", "sleeps.py"], folder=tmp_path)
     assert 0 < seconds <= time.monotonic() - began < 500
-    assert_ended(tmp_path / "pids")
-    slow = "import time; print('step 1/12 |', flush=True); time.sleep(0.2); print('step 3/12 |')"
-    first, third = peer_run.until_steps([sys.executable, "-S", "-c", slow], (1, 3))
-    assert third - first > 0.1
+    assert_ended(*pids_in(tmp_path))
+    monkeypatch.setattr(peer_run, "time", Watch(tick=1))
+    prints = "print('step 1/12 |'); print('warning'); print('step 3/12 |')"
+    assert peer_run.until_steps([sys.executable, "-S", "-c", prints], (1, 3)) == [1, 3]
     with pytest.raises(UserError, match=r"ended before its step 1: no such depth$"):
         peer_run.until_steps([sys.executable, "-S", "-c", "raise SystemExit('no such depth')"])
 
@@ -160,21 +161,10 @@ def test_what_is_interrupted_or_killed_leaves_no_process(tmp_path, name, ends_wi
     (tmp_path / "sleeps.py").write_text(SLEEPS)
     done = python_m(["interrupted", name], tmp_path)
     assert (done.returncode, done.stdout) == ends_with, done.stderr
-    assert_ended(tmp_path / "pids")
+    assert_ended(*pids_in(tmp_path))
 
 
-def assert_ended(file: Path):
-    """The two processes whose numbers are in the file end, or have ended."""
-    pids = [int(pid) for pid in file.read_text().split()]
-    deadline = time.monotonic() + 60
-    while any(map(runs, pids)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(map(runs, pids)) and len(pids) == 2
-
-
-def runs(pid: int) -> bool:
-    """Whether a process is alive; one that is dead and not yet waited for is not."""
-    try:
-        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
+def pids_in(folder: Path) -> list[int]:
+    """The numbers of the two processes of SLEEPS."""
+    one, other = map(int, (folder / "pids").read_text().split())
+    return [one, other]

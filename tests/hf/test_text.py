@@ -32,7 +32,7 @@ def theirs(tokenizer, tmp_path_factory):
 
 
 @given(text=any_text)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_text_gets_our_ids_after_bos_and_is_decoded_to_itself(tokenizer, theirs, text):
     ids = theirs(text, split_special_tokens=True)["input_ids"]
     assert ids == [tokenizer.bos_id, *tokenizer.encode(text).tolist()]
@@ -92,7 +92,7 @@ def fast_ids(fast, text: str) -> list[int]:
     merges=st.lists(st.text("ab", min_size=2, max_size=5), unique=True, max_size=12),
     texts=st.lists(st.text("ab ", max_size=30), min_size=1, max_size=20),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_list_of_tokens_has_the_same_merges(merges, texts):
     tokenizer = Tokenizer("t", [bytes([b]) for b in range(256)] + [text.encode() for text in merges])
     fast = _fast_tokenizer(tokenizer)
@@ -113,7 +113,7 @@ def another(request, tokenizer):
 
 
 @given(text=any_text)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_patterns_of_tiktoken_cut_in_the_same_places(another, text):
     ours, fast = another
     assert fast_ids(fast, text) == ours.encode(text).tolist()
@@ -126,7 +126,7 @@ conversations = st.tuples(st.none() | content, st.lists(st.tuples(content, conte
 
 
 @given(conversation=conversations)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_conversation_is_rendered_as_mid_train_trains_on_it(tokenizer, theirs, conversation):
     system, turns = conversation
     messages = [("system", system)] if system is not None else []

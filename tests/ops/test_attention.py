@@ -36,7 +36,7 @@ def random_qkv(Tq, Tk, dtype, B=2, H=3, D=8):
     return [torch.randn(B, H, T, D, generator=generator, dtype=torch.float64).to(dtype) for T in (Tq, Tk, Tk)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_attention_is_the_slow_one_for_any_lengths_and_window(data):
     Tk = data.draw(st.integers(1, 40), label="Tk")
@@ -173,7 +173,7 @@ def test_flex_attention_has_the_windows_of_the_slow_one(monkeypatch):
     assert calls == [1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=6, max_size=6), min_size=1, max_size=30))
 def test_both_forms_of_documents_say_the_same(rows):
     inputs = torch.tensor(rows)  # 0 is <|bos|>

@@ -32,7 +32,7 @@ def inputs(B, T, H=2, D=4):
     return *numbers.transpose(2, 3), begins.cumsum(1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 4), st.integers(1, 30), st.integers(1, 33), st.booleans(), st.booleans())
 def check_any_shape(B, T, window, with_documents, long):
     q, k, v, dy, documents = inputs(B, T)

@@ -58,7 +58,7 @@ def test_a_small_micro_batch_needs_the_memory_of_the_update_instead():
     assert training_bytes(config(4), 2**16, torch.float32, compiled=True)["update"] == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 96), st.floats(0, 12), st.sampled_from(["cpu", "cuda"]))
 def test_the_automatic_device_batch_divides_the_rows_and_is_the_largest_that_fits(rows, log_bytes, device):
     memory, most_tokens = int(2**log_bytes * 1e7), 2**16 if device == "cuda" else 2**12

@@ -14,8 +14,8 @@ from nanochat.gpt import GPT
 from nanochat.plan import scaling
 
 SIZES = {"aspect_ratio": 64, "head_dim": 128, "max_seq_len": 2048, "vocab_size": 32768, "window_pattern": "L"}
-FEW = settings(max_examples=25, deadline=None)
-MANY = settings(max_examples=100, deadline=None)
+FEW = settings(max_examples=25)
+MANY = settings(max_examples=100)
 
 
 def config(depth=4, **changes):

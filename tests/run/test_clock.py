@@ -7,6 +7,7 @@ import types
 
 import pytest
 from helpers import ROOT, command, losses, python_m, records, run
+from watch import Watch
 
 from nanochat import checkpoint
 from nanochat.run import clock as clock_module
@@ -28,9 +29,7 @@ def make_plan(minutes=0.0, num_iterations=1000):
 @pytest.fixture
 def watch(monkeypatch):
     """The time, which a test moves on. The process began 8 seconds before the clock is made."""
-    watch = types.SimpleNamespace(now=1000.0)
-    watch.monotonic = lambda: watch.now
-    monkeypatch.setattr(clock_module, "time", watch)
+    monkeypatch.setattr(clock_module, "time", watch := Watch())
     monkeypatch.setattr(clock_module, "seconds_since_command", lambda: watch.now - 992.0)
     return watch
 

@@ -7,6 +7,7 @@ import sys
 import types
 
 import pytest
+from watch import Watch
 
 from nanochat.run.clock import Clock
 from nanochat.run.console import Console, TimeLeft
@@ -16,8 +17,7 @@ from nanochat.run.metrics import LoopState
 @pytest.fixture
 def clock(monkeypatch):
     """The console's clock; a test moves it on."""
-    clock = types.SimpleNamespace(now=1000.0)
-    clock.monotonic = lambda: clock.now
+    clock = Watch()
     for module in ("run.console", "terminal"):
         monkeypatch.setattr(f"nanochat.{module}.time", clock)
     return clock

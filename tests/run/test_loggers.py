@@ -57,7 +57,7 @@ def log_to(folder, names: str, **variables) -> str:
     environment |= {"HOME": str(folder / "home"), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     environment |= {"TRACKIO_DIR": str(folder / "trackio"), "WANDB_ERROR_REPORTING": "false"} | variables
     line = [sys.executable, "-c", LOGGING, folder, names]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0 and "warning" not in done.stderr, done.stderr
     return done.stdout
 

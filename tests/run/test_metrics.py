@@ -82,7 +82,7 @@ def run_of(first, last, every, evaluated=-1):
     return records
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.data())
 def test_a_run_that_was_rewound_and_went_on_has_the_records_of_one_never_stopped(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("run")

@@ -149,7 +149,7 @@ from nanochat.optim import MuonAdamW, parameter_groups
 torch.set_num_threads(1)
 
 def main(folder):
-    machine = runtime.start("cpu", seed=0, timeout_s=60)
+    machine = runtime.start("cpu", seed=0, timeout_s=600)
     rank, cpu = machine.rank, machine.device
     generator = torch.Generator().manual_seed(rank)
     model = GPT(GPTConfig(depth=2, width=32, num_heads=2, vocab_size=61, max_seq_len=16))
