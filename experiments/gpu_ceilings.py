@@ -5,10 +5,9 @@ what code can still gain.
 """
 
 import functools
-import statistics
-import time
 
 import torch
+from torch.utils import benchmark
 
 from experiments.gpu_parts import each, model_job
 
@@ -18,25 +17,10 @@ def ceilings(job: dict, depths: list[int]) -> dict:
     return each(products=lambda: products(job, depths), attention=lambda: attention_speed(job))
 
 
-def seconds_of(action, device: torch.device, repeats: int = 10, of=statistics.median) -> float:
-    """The median time of a call on the device, or what `of` makes of the times, after two that warm up.
-
-    On a GPU each measurement is of several calls, so that it works on one while Python prepares the next.
-    """
-    times, calls = [], 4 if device.type == "cuda" else 1
-    for _ in range(repeats + 2):
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-        began = time.perf_counter()
-        for _ in range(calls):
-            action()
-        times.append((time.perf_counter() - began) / calls)
-        if device.type == "cuda":
-            end.record()
-            end.synchronize()
-            times[-1] = begin.elapsed_time(end) / 1000 / calls
-    return of(times[2:])
+def seconds_of(action) -> float:
+    """The median time of a call, in seconds."""
+    timer = benchmark.Timer("action()", globals={"action": action}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=0.05).median
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -91,9 +75,9 @@ def product_speeds(N: int, K: int, M: int, dtype, device) -> dict[str, float]:
     x, grad = (torch.randn(N, size, device=device).to(dtype) for size in (K, M))
     weight = torch.randn(M, K, device=device).to(dtype)
     return {
-        "forward": seconds_of(lambda: x @ weight.t(), device),
-        "input gradient": seconds_of(lambda: grad @ weight, device),
-        "weight gradient": seconds_of(lambda: grad.t() @ x, device),
+        "forward": seconds_of(lambda: x @ weight.t()),
+        "input gradient": seconds_of(lambda: grad @ weight),
+        "weight gradient": seconds_of(lambda: grad.t() @ x),
     }
 
 
@@ -108,17 +92,15 @@ def fp8_seconds(N: int, K: int, M: int, device) -> float:
     """Seconds of a layer's forward product in fp8, without the casts."""
     x, weight = (torch.randn(*size, device=device).to(torch.float8_e4m3fn) for size in ((N, K), (M, K)))
     one = torch.ones((), device=device)
-    return seconds_of(
-        lambda: torch._scaled_mm(x, weight.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True),
-        device,
-    )
+    more = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+    return seconds_of(lambda: torch._scaled_mm(x, weight.t(), one, one, **more))
 
 
 def copy_speed(device: torch.device, size: int) -> float:
     """GB/s of a copy of `size` bytes within the device, bytes read and bytes written."""
     source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * size / seconds_of(lambda: target.copy_(source), device) / 1e9
+    return 2 * size / seconds_of(lambda: target.copy_(source)) / 1e9
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -168,7 +150,7 @@ def time_attention(name: str, way, shape, window: int, dtype, device) -> dict:
     def both():
         torch.autograd.grad(way(*inputs, window), inputs, grad)
 
-    forward, whole = seconds_of(functools.partial(way, *inputs, window), device), seconds_of(both, device)
+    forward, whole = seconds_of(functools.partial(way, *inputs, window)), seconds_of(both)
     seen = T * window - window * (window - 1) // 2  # pairs of a query and a key that it sees
     work = 4 * B * H * D * seen
     return {"forward_ms": 1000 * forward, "both_ms": 1000 * whole, "tflops": 3.5 * work / whole / 1e12}

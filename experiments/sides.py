@@ -355,7 +355,7 @@ class GpuLock:
     def __init__(self, path: str | None):
         from filelock import FileLock  # torch brings it
 
-        self.file, self.waited_s = FileLock(path) if path else None, 0.0
+        self.file, self.waited_s = FileLock(path, thread_local=False) if path else None, 0.0
 
     def take(self, *_):
         began = time.perf_counter()
