@@ -7,24 +7,28 @@ import warnings
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from experiments.autocast_rules import PROBES, policy
-from experiments.measurements import byte_rows, compare, flat, flat_grad, our_model, our_optimizer
+from experiments.measurements import (
+    CPU,
+    FORMATS,
+    byte_rows,
+    compare,
+    distance,
+    flat,
+    flat_grad,
+    our_model,
+    our_optimizer,
+    saved_for_backward,
+)
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine import precision
 from nanochat.machine.precision import name_of
 
-CPU = torch.device("cpu")
-FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 # That of runs/laptop.py at width 192
 LAPTOP = GPTConfig(4, 192, 3, 4096, max_seq_len=512, spelled=True, value_tables=False, bigrams=8)
-
-
-def distance(a, b) -> float:
-    return compare(a, b)[1]
 
 
 def message_of(function) -> str:
@@ -224,21 +228,6 @@ def capabilities() -> dict:
 # 37 to 40: dtypes and bytes, targets, the scaler with bfloat16, the lists
 
 
-def kept_for_backward(model, rows, compute_dtype) -> int:
-    """Bytes that autograd keeps from a forward pass, parameters not counted."""
-    parameters, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor), precision.autocast(CPU, compute_dtype):
-        model(*rows).backward()
-    return sum(kept.values())
-
-
 def dtypes_and_bytes() -> dict:
     """Of one step of runs/laptop.py's model: dtypes and bytes of what lasts, and of what the forward pass
     keeps."""
@@ -249,7 +238,9 @@ def dtypes_and_bytes() -> dict:
     rows, kept = (tokens[:, :-1], tokens[:, 1:]), {}
     for dtype in (torch.float32, torch.bfloat16):
         optimizer.zero_grad()
-        kept[f"kept for the backward pass, {name_of(dtype)}"] = kept_for_backward(model, rows, dtype)
+        with saved_for_backward(model) as saved, precision.autocast(CPU, dtype):
+            model(*rows).backward()
+        kept[f"kept for the backward pass, {name_of(dtype)}"] = saved.most
     optimizer.step()
     state = [t for states in optimizer.state.values() for t in states.values()]
     lasting = {"parameters": list(model.parameters()), "gradients": [p.grad for p in model.parameters()]}

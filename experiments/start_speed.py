@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import configurator
 from experiments import peer_run
@@ -61,15 +62,11 @@ def bench(settings: dict) -> dict[str, float]:
 @contextlib.contextmanager
 def own_cache():
     """A folder whose `compiled` is torch's cache of compiled code for all that is started meanwhile."""
-    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{place}/compiled"
-        try:
-            yield Path(place)
-        finally:
-            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
-            if before is not None:
-                os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place,
+        mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=f"{place}/compiled"),
+    ):
+        yield Path(place)
 
 
 def evaluations(command: list[str], out: Path) -> dict[str, float]:

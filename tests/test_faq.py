@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from experiments import faq_autocast
+from experiments import faq_measurements
 from experiments import faq_precision as asked
 
 
@@ -67,31 +67,31 @@ def test_a_scaler_changes_no_bit_of_a_bfloat16_gradient():
 
 
 def test_autocast_is_the_state_of_a_thread_and_casts_nothing_for_a_custom_function():
-    figures = faq_autocast.where_autocast_is()
+    figures = faq_measurements.where_autocast_is()
     assert figures["in this thread"] == torch.bfloat16 and figures["in a new thread"] == torch.float32
     assert figures["Seen: x, x @ x"] == (torch.float32, torch.bfloat16)
     assert figures["SeenAndCast: x, x @ x"] == (torch.float32, torch.float32)
 
 
 def test_autocast_to_float32_does_nothing_on_a_cpu_and_lifts_products_on_cuda():
-    figures = faq_autocast.autocast_to_float32()
+    figures = faq_measurements.autocast_to_float32()
     assert (figures["CPU"], figures["CUDA"]) == (torch.bfloat16, torch.float32)
     assert figures["the CPU's warning"]
 
 
 def test_a_gradient_has_its_parameters_dtype_unless_torch_is_told_otherwise():
-    figures = faq_autocast.gradient_dtypes()
+    figures = faq_measurements.gradient_dtypes()
     assert figures["of a float16 parameter"] == torch.float16 and figures["float32 assigned"] != "no error"
     assert figures["with grad_dtype=torch.float32"] == torch.float32
 
 
 def test_float32_probabilities_meet_bfloat16_values_under_autocast_only():
-    figures = faq_autocast.probabilities_times_values()
+    figures = faq_measurements.probabilities_times_values()
     assert figures["under autocast"] == torch.bfloat16 and figures["without it"] != "no error"
 
 
 def test_with_qk_norm_longer_rows_hardly_change_scores_and_rounding_in_float16():
-    figures = faq_autocast.long_rows(lengths=(256, 1024))
+    figures = faq_measurements.long_rows(lengths=(256, 1024))
     short, long = figures["256 positions"], figures["1024 positions"]
     assert short["score"] < long["score"] < min(2 * short["score"], figures["no score above"])
     assert long["fused"] < 1.5 * short["fused"] < 0.01 and long["sum"] < torch.finfo(torch.float16).max
