@@ -36,7 +36,7 @@ from typing import Literal
 import configurator
 from experiments import peer_run, race_score
 from experiments.sides import ROOT, peer_folder
-from nanochat import UserError
+from nanochat import UserError, terminal
 from nanochat.files import user_path
 from nanochat.machine import runtime
 from nanochat.run.metrics import read_metrics
@@ -62,6 +62,7 @@ minutes = -1.0  # what is not done by then is ended (-1 = no limit) [-1, 0.01..1
 plot: str | None = None  # the picture to draw (none = no picture)
 base_dir = "~/.cache/nanochat"  # where data, tokenizers and results are (environment: NANOCHAT_BASE_DIR)
 
+COLUMNS = "side, depth, tokens, tokens a step, seeds, bits per byte, over the peer's best, tokens/s"
 SIDES = {"ours": "this project", "peer": "karpathy/nanochat"}
 ROWS = 16  # of a micro-batch, at most: three runs of d12 with a vocabulary of 32,768 share a GPU of 80 GB
 
@@ -197,10 +198,7 @@ def best_of_peer(runs: list[Run], depth: int) -> Run | None:
 
 def table(runs: list[Run]) -> str:
     """A row for each side, depth and batch; seeds are put together."""
-    lines = [
-        "| side | depth | tokens | tokens a step | seeds | bits per byte | over the peer's best | tokens/s |",
-        "|:--|--:|--:|--:|--:|--:|--:|--:|",
-    ]
+    rows = [COLUMNS.split(", ")]
     for side, depth, batch in dict.fromkeys((run.side, run.depth, run.batch) for run in runs):
         same = [r for r in runs if (r.side, r.depth, r.batch) == (side, depth, batch) and r.result]
         if not same:
@@ -212,8 +210,8 @@ def table(runs: list[Run]) -> str:
         trained = same[0].result["points"][-1][0]
         cells = [SIDES[side], depth, f"{trained:,}", f"{batch:,}", len(same)]
         cells += [f"{statistics.mean(values):.4f}{spread}", ratio, f"{speed:,.0f}"]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return terminal.table(rows)
 
 
 def draw(runs: list[Run], batch: int, path: Path):

@@ -184,13 +184,9 @@ if __name__ == "__main__":
     experiments = {
         "28": asked.without_unscale,
         "29": asked.first_bad_operator,
-        "30": asked.old_names,
         "31": asked.float32_region,
-        "32": asked.ranges,
         "34": asked.default_dtype,
-        "36": asked.capabilities,
         "37": asked.dtypes_and_bytes,
-        "38": asked.integer_targets,
         "39": asked.scaler_with_bfloat16,
         "40": asked.lists,
         "41": lambda: prefetch(*embedded(base_dir)),

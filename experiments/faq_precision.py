@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 from experiments.autocast_rules import PROBES, policy
 from experiments.measurements import (
     CPU,
-    FORMATS,
     byte_rows,
     compare,
     distance,
@@ -41,7 +40,7 @@ def message_of(function) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------
-# 28 to 31: the scaler without unscale_, the first NaN, old names, a float32 region
+# 28, 29, 31: the scaler without unscale_, the first NaN, a float32 region
 
 
 def scaled_step(make_optimizer, call_unscale: bool):
@@ -129,30 +128,6 @@ def first_bad_operator() -> dict:
     return figures | {"a square root at 0": anomaly(x.square().sum().sqrt())}
 
 
-def old_names() -> dict:
-    """What the names of torch.cuda.amp warn of on this machine, and whether they do anything."""
-
-    def in_context(context):
-        with context:
-            return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-
-    calls = {
-        "torch.cuda.amp.autocast()": lambda: in_context(torch.cuda.amp.autocast()),
-        "torch.autocast('cuda')": lambda: in_context(torch.autocast("cuda")),
-        "torch.autocast('cpu')": lambda: in_context(torch.autocast("cpu")),
-        "torch.cuda.amp.GradScaler()": lambda: torch.cuda.amp.GradScaler().is_enabled(),
-        "torch.amp.GradScaler()": lambda: torch.amp.GradScaler().is_enabled(),
-        "torch.amp.GradScaler('cpu')": lambda: torch.amp.GradScaler("cpu").is_enabled(),
-    }
-    figures = {}
-    for name, call in calls.items():
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            result = call()
-        figures[name] = [result, *(f"{w.category.__name__}: {w.message}" for w in caught)]
-    return figures
-
-
 def float32_region() -> dict:
     """A product inside of autocast, and in a region without it: result's dtype and distance from float64."""
     generator = torch.Generator().manual_seed(0)
@@ -171,17 +146,7 @@ def float32_region() -> dict:
 
 
 # ------------------------------------------------------------------------------------------------------
-# 32 to 36: ranges, the default dtype, what a device can do
-
-
-def ranges() -> dict:
-    """An overflow, an underflow and a lost addition in each format."""
-
-    def numbers(dtype):
-        a, tiny, one = (torch.tensor(v, dtype=dtype) for v in (300.0, 1e-8, 1.0))
-        return {"300 * 300": (a * a).item(), "1e-8": tiny.item(), "1 + 1e-4": (one + 1e-4).item()}
-
-    return {name_of(dtype): numbers(dtype) for dtype in FORMATS}
+# 34: the default dtype
 
 
 def loss_after(dtype, compute_dtype, steps=100) -> float:
@@ -212,20 +177,8 @@ def default_dtype() -> dict:
     }
 
 
-def capabilities() -> dict:
-    """What this machine says of itself."""
-    has = torch.cpu.get_capabilities()
-    return {
-        **{word: has.get(word) for word in ("avx512_bf16", "amx_bf16", "avx512_fp16")},
-        "torch.cuda.is_bf16_supported()": torch.cuda.is_bf16_supported(),
-        "torch.cuda.get_device_capability()": message_of(torch.cuda.get_device_capability),
-        "resolve_dtype": precision.resolve_dtype("auto", CPU),
-        **{f"default of autocast('{d}')": torch.get_autocast_dtype(d) for d in ("cuda", "cpu", "mps")},
-    }
-
-
 # ------------------------------------------------------------------------------------------------------
-# 37 to 40: dtypes and bytes, targets, the scaler with bfloat16, the lists
+# 37, 39, 40: dtypes and bytes, the scaler with bfloat16, the lists
 
 
 def dtypes_and_bytes() -> dict:
@@ -250,20 +203,6 @@ def dtypes_and_bytes() -> dict:
         for name, tensors in lasting.items()
     }
     return summary | kept
-
-
-def integer_targets(vocab_size=32768) -> dict:
-    """Token ids that survive a 16-bit format, and what cross_entropy says of other dtypes."""
-    ids, logits, target = torch.arange(vocab_size), torch.zeros(1, 8), torch.zeros(1)
-    figures = {}
-    for dtype in (torch.bfloat16, torch.float16):
-        same = ids.to(dtype).long() == ids
-        figures[f"ids of {vocab_size:,} unchanged in {name_of(dtype)}"] = same.sum().item()
-        figures[f"first id that changes in {name_of(dtype)}"] = ids[~same][0].item()
-    figures["int32 targets"] = message_of(lambda: F.cross_entropy(logits, target.int()))
-    with precision.autocast(CPU, torch.bfloat16):
-        figures["an int64 tensor under autocast"] = (target.long() + 1).dtype
-    return figures
 
 
 def scaler_with_bfloat16() -> dict:

@@ -28,7 +28,7 @@ def seconds_of(action) -> float:
 
 
 def products(job: dict, depths: list[int]) -> dict:
-    """TFLOP/s of the products of a micro-batch, forward and both backward, by model; in fp8 where it can be.
+    """TFLOP/s of the products of a micro-batch, forward and both backward, by model.
 
     The products of one kind are weighted by how often a micro-batch has them. `mfu_ceiling` is their TFLOP/s
     as a share of the peak that MFU is measured against. by_layer: forward, input gradient, weight gradient.
@@ -50,11 +50,6 @@ def products(job: dict, depths: list[int]) -> dict:
             for name, ((N, K, M), _) in rows.items()
         }
         result[f"d{depth}"] = {"tflops": tflops, "mfu_ceiling": tflops * 1e12 / peak, "by_layer": by_layer}
-        if fp8_works(device):
-            result[f"d{depth}"]["fp8_tflops"] = {
-                name: 2 * N * K * M / fp8_seconds(N, K, M, device) / 1e12
-                for name, ((N, K, M), _) in rows.items()
-            }
     return result
 
 
@@ -79,21 +74,6 @@ def product_speeds(N: int, K: int, M: int, dtype, device) -> dict[str, float]:
         "input gradient": seconds_of(lambda: grad @ weight),
         "weight gradient": seconds_of(lambda: grad.t() @ x),
     }
-
-
-def fp8_works(device: torch.device) -> bool:
-    """Whether torch._scaled_mm multiplies fp8 on this GPU."""
-    return (
-        device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9)
-    )
-
-
-def fp8_seconds(N: int, K: int, M: int, device) -> float:
-    """Seconds of a layer's forward product in fp8, without the casts."""
-    x, weight = (torch.randn(*size, device=device).to(torch.float8_e4m3fn) for size in ((N, K), (M, K)))
-    one = torch.ones((), device=device)
-    more = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
-    return seconds_of(lambda: torch._scaled_mm(x, weight.t(), one, one, **more))
 
 
 def copy_speed(device: torch.device, size: int) -> float:

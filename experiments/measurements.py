@@ -28,7 +28,6 @@ from nanochat.machine import precision
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
-FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 T = 32  # bytes a row
 TEXT = torch.tensor(list(inspect.getsource(argparse).encode()))  # any text: its bytes are the tokens
 

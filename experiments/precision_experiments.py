@@ -10,11 +10,13 @@ import torch.nn.functional as F
 
 import configurator
 from experiments.autocast_rules import autocast_lists, walk, weight_casts
-from experiments.measurements import CPU, FORMATS, byte_rows, distance, flat, flat_grad, our_model
+from experiments.measurements import CPU, byte_rows, distance, flat, flat_grad, our_model
 from nanochat import UserError
 from nanochat.machine import precision
 from nanochat.machine.precision import name_of
 from nanochat.terminal import table
+
+FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 
 # ------------------------------------------------------------------------------------------------------
 # The formats
