@@ -138,8 +138,8 @@ def of_both(run: Run) -> dict:
 def our_command(run: Run) -> list:
     chosen = of_both(run) | {"seed": run.seed, "dtype": dtype, "keep_checkpoints": -1}
     chosen |= {"base_dir": base_path, "out_dir": run.folder / "run"}
-    if device == "cuda":  # its plan takes the GPU's whole memory for its own
-        chosen |= {"device_batch_size": run.rows}
+    if device == "cuda":  # its plan takes the whole GPU for its own, memory and time
+        chosen |= {"device_batch_size": run.rows, "compile": "on"}
     return [*peer_run.our_command(chosen | peer_run.our_settings(text)), *more.split()]
 
 

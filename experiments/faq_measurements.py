@@ -1,6 +1,6 @@
 """The figures of docs/faq.md that no other page has: `python -m experiments.faq_measurements`, half a minute.
 
-Each experiment has the number of its question; `--what=28` runs that one. Numbers 28 to 40 are in
+Each experiment has the number of its question; `--what=28` runs that one. Numbers 28 to 39 are in
 faq_precision.py. Number 41 reads the embedded text, and makes it and its tokenizer if they are missing.
 Number 15 compiles for a minute, so it runs only if you ask for it.
 """
@@ -188,7 +188,6 @@ if __name__ == "__main__":
         "34": asked.default_dtype,
         "37": asked.dtypes_and_bytes,
         "39": asked.scaler_with_bfloat16,
-        "40": asked.lists,
         "41": lambda: prefetch(*embedded(base_dir)),
         "51": where_autocast_is,
         "52": autocast_to_float32,

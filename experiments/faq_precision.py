@@ -1,4 +1,4 @@
-"""Small experiments behind questions 28 to 40 of docs/faq.md.
+"""Small experiments behind questions 28 to 39 of docs/faq.md.
 
 `python -m experiments.faq_measurements` prints their figures.
 """
@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from experiments.autocast_rules import PROBES, policy
 from experiments.measurements import (
     CPU,
     byte_rows,
@@ -178,7 +177,7 @@ def default_dtype() -> dict:
 
 
 # ------------------------------------------------------------------------------------------------------
-# 37, 39, 40: dtypes and bytes, the scaler with bfloat16, the lists
+# 37, 39: dtypes and bytes, the scaler with bfloat16
 
 
 def dtypes_and_bytes() -> dict:
@@ -219,14 +218,3 @@ def scaler_with_bfloat16() -> dict:
         scaler.unscale_(optimizer)
         grads.append(flat_grad(model))
     return {"equal in every bit": compare(*grads)[0], "norm": grads[0].norm().item(), "scaled norm": before}
-
-
-def lists() -> dict:
-    """How many of the operators of docs/precision.md's table each device's autocast puts on which list. Two
-    inputs of different dtypes are left out: their result is the wider one with and without autocast."""
-    figures, groups = {}, [probes for name, probes in PROBES.items() if "one float32 and one low" not in name]
-    for device in ("cuda", "cpu", "mps"):
-        answers = [policy(probe, device) for probes in groups for probe in probes]
-        words = ("low", "float32", "as its input", "-")
-        figures[device] = {word: answers.count(word) for word in words} | {"asked": len(answers)}
-    return figures
