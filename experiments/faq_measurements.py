@@ -2,7 +2,6 @@
 
 Each experiment has the number of its question; `--what=28` runs that one. Numbers 28 to 39 are in
 faq_precision.py. Number 41 reads the embedded text, and makes it and its tokenizer if they are missing.
-Number 15 compiles for a minute, so it runs only if you ask for it.
 """
 
 import math
@@ -12,19 +11,16 @@ import warnings
 from pathlib import Path
 
 import torch
-import torch._functorch.config as functorch
 import torch.nn.functional as F
 
 import configurator
 from experiments import faq_precision as asked
 from experiments.autocast_rules import autocast_on
 from experiments.faq_precision import CPU, distance, message_of
-from experiments.measurements import byte_rows, flat_grad, our_model
 from nanochat import UserError
 from nanochat.data.loader import TrainLoader
 from nanochat.data.sources import open_dataset
 from nanochat.machine import precision
-from nanochat.machine.compiling import compile_parts
 from nanochat.machine.precision import name_of
 
 
@@ -47,23 +43,6 @@ def prefetch(dataset, tokenizer, rows=4, max_seq_len=512, step_s=0.03, steps=100
                 next(loader)
             figures[name] = 1e3 * (loader.wait_s - before) / steps
     return figures
-
-
-def compiled_backward() -> dict:
-    """torch.compile traces the backward pass under the autocast of the forward pass, unless a setting says
-    "off". Does our small model get the same gradient, bit for bit, either way?"""
-    before, grads = functorch.backward_pass_autocast, []
-    for mode in ("same_as_forward", "off"):
-        torch._dynamo.reset()
-        functorch.backward_pass_autocast, model = mode, our_model()
-        try:
-            with precision.autocast(CPU, torch.bfloat16):
-                loss = compile_parts(model)(*byte_rows(64, 99))
-            loss.backward()
-        finally:
-            functorch.backward_pass_autocast = before
-        grads.append(flat_grad(model))
-    return {"default": before, "equal in every bit": torch.equal(*grads)}
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -195,10 +174,10 @@ if __name__ == "__main__":
         "54": probabilities_times_values,
         "55": long_rows,
     }
-    if what not in {*experiments, "15", "all"}:
-        raise UserError(f"no experiment {what}; there are 15, {', '.join(experiments)}, and all (but 15)")
+    if what not in {*experiments, "all"}:
+        raise UserError(f"no experiment {what}; there are {', '.join(experiments)}, and all")
     print(f"torch {torch.__version__}, one thread")
     for number in experiments if what == "all" else [what]:
         print(f"\n{number}")
-        for name, value in (experiments | {"15": compiled_backward})[number]().items():
+        for name, value in experiments[number]().items():
             print(f"  {name}: {show(value)}")

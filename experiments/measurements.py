@@ -219,10 +219,6 @@ def saved_for_backward(model):
     holders = {}  # how many saved tensors share each piece of memory
     found = SimpleNamespace(now=0, most=0)
 
-    class Held:
-        def __init__(self, tensor):
-            self.tensor = tensor
-
     def release(key, size):
         holders[key] -= 1
         found.now -= 0 if holders[key] else size
@@ -233,11 +229,11 @@ def saved_for_backward(model):
             return tensor
         found.now += 0 if holders.get(key) else size
         holders[key], found.most = holders.get(key, 0) + 1, max(found.most, found.now)
-        held = Held(tensor)
+        held = tensor.detach()
         weakref.finalize(held, release, key, size)
         return held
 
-    with saved_tensors_hooks(pack, lambda held: held.tensor if isinstance(held, Held) else held):
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
         yield found
 
 
