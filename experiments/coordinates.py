@@ -18,7 +18,7 @@ import torch
 
 import configurator
 from experiments.measurements import T, byte_rows
-from nanochat import optim
+from nanochat import optim, terminal
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.gradients import clip_grad_norm_
 from nanochat.machine.runtime import materialize
@@ -165,12 +165,11 @@ def slope(sizes: dict[int, float]) -> float:
 
 def table(found: dict[str, dict[int, float]]) -> str:
     """found: what `measure` returns."""
-    widths = list(found["logits"])
-    lines = [f"| change of | {' | '.join(map(str, widths))} | slope |", "|:--|" + "--:|" * (len(widths) + 1)]
+    rows = [["change of", *found["logits"], "slope"]]
     for name, words in MEASURED.items():
-        cells = " | ".join(f"{size:.3g}" for size in found[name].values())
-        lines.append(f"| {words} | {cells} | {slope(found[name]):+.2f} |")
-    return "\n".join(lines)
+        sizes = found[name]
+        rows.append([words, *(f"{size:.3g}" for size in sizes.values()), f"{slope(sizes):+.2f}"])
+    return terminal.table(rows)
 
 
 def plot(found: dict[str, dict[int, float]], path: Path):

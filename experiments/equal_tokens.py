@@ -3,16 +3,21 @@
     python -m experiments.equal_tokens --peer=FOLDER --depths=4,6 --seeds=3        # FOLDER: a checkout of it
     python -m experiments.equal_tokens --peer=FOLDER --batches=2048,8192,32768     # ours with several batches
     python -m experiments.equal_tokens --peer=FOLDER --data=PATH --val_data=FILE   # on another text
+    python -m experiments.equal_tokens --peer=FOLDER --device_type=cuda --minutes=8    # on a GPU
 
-Both train with their own script and their own rules: width, rates and schedule follow from the depth, the
-batch and the number of tokens. Text, tokenizer, row length, tokens and precision are the same. The peer is
-given several batches, and its best is what ours is compared with. It has no setting for a seed, so it runs
-once. All checkpoints are scored by race_score.py: every token of every validation document, in float32.
+Both train with their own script and their own rules: rates and schedule follow from the depth, the batch and
+the number of tokens. Text, tokenizer, shape, tokens, device and precision are the same. The peer is given
+several batches, and its best is what ours is compared with. It has no setting for a seed, so it runs once.
+All checkpoints are scored by race_score.py: every token of every validation document, in float32.
 
-A run has one thread, and every core has a run. A result is kept in <base_dir>/equal_tokens/, so a command
-that was stopped trains only what is missing. A run that fails is named, the others go on, and the exit status
-is 2. The picture has bits per byte against tokens, and against seconds in training steps. Compiling is part
-of a step, on both sides.
+On a CPU a run has one thread, and every core has a run. On a GPU the runs share it, so tokens/s and seconds
+are then no speeds. A result is kept in <base_dir>/equal_tokens/, so a command that was stopped trains only
+what is missing. A run that fails, or that --minutes ends, is named, and the exit status is 2. The picture
+has bits per byte against tokens, and against seconds in training steps. Compiling is part of a step, on both
+sides.
+
+The first line names the folder with text and tokenizer, which --data takes too, on this machine or another:
+--batches=none --peer_batches=none only makes it. docs/benchmarks.md has the commands for a GPU.
 """
 
 import hashlib
@@ -20,9 +25,10 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import statistics
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -30,15 +36,17 @@ from typing import Literal
 import configurator
 from experiments import peer_run, race_score
 from experiments.sides import ROOT, peer_folder
-from nanochat import UserError
+from nanochat import UserError, terminal
 from nanochat.files import user_path
-from nanochat.machine.runtime import sources_fingerprint
+from nanochat.machine import runtime
 from nanochat.run.metrics import read_metrics
 
 peer: str | None = None  # a folder of karpathy/nanochat
-data = "embedded"  # as base_train's; a document stays whole
+data = "embedded"  # as base_train's, a document stays whole; or the folder that the first line names
 val_data: str | None = None  # as base_train's
 depths = "4"  # separated by commas
+aspect_ratio = 64  # width = depth * aspect_ratio [1..4096]
+head_dim = 128  # channels of an attention head [2..1024]
 tokens = 4_915_200  # of each run [1..1e12]
 max_seq_len = 512  # tokens of a row [2..65536]
 vocab_size = 4096  # tokens [256..2**20]
@@ -46,13 +54,17 @@ batches: str | None = "8192"  # of ours, tokens a step, separated by commas (non
 peer_batches: str | None = "2048,4096,8192"  # of the peer (none = ours alone)
 seeds = 1  # of ours: 0, 1, ... [1..1000]
 more = ""  # settings of our base_train, separated by spaces, such as --compile=off
-dtype: Literal["float32", "bfloat16"] = "float32"  # of both
+device_type: Literal["auto", "cuda", "cpu"] = "auto"  # auto = cuda if there is one, else cpu
+dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto = bfloat16 on a GPU, else float32
 points = 6  # checkpoints on the way to score [1..100]
-jobs = -1  # runs at a time (-1 = one a core) [-1, 1..1024]
+jobs = -1  # runs at a time (-1 = one a core, on a GPU 3) [-1, 1..1024]
+minutes = -1.0  # what is not done by then is ended (-1 = no limit) [-1, 0.01..1e5]
 plot: str | None = None  # the picture to draw (none = no picture)
 base_dir = "~/.cache/nanochat"  # where data, tokenizers and results are (environment: NANOCHAT_BASE_DIR)
 
+COLUMNS = "side, depth, tokens, tokens a step, seeds, bits per byte, over the peer's best, tokens/s"
 SIDES = {"ours": "this project", "peer": "karpathy/nanochat"}
+ROWS = 16  # of a micro-batch, at most: three runs of d12 with a vocabulary of 32,768 share a GPU of 80 GB
 
 
 def numbers(name: str, text: str | None) -> list[int]:
@@ -82,9 +94,15 @@ class Run:
         return max(1, round(tokens / self.batch))
 
     @property
+    def rows(self) -> int:
+        """Of a micro-batch."""
+        rows = max(1, self.batch // max_seq_len)
+        return max(n for n in range(1, ROWS + 1) if rows % n == 0)
+
+    @property
     def folder(self) -> Path:
-        same = [self.steps, max_seq_len, text.name, str(text.parent), dtype, points, sources[self.side]]
-        same += [more] if self.side == "ours" else []
+        same = [self.steps, aspect_ratio, head_dim, max_seq_len, text.name, str(text.parent), device, dtype]
+        same += [points, sources[self.side]] + ([more] if self.side == "ours" else [])
         key = hashlib.sha256(json.dumps(same).encode()).hexdigest()[:12]
         return base_path / "equal_tokens" / f"{self.side}-d{self.depth}-{self.batch}-{self.seed}-{key}"
 
@@ -98,22 +116,30 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         done_s, checkpoints = OURS_OR_PEER[self.side](self)
         steps = [int(path.stem.rpartition("_")[2]) for path in checkpoints]
-        values = race_score.score(self.side, checkpoints, job, checkout)
+        values = race_score.score(self.side, checkpoints, job, checkout, device)
         found = [(step * self.batch, done_s[step - 1], bpb) for step, bpb in zip(steps, values, strict=True)]
         speed = self.batch * len(done_s) / done_s[-1]
         temporary = self.folder / "result.tmp"
         temporary.write_text(json.dumps({"points": found, "tok_per_sec": speed}), "utf-8")
         for path in checkpoints:  # they would fill the disk
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(path if path.is_dir() else path.parent, ignore_errors=True)
         os.replace(temporary, self.folder / "result.json")
         print(f"{self}: {found[-1][2]:.4f} bits per byte, {speed:,.0f} tokens/s", flush=True)
 
 
+def of_both(run: Run) -> dict:
+    """The settings that the two scripts share."""
+    shape = {"depth": run.depth, "aspect_ratio": aspect_ratio, "head_dim": head_dim}
+    steps = {"total_batch_size": run.batch, "num_iterations": run.steps}
+    saves = {"save_every": max(1, run.steps // points)}
+    return shape | steps | saves | {"max_seq_len": max_seq_len, "device_type": device}
+
+
 def our_command(run: Run) -> list:
-    chosen = {"depth": run.depth, "total_batch_size": run.batch, "num_iterations": run.steps}
-    chosen |= {"max_seq_len": max_seq_len, "seed": run.seed, "dtype": dtype}
-    chosen |= {"save_every": max(1, run.steps // points), "keep_checkpoints": -1}
+    chosen = of_both(run) | {"seed": run.seed, "dtype": dtype, "keep_checkpoints": -1}
     chosen |= {"base_dir": base_path, "out_dir": run.folder / "run"}
+    if device == "cuda":  # its plan takes the whole GPU for its own, memory and time
+        chosen |= {"device_batch_size": run.rows, "compile": "on"}
     return [*peer_run.our_command(chosen | peer_run.our_settings(text)), *more.split()]
 
 
@@ -130,10 +156,8 @@ def train_ours(run: Run) -> tuple[list[float], list[Path]]:
 def train_peer(run: Run) -> tuple[list[float], list[Path]]:
     place = run.folder / "run"
     shutil.rmtree(place, ignore_errors=True)  # it cannot go on from where it was
-    rows = max(1, min(run.batch // max_seq_len, 16))
-    chosen = {"depth": run.depth, "max_seq_len": max_seq_len, "num_iterations": run.steps}
-    chosen |= {"total_batch_size": run.batch, "device_batch_size": rows}
-    found = peer_run.train(checkout, text, place, chosen | {"save_every": max(1, run.steps // points)}, dtype)
+    chosen = of_both(run) | {"device_batch_size": run.rows}
+    found = peer_run.train(checkout, text, place, chosen, dtype)
     step_s = [run.batch / speed for speed in found.step_tok_per_sec]
     return [*itertools.accumulate(step_s)], sorted((place / "base_checkpoints" / "run").glob("model_*.pt"))
 
@@ -141,20 +165,22 @@ def train_peer(run: Run) -> tuple[list[float], list[Path]]:
 OURS_OR_PEER = {"ours": train_ours, "peer": train_peer}
 
 
-def train_all(runs: list[Run], at_once: int) -> list[Run]:
-    """Train what has no result; returns the runs that failed, which are named on stderr."""
-    failed = []
+def train_all(runs: list[Run], at_once: int, limit_s: float | None = None) -> list[Run]:
+    """Train what has no result, for so many seconds at most. Returns the runs that have none then; why one
+    failed stands on stderr. A run that is not done goes on: the end of this process ends it."""
 
     def attempt(run: Run):
         try:
             run.train()
         except UserError as error:
-            failed.append(run)
             print(f"{run}: {error}", file=sys.stderr, flush=True)
 
-    with ThreadPoolExecutor(at_once) as pool:
-        list(pool.map(attempt, [run for run in runs if run.result is None]))
-    return failed
+    pool = ThreadPoolExecutor(at_once)
+    done, _ = wait([pool.submit(attempt, run) for run in runs if run.result is None], limit_s)
+    pool.shutdown(wait=False, cancel_futures=True)
+    for future in done:
+        future.result()  # a fault of ours is seen
+    return [run for run in runs if run.result is None]
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -172,10 +198,7 @@ def best_of_peer(runs: list[Run], depth: int) -> Run | None:
 
 def table(runs: list[Run]) -> str:
     """A row for each side, depth and batch; seeds are put together."""
-    lines = [
-        "| side | depth | tokens | tokens a step | seeds | bits per byte | over the peer's best | tokens/s |",
-        "|:--|--:|--:|--:|--:|--:|--:|--:|",
-    ]
+    rows = [COLUMNS.split(", ")]
     for side, depth, batch in dict.fromkeys((run.side, run.depth, run.batch) for run in runs):
         same = [r for r in runs if (r.side, r.depth, r.batch) == (side, depth, batch) and r.result]
         if not same:
@@ -187,8 +210,8 @@ def table(runs: list[Run]) -> str:
         trained = same[0].result["points"][-1][0]
         cells = [SIDES[side], depth, f"{trained:,}", f"{batch:,}", len(same)]
         cells += [f"{statistics.mean(values):.4f}{spread}", ratio, f"{speed:,.0f}"]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return terminal.table(rows)
 
 
 def draw(runs: list[Run], batch: int, path: Path):
@@ -216,27 +239,46 @@ def draw(runs: list[Run], batch: int, path: Path):
 
 # ------------------------------------------------------------------------------------------------------
 
-if __name__ == "__main__":
-    configurator.configure(globals())
+
+def check_settings():
+    """Raises UserError for what would be known only after the runs, or would make them unlike."""
     if not peer:
         raise UserError("give --peer=FOLDER, a checkout of karpathy/nanochat")
     if plot and not Path(plot).resolve().parent.is_dir():
         raise UserError(f"--plot={plot} is in no folder; make the folder, or give another file")
+    named = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in more.split()}
+    shared = {"aspect_ratio", "head_dim", "max_seq_len", "vocab_size", "device_type", "dtype"}
+    if own := sorted(named & shared):
+        raise UserError(f"--more is of ours alone; give --{own[0]} to this command, and both sides have it")
+
+
+if __name__ == "__main__":
+    configurator.configure(globals())
+    check_settings()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C waits for no run: our end ends them
     wanted_depths, ours = numbers("depths", depths), numbers("batches", batches)
     runs = [
         Run("peer", d, batch, 0) for d in wanted_depths for batch in numbers("peer_batches", peer_batches)
     ]
     runs += [Run("ours", d, batch, seed) for seed in range(seeds) for d in wanted_depths for batch in ours]
     checkout, base_path = peer_folder(peer), user_path("base_dir", base_dir).resolve()
+    device = runtime.start(device_type, seed=0).device.type
+    dtype = {"cpu": "float32", "cuda": "bfloat16"}[device] if dtype == "auto" else dtype
     text = peer_run.text_of(data, vocab_size, base_path, val_data, cut=False)
-    sources = {"ours": sources_fingerprint(ROOT), "peer": sources_fingerprint(checkout)}
+    print(f"text and tokenizer: {text}", flush=True)
+    sources = {"ours": runtime.sources_fingerprint(ROOT), "peer": runtime.sources_fingerprint(checkout)}
     job = text / f"job-{max_seq_len}"  # the text to score
     job.mkdir(exist_ok=True)
     race_score.write_job(text, job, max_seq_len)
-    os.environ["OMP_NUM_THREADS"] = "1"  # for what is started below
-    failed = train_all(runs, jobs if jobs > 0 else os.cpu_count() or 1)
+    if device == "cpu":
+        os.environ["OMP_NUM_THREADS"] = "1"  # for what is started below
+    at_once = jobs if jobs > 0 else 3 if device == "cuda" else os.cpu_count() or 1
+    missing = train_all(runs, at_once, 60 * minutes if minutes > 0 else None)
     print(table(runs))
     if plot:
         draw(runs, ours[0] if ours else 0, Path(plot))
-    if failed:
-        raise UserError(f"failed: {'; '.join(map(str, failed))}. The same command tries these again")
+    if missing:
+        names = "; ".join(map(str, missing))
+        print(f"not done: {names}. The same command tries these again", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(2)  # what still runs is not waited for

@@ -1,4 +1,4 @@
-"""Small experiments behind questions 28 to 40 of docs/faq.md.
+"""Small experiments behind questions 28 to 39 of docs/faq.md.
 
 `python -m experiments.faq_measurements` prints their figures.
 """
@@ -7,24 +7,26 @@ import warnings
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from experiments.autocast_rules import PROBES, policy
-from experiments.measurements import byte_rows, compare, flat, flat_grad, our_model, our_optimizer
+from experiments.measurements import (
+    CPU,
+    byte_rows,
+    compare,
+    distance,
+    flat,
+    flat_grad,
+    our_model,
+    our_optimizer,
+    saved_for_backward,
+)
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine import precision
 from nanochat.machine.precision import name_of
 
-CPU = torch.device("cpu")
-FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 # That of runs/laptop.py at width 192
 LAPTOP = GPTConfig(4, 192, 3, 4096, max_seq_len=512, spelled=True, value_tables=False, bigrams=8)
-
-
-def distance(a, b) -> float:
-    return compare(a, b)[1]
 
 
 def message_of(function) -> str:
@@ -37,7 +39,7 @@ def message_of(function) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------
-# 28 to 31: the scaler without unscale_, the first NaN, old names, a float32 region
+# 28, 29, 31: the scaler without unscale_, the first NaN, a float32 region
 
 
 def scaled_step(make_optimizer, call_unscale: bool):
@@ -125,30 +127,6 @@ def first_bad_operator() -> dict:
     return figures | {"a square root at 0": anomaly(x.square().sum().sqrt())}
 
 
-def old_names() -> dict:
-    """What the names of torch.cuda.amp warn of on this machine, and whether they do anything."""
-
-    def in_context(context):
-        with context:
-            return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-
-    calls = {
-        "torch.cuda.amp.autocast()": lambda: in_context(torch.cuda.amp.autocast()),
-        "torch.autocast('cuda')": lambda: in_context(torch.autocast("cuda")),
-        "torch.autocast('cpu')": lambda: in_context(torch.autocast("cpu")),
-        "torch.cuda.amp.GradScaler()": lambda: torch.cuda.amp.GradScaler().is_enabled(),
-        "torch.amp.GradScaler()": lambda: torch.amp.GradScaler().is_enabled(),
-        "torch.amp.GradScaler('cpu')": lambda: torch.amp.GradScaler("cpu").is_enabled(),
-    }
-    figures = {}
-    for name, call in calls.items():
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            result = call()
-        figures[name] = [result, *(f"{w.category.__name__}: {w.message}" for w in caught)]
-    return figures
-
-
 def float32_region() -> dict:
     """A product inside of autocast, and in a region without it: result's dtype and distance from float64."""
     generator = torch.Generator().manual_seed(0)
@@ -167,17 +145,7 @@ def float32_region() -> dict:
 
 
 # ------------------------------------------------------------------------------------------------------
-# 32 to 36: ranges, the default dtype, what a device can do
-
-
-def ranges() -> dict:
-    """An overflow, an underflow and a lost addition in each format."""
-
-    def numbers(dtype):
-        a, tiny, one = (torch.tensor(v, dtype=dtype) for v in (300.0, 1e-8, 1.0))
-        return {"300 * 300": (a * a).item(), "1e-8": tiny.item(), "1 + 1e-4": (one + 1e-4).item()}
-
-    return {name_of(dtype): numbers(dtype) for dtype in FORMATS}
+# 34: the default dtype
 
 
 def loss_after(dtype, compute_dtype, steps=100) -> float:
@@ -208,35 +176,8 @@ def default_dtype() -> dict:
     }
 
 
-def capabilities() -> dict:
-    """What this machine says of itself."""
-    has = torch.cpu.get_capabilities()
-    return {
-        **{word: has.get(word) for word in ("avx512_bf16", "amx_bf16", "avx512_fp16")},
-        "torch.cuda.is_bf16_supported()": torch.cuda.is_bf16_supported(),
-        "torch.cuda.get_device_capability()": message_of(torch.cuda.get_device_capability),
-        "resolve_dtype": precision.resolve_dtype("auto", CPU),
-        **{f"default of autocast('{d}')": torch.get_autocast_dtype(d) for d in ("cuda", "cpu", "mps")},
-    }
-
-
 # ------------------------------------------------------------------------------------------------------
-# 37 to 40: dtypes and bytes, targets, the scaler with bfloat16, the lists
-
-
-def kept_for_backward(model, rows, compute_dtype) -> int:
-    """Bytes that autograd keeps from a forward pass, parameters not counted."""
-    parameters, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor), precision.autocast(CPU, compute_dtype):
-        model(*rows).backward()
-    return sum(kept.values())
+# 37, 39: dtypes and bytes, the scaler with bfloat16
 
 
 def dtypes_and_bytes() -> dict:
@@ -249,7 +190,9 @@ def dtypes_and_bytes() -> dict:
     rows, kept = (tokens[:, :-1], tokens[:, 1:]), {}
     for dtype in (torch.float32, torch.bfloat16):
         optimizer.zero_grad()
-        kept[f"kept for the backward pass, {name_of(dtype)}"] = kept_for_backward(model, rows, dtype)
+        with saved_for_backward(model) as saved, precision.autocast(CPU, dtype):
+            model(*rows).backward()
+        kept[f"kept for the backward pass, {name_of(dtype)}"] = saved.most
     optimizer.step()
     state = [t for states in optimizer.state.values() for t in states.values()]
     lasting = {"parameters": list(model.parameters()), "gradients": [p.grad for p in model.parameters()]}
@@ -259,20 +202,6 @@ def dtypes_and_bytes() -> dict:
         for name, tensors in lasting.items()
     }
     return summary | kept
-
-
-def integer_targets(vocab_size=32768) -> dict:
-    """Token ids that survive a 16-bit format, and what cross_entropy says of other dtypes."""
-    ids, logits, target = torch.arange(vocab_size), torch.zeros(1, 8), torch.zeros(1)
-    figures = {}
-    for dtype in (torch.bfloat16, torch.float16):
-        same = ids.to(dtype).long() == ids
-        figures[f"ids of {vocab_size:,} unchanged in {name_of(dtype)}"] = same.sum().item()
-        figures[f"first id that changes in {name_of(dtype)}"] = ids[~same][0].item()
-    figures["int32 targets"] = message_of(lambda: F.cross_entropy(logits, target.int()))
-    with precision.autocast(CPU, torch.bfloat16):
-        figures["an int64 tensor under autocast"] = (target.long() + 1).dtype
-    return figures
 
 
 def scaler_with_bfloat16() -> dict:
@@ -289,14 +218,3 @@ def scaler_with_bfloat16() -> dict:
         scaler.unscale_(optimizer)
         grads.append(flat_grad(model))
     return {"equal in every bit": compare(*grads)[0], "norm": grads[0].norm().item(), "scaled norm": before}
-
-
-def lists() -> dict:
-    """How many of the operators of docs/precision.md's table each device's autocast puts on which list. Two
-    inputs of different dtypes are left out: their result is the wider one with and without autocast."""
-    figures, groups = {}, [probes for name, probes in PROBES.items() if "one float32 and one low" not in name]
-    for device in ("cuda", "cpu", "mps"):
-        answers = [policy(probe, device) for probes in groups for probe in probes]
-        words = ("low", "float32", "as its input", "-")
-        figures[device] = {word: answers.count(word) for word in words} | {"asked": len(answers)}
-    return figures

@@ -5,10 +5,9 @@ what code can still gain.
 """
 
 import functools
-import statistics
-import time
 
 import torch
+from torch.utils import benchmark
 
 from experiments.gpu_parts import each, model_job
 
@@ -18,25 +17,10 @@ def ceilings(job: dict, depths: list[int]) -> dict:
     return each(products=lambda: products(job, depths), attention=lambda: attention_speed(job))
 
 
-def seconds_of(action, device: torch.device, repeats: int = 10, of=statistics.median) -> float:
-    """The median time of a call on the device, or what `of` makes of the times, after two that warm up.
-
-    On a GPU each measurement is of several calls, so that it works on one while Python prepares the next.
-    """
-    times, calls = [], 4 if device.type == "cuda" else 1
-    for _ in range(repeats + 2):
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-        began = time.perf_counter()
-        for _ in range(calls):
-            action()
-        times.append((time.perf_counter() - began) / calls)
-        if device.type == "cuda":
-            end.record()
-            end.synchronize()
-            times[-1] = begin.elapsed_time(end) / 1000 / calls
-    return of(times[2:])
+def seconds_of(action) -> float:
+    """The median time of a call, in seconds."""
+    timer = benchmark.Timer("action()", globals={"action": action}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=0.05).median
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -44,7 +28,7 @@ def seconds_of(action, device: torch.device, repeats: int = 10, of=statistics.me
 
 
 def products(job: dict, depths: list[int]) -> dict:
-    """TFLOP/s of the products of a micro-batch, forward and both backward, by model; in fp8 where it can be.
+    """TFLOP/s of the products of a micro-batch, forward and both backward, by model.
 
     The products of one kind are weighted by how often a micro-batch has them. `mfu_ceiling` is their TFLOP/s
     as a share of the peak that MFU is measured against. by_layer: forward, input gradient, weight gradient.
@@ -66,11 +50,6 @@ def products(job: dict, depths: list[int]) -> dict:
             for name, ((N, K, M), _) in rows.items()
         }
         result[f"d{depth}"] = {"tflops": tflops, "mfu_ceiling": tflops * 1e12 / peak, "by_layer": by_layer}
-        if fp8_works(device):
-            result[f"d{depth}"]["fp8_tflops"] = {
-                name: 2 * N * K * M / fp8_seconds(N, K, M, device) / 1e12
-                for name, ((N, K, M), _) in rows.items()
-            }
     return result
 
 
@@ -91,34 +70,17 @@ def product_speeds(N: int, K: int, M: int, dtype, device) -> dict[str, float]:
     x, grad = (torch.randn(N, size, device=device).to(dtype) for size in (K, M))
     weight = torch.randn(M, K, device=device).to(dtype)
     return {
-        "forward": seconds_of(lambda: x @ weight.t(), device),
-        "input gradient": seconds_of(lambda: grad @ weight, device),
-        "weight gradient": seconds_of(lambda: grad.t() @ x, device),
+        "forward": seconds_of(lambda: x @ weight.t()),
+        "input gradient": seconds_of(lambda: grad @ weight),
+        "weight gradient": seconds_of(lambda: grad.t() @ x),
     }
-
-
-def fp8_works(device: torch.device) -> bool:
-    """Whether torch._scaled_mm multiplies fp8 on this GPU."""
-    return (
-        device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9)
-    )
-
-
-def fp8_seconds(N: int, K: int, M: int, device) -> float:
-    """Seconds of a layer's forward product in fp8, without the casts."""
-    x, weight = (torch.randn(*size, device=device).to(torch.float8_e4m3fn) for size in ((N, K), (M, K)))
-    one = torch.ones((), device=device)
-    return seconds_of(
-        lambda: torch._scaled_mm(x, weight.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True),
-        device,
-    )
 
 
 def copy_speed(device: torch.device, size: int) -> float:
     """GB/s of a copy of `size` bytes within the device, bytes read and bytes written."""
     source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * size / seconds_of(lambda: target.copy_(source), device) / 1e9
+    return 2 * size / seconds_of(lambda: target.copy_(source)) / 1e9
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -168,7 +130,7 @@ def time_attention(name: str, way, shape, window: int, dtype, device) -> dict:
     def both():
         torch.autograd.grad(way(*inputs, window), inputs, grad)
 
-    forward, whole = seconds_of(functools.partial(way, *inputs, window), device), seconds_of(both, device)
+    forward, whole = seconds_of(functools.partial(way, *inputs, window)), seconds_of(both)
     seen = T * window - window * (window - 1) // 2  # pairs of a query and a key that it sees
     work = 4 * B * H * D * seen
     return {"forward_ms": 1000 * forward, "both_ms": 1000 * whole, "tflops": 3.5 * work / whole / 1e12}

@@ -34,6 +34,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
@@ -333,25 +334,14 @@ def ours(job: dict) -> tuple[torch.nn.Module, list[Part]]:
         kind = str(i) in model.value_embeddings, model.config.has_value_embedding(i), model.config.windows[i]
         kinds.setdefault(kind, []).append(i)
 
-    class Begin(torch.nn.Module):
-        """The model, called at its beginning."""
-
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, *args):
-            return self.model.begin(*args, None, None)
-
     def begin(own, *args):
-        own = {"cos": own["cos"], "sin": own["sin"], "bigram_embedding.weight": own["weight"]}
-        own = {f"model.{name}": tensor for name, tensor in own.items()}
-        return torch.func.functional_call(Begin(), own, args)
+        with _reparametrize_module(model, own):
+            return model.begin(*args, None, None)
 
     beginning = torch.nn.Module()
     beginning.register_buffer("cos", model.cos)
     beginning.register_buffer("sin", model.sin)
-    beginning.register_parameter("weight", model.bigram_embedding.weight)
+    beginning.bigram_embedding = model.bigram_embedding
     parts = [Part("begin", in_bfloat16(begin), beginning, [*tables, idx])]
     parts += [block_part(layers[0], len(layers)) for layers in kinds.values()]
 

@@ -3,10 +3,7 @@
 Each part returns `checks`: what was found, the limit, and whether it holds. The part is ok if all hold.
 """
 
-import contextlib
-import itertools
 import json
-import math
 import signal
 import statistics
 import subprocess
@@ -17,7 +14,9 @@ from pathlib import Path
 
 import torch
 
-from experiments.sides import ROOT, Batches, Ours
+from experiments import peer_run
+from experiments.sides import ROOT
+from nanochat.run.metrics import read_metrics
 
 FIRST_STEPS = 5  # of 30 that are compared tightly; later ones amplify rounding
 # Largest relative difference of a step's loss from float32 on a CPU: of the first steps, of all
@@ -146,69 +145,31 @@ def attention(job: dict) -> dict:
 
 
 def waits(job: dict) -> dict:
-    """Three optimizer steps with the real loader in which anything that waits for the GPU is an error."""
-    step_job = {
-        "device": job["device"], "depth": 2, "aspect_ratio": 64, "head_dim": 64, "max_seq_len": 256,
-        "vocab_size": job["vocab_size"], "window_pattern": "SL", "rows": 2, "total_batch_size": 1024,
-        "dtype": "float32" if job["small"] else "bfloat16", "compile": not job["small"],
-    }  # fmt: skip
-    side = Ours(step_job)
-    loader = open_loader(job, step_job)
-    batches = Batches(step_job, side.rows, side.micro_steps, side.device)
-    try:
-        for _ in range(2):  # compile, and make what is made once
-            side.step(batches)
-            side.step(itertools.islice(loader, side.micro_steps))
-        side.machine.synchronize()
-        with no_waits(side.device):
-            found = [side.step(itertools.islice(loader, side.micro_steps)) for _ in range(3)]
-            numbers = side.machine.read(found)
-        last = numbers.result()[-1]
-    finally:
-        loader.close()
-    if job["small"]:
-        return {"skipped": "needs cuda: only there can a wait be made an error; the three steps ran"}
-    return {"ok": math.isfinite(last), "steps": len(found), "loss": last}
-
-
-@contextlib.contextmanager
-def no_waits(device: torch.device):
-    """Whatever makes Python wait for the GPU raises an error."""
-    if device.type == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        if device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
-
-
-def open_loader(job: dict, step_job: dict):
-    """The training batches of base_train for the job's text."""
-    from nanochat.data.loader import TrainLoader
-    from nanochat.data.sources import open_dataset
-
-    base = Path(job["base_dir"])
-    dataset = open_dataset(job["data"], base_dir=base)
-    tokenizer = dataset.open_tokenizer("auto", job["vocab_size"], base)
-    T, rows = step_job["max_seq_len"], step_job["total_batch_size"] // step_job["max_seq_len"]
-    return TrainLoader(
-        dataset.train_shards, tokenizer, rows, T, step_job["rows"], device=torch.device(job["device"])
-    )
+    """Steps of base_train in which anything that waits for the GPU is counted (device_waits.py). On a CPU a
+    step waits once, for what the log needs."""
+    size = {"depth": 2, "head_dim": 64, "max_seq_len": 256, "total_batch_size": 1024, "device_batch_size": 2}
+    settings = size | {"num_iterations": 8, "window_pattern": "SL"}
+    settings |= {"dtype": "float32", "compile": "off"} if job["small"] else {"compile": "on"}
+    with tempfile.TemporaryDirectory() as place:
+        process = base_train(job, Path(place), "experiments.device_waits", subprocess.PIPE, **settings)
+        said = process.stdout.read().splitlines()
+        finish(process)
+    found = json.loads(said[-1])
+    return found | {"ok": found["steps"] > 0 and bool(found["waits"]) == job["small"]}
 
 
 # ------------------------------------------------------------------------------------------------------
 # Whole runs of scripts.base_train
 
 
-def base_train(job: dict, out_dir: Path, **settings) -> subprocess.Popen:
-    """Start the script on the job's text and device, with evaluations, samples and saves off."""
-    off = dict.fromkeys(["eval_every", "sample_every", "save_every", "save_minutes", "core_metric_every"], -1)
-    places = {"data": job["data"], "base_dir": job["base_dir"], "out_dir": out_dir, "eval_tokens": 2048}
-    places |= {"device_type": job["device"], "vocab_size": job["vocab_size"], "sample_prompts": ""}
-    chosen = off | places | settings
-    command = [sys.executable, "-m", "scripts.base_train", *(f"--{k}={v}" for k, v in chosen.items())]
-    return subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr.fileno())
+def base_train(job: dict, out_dir: Path, module="scripts.base_train", stdout=None, **settings):
+    """Start the script on the job's text and device, with evaluations, samples and saves off. It is a
+    subprocess.Popen whose stdout is this process's stderr, or as asked for."""
+    names = ("data", "base_dir", "vocab_size")
+    places = {name: job[name] for name in names} | {"device_type": job["device"], "out_dir": out_dir}
+    python, _, _, *arguments = peer_run.our_command(places | settings)
+    output = sys.stderr.fileno() if stdout is None else stdout
+    return subprocess.Popen([python, "-m", module, *arguments], cwd=ROOT, stdout=output, text=True)
 
 
 def finish(process: subprocess.Popen):
@@ -220,8 +181,7 @@ def finish(process: subprocess.Popen):
 def records(out_dir: Path) -> list[dict]:
     """The training steps of a run."""
     path = out_dir / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [record for line in lines if "loss" in (record := json.loads(line))]
+    return [record for record in read_metrics(path) if "loss" in record] if path.exists() else []
 
 
 def stop_after(process: subprocess.Popen, out_dir: Path, steps: int):

@@ -47,7 +47,7 @@ TEXT = "pyarrow", "tiktoken", "safetensors"  # what a run of base_train needs be
 PARTS = [
     Part("machine", "experiments.gpu_parts.machine", 10),
     Part(
-        "save_evaluate_sample", "experiments.gpu_inference.save_evaluate_sample", 50, {"depth": 12},
+        "save_evaluate_sample", "experiments.part_speed.save_evaluate_sample", 50, {"depth": 12},
         needs=("safetensors",),
     ),
     Part("ceilings", "experiments.gpu_ceilings.ceilings", 45, {"depths": [12, 24]}),

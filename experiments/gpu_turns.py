@@ -172,7 +172,7 @@ class Turns:
                 runner.fails(error)
         for _ in range(ROUNDS):
             ready = [runner for runner in runners if not runner.row]
-            with self.lock.while_measuring():
+            with self.lock.held():
                 if not self.report.cannot_end(sum(runner.seconds(STEPS) for runner in ready)):
                     for runner in ready:
                         self.turn(runner)
@@ -221,7 +221,7 @@ class Turns:
         side, who = runner.side, runner.variant["name"]
         path, folder = self.place / f"{runner.group}-{who}.json", self.job.get("folder")
         try:
-            with self.lock.while_measuring():
+            with self.lock.held():
                 side.do("trace", path=str(path), count=steps, limit_s=max(0.1, self.report.left()))
         except (RuntimeError, MemoryError) as error:
             runner.row["time_split"] = {"error": f"{type(error).__name__}: {error}"[:1000]}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from experiments.gpu_parts import DEPTHS, model_job
 from experiments.sides import ROOT, Side
-from experiments.step_split import time_split
+from experiments.step_split import tables, time_split
 from nanochat.ops import kernels
 
 
@@ -107,36 +107,15 @@ def figures(side, turns: list[dict]) -> dict:
 
 
 def split(trace: Path, steps: int, head: tuple[int, int], name: str, folder: str | None) -> dict:
-    """step_split.time_split of a trace, which goes. With a folder also two files in it: kinds-NAME.md, a
-    table by kind of kernel, and kernels-NAME.tsv, the 60 longest kernels."""
+    """step_split.time_split of a trace, which goes. With a folder also a file in it, step-NAME.md: tables of
+    the kinds of kernels and of the 60 longest."""
     try:
         found = time_split(trace, steps, head, most=60)
         if folder:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            Path(folder, f"kinds-{name}.md").write_text(kinds_table(found))
-            Path(folder, f"kernels-{name}.tsv").write_text(kernels_table(found))
+            Path(folder, f"step-{name}.md").write_text(tables(found))
     except (ValueError, KeyError, OSError) as error:
         return {"error": f"{type(error).__name__}: {error}"[:1000]}
     finally:
         trace.unlink(missing_ok=True)
     return found | {"longest": found["longest"][:8]}
-
-
-def kinds_table(found: dict) -> str:
-    """Markdown: milliseconds and share of each kind of work that a step has, the longest first."""
-    total = found["step_ms"]
-    lines = ["| ms a step | share | kind |", "|--:|--:|:--|"]
-    for kind, ms in sorted(found["ms"].items(), key=lambda item: -item[1]):
-        if ms:
-            lines.append(f"| {ms:.1f} | {ms / total:.1%} | {'idle' if kind == 'rest' else kind} |")
-    lines.append(f"| {total:.1f} | 100 % | all; {found['kernels']:,.0f} kernels |")
-    return "\n".join(lines) + "\n"
-
-
-def kernels_table(found: dict) -> str:
-    """Tab-separated: the longest kernels."""
-    lines = ["ms a step\tlaunches a step\tus each\tkind\tkernel"]
-    for row in found["longest"]:
-        each = 1000 * row["ms"] / row["launches"]
-        lines.append(f"{row['ms']:.2f}\t{row['launches']:.1f}\t{each:.1f}\t{row['kind']}\t{row['name']}")
-    return "\n".join(lines) + "\n"

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine import precision
 
 ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
 T = 32  # bytes a row
 TEXT = torch.tensor(list(inspect.getsource(argparse).encode()))  # any text: its bytes are the tokens
 
@@ -106,6 +108,11 @@ def compare(a, b) -> tuple[float, float]:
     return (a == b)[some].double().mean().item(), ((a64 - b64).norm() / b64.norm()).item()
 
 
+def distance(a, b) -> float:
+    """|a - b| / |b|."""
+    return compare(a, b)[1]
+
+
 def accumulation() -> dict[str, tuple[float, float]]:
     """`compare` of gradients of 64 rows made in several ways, mostly with that of one batch of 64 rows."""
     inputs, targets = byte_rows(64, 99)
@@ -178,7 +185,7 @@ def on_the_way() -> list[float]:
     big, model, distances = gradient(inputs, targets, 64), our_model(), []
     for x, y in zip(inputs.split(16), targets.split(16), strict=True):
         (model(x, y) / 4).backward()
-        distances.append(compare(flat_grad(model), big)[1])
+        distances.append(distance(flat_grad(model), big))
     return distances
 
 
@@ -200,40 +207,40 @@ def undivided() -> dict[str, tuple[float, float, float, float]]:
         for clip in (math.inf, 1.0):
             right, wrong = one_update(make, clip, True), one_update(make, clip, False)
             size = (wrong[0].norm() / right[0].norm()).item()
-            apart = compare(wrong[0], right[0])[1]
+            apart = distance(wrong[0], right[0])
             results[f"{name}, clip {clip}"] = size, wrong[1] / right[1], wrong[2] / right[2], apart
     return results
 
 
-def saved_bytes(rows: int, backward_inside: bool) -> int:
-    """The most bytes that autograd holds for backward passes over 64 rows, without parameters."""
-    model = our_model()
+@contextlib.contextmanager
+def saved_for_backward(model):
+    """Yields an object whose `most` is the most bytes that autograd holds at a time, without parameters."""
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    holders, now, most = {}, 0, 0  # holders: how many saved tensors share each piece of memory
-
-    class Held:
-        def __init__(self, tensor):
-            self.tensor = tensor
+    holders = {}  # how many saved tensors share each piece of memory
+    found = SimpleNamespace(now=0, most=0)
 
     def release(key, size):
-        nonlocal now
         holders[key] -= 1
-        now -= 0 if holders[key] else size
+        found.now -= 0 if holders[key] else size
 
     def pack(tensor):
-        nonlocal now, most
         key, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
         if key in parameters:
             return tensor
-        now += 0 if holders.get(key) else size
-        holders[key], most = holders.get(key, 0) + 1, max(most, now)
-        held = Held(tensor)
+        found.now += 0 if holders.get(key) else size
+        holders[key], found.most = holders.get(key, 0) + 1, max(found.most, found.now)
+        held = tensor.detach()
         weakref.finalize(held, release, key, size)
         return held
 
-    inputs, targets = byte_rows(64, 99)
-    with saved_tensors_hooks(pack, lambda held: held.tensor if isinstance(held, Held) else held):
-        total = 0
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield found
+
+
+def saved_bytes(rows: int, backward_inside: bool) -> int:
+    """The most bytes that autograd holds for backward passes over 64 rows, without parameters."""
+    model, (inputs, targets), total = our_model(), byte_rows(64, 99), 0
+    with saved_for_backward(model) as saved:
         for x, y in zip(inputs.split(rows), targets.split(rows), strict=True):
             loss = model(x, y) / (64 // rows)
             if backward_inside:
@@ -242,7 +249,7 @@ def saved_bytes(rows: int, backward_inside: bool) -> int:
                 total = total + loss
         if not backward_inside:
             total.backward()
-    return most
+    return saved.most
 
 
 def leak() -> list[tuple[float, str]]:

@@ -2,8 +2,10 @@
 
 A function here has the name of its part. It gets the settings of bench.py and returns a row of figures for
 each thing that it measured. With --peer=FOLDER optimizer and generate take turns with karpathy/nanochat's.
+The last function is a part of `python -m scripts.bench --what=gpu`.
 """
 
+import os
 import shutil
 import statistics
 import tempfile
@@ -11,13 +13,16 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from experiments.gpu_inference import save_times
-from experiments.sides import PROMPT, Ours, Side, peer_folder
+from experiments.gpu_parts import each, model_job
+from experiments.sides import PROMPT, Ours, Side, peer_folder, write
 from nanochat import UserError
+from nanochat import checkpoint as checkpoints
 from nanochat.data.packing import open_lanes
 from nanochat.data.parquet import Documents, RowGroups
 from nanochat.data.sources import open_dataset
+from nanochat.evals.bits_per_byte import bits_per_byte
 from nanochat.files import user_path
 from nanochat.machine import precision, runtime
 
@@ -25,10 +30,10 @@ TOKENS = 128  # that generate writes in each row
 BATCH_SIZES = 1, 8  # rows
 
 
-def seconds(action) -> float:
+def seconds(action, *arguments, **keywords) -> float:
     """How long a call takes."""
     began = time.perf_counter()
-    action()
+    action(*arguments, **keywords)
     return time.perf_counter() - began
 
 
@@ -171,3 +176,84 @@ def checkpoint(settings: dict) -> dict:
     row["stall_over_blocking"] = row["stall_s"] / row["blocking_s"]
     row["stall_over_bare_write"] = row["stall_s"] / row["bare_write_s"]
     return {f"{size / 1e9:.2f} GB": row}
+
+
+def save_times(tensors: dict, place: Path, rounds: int, blocking: bool = False) -> dict[str, list[float]]:
+    """Seconds that a step stands still for a save in the background (`stall_s`) and that it takes in all
+    (`background_s`); with `blocking` also those of a save that is waited for, and of a bare write."""
+    times = {"stall_s": [], "background_s": []} | ({"blocking_s": [], "bare_write_s": []} if blocking else {})
+
+    saver = checkpoints.AsyncSaver(place)
+    saver.reserve(**tensors)
+    for step in range(1, rounds + 1):
+        saver.wait()
+        times["stall_s"].append(seconds(saver.submit, step, **tensors, state={}))
+        times["background_s"].append(times["stall_s"][-1] + seconds(saver.wait))
+        if blocking:
+            times["blocking_s"].append(seconds(checkpoints.save, place, step, **tensors, state={}))
+            times["bare_write_s"].append(seconds(bare_write, tensors, place / "bare"))
+            (place / "bare").unlink()
+        checkpoints.prune(place, 1)
+    saver.close()
+    return times
+
+
+def bare_write(tensors: dict, path: Path):
+    """The same bytes in one file, synced."""
+    with open(path, "wb") as file:
+        for tensor in (tensor for kind in tensors.values() for tensor in kind.values()):
+            file.write(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# ------------------------------------------------------------------------------------------------------
+# On a GPU
+
+
+def save_evaluate_sample(job: dict, depth: int) -> dict:
+    """All three with one model, not compiled; the sample last, since it casts the weights."""
+    side = Ours(model_job(job, depth, compile=False) | {"rows": 2 if job["small"] else 16})
+    return each(
+        save=lambda: save(side),
+        evaluation=lambda: evaluation(side, job["small"]),
+        sample=lambda: sample(side, job["small"]),
+    )
+
+
+def evaluation(side: Ours, small: bool) -> dict:
+    """Tokens a second of bits per byte on rows of random tokens, as base_train evaluates."""
+    config = side.plan.config
+    shape, draw = (side.rows, config.max_seq_len + 1), torch.Generator().manual_seed(0)
+    batches = [
+        torch.randint(config.vocab_size, shape, generator=draw).to(side.device)
+        for _ in range(2 if small else 16)
+    ]
+    pairs = [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for tokens in batches]
+    token_bytes = torch.full((config.vocab_size,), 4, device=side.device)
+    times = []
+    for _ in range(3):  # the first compiles
+        began = time.perf_counter()
+        bpb = bits_per_byte(side.model, pairs, token_bytes, side.dtype, side.machine, compiled=not small).bpb
+        times.append(time.perf_counter() - began)
+    tokens = len(pairs) * pairs[0][0].numel()
+    return {"tok_per_sec": tokens / min(times[1:]), "first_s": times[0], "bpb": bpb, "tokens": tokens}
+
+
+def save(side: Ours) -> dict:
+    """How long a step stands still for a save in the background, and how long that takes."""
+    tensors = {"model": side.model.state_dict(), "optimizer": side.optimizer.named_state()}
+    size = sum(t.nbytes for kind in tensors.values() for t in kind.values())
+    side.machine.synchronize()
+    with tempfile.TemporaryDirectory() as place:
+        times = save_times(tensors, Path(place), rounds=3)
+    return {name: statistics.median(taken) for name, taken in times.items()} | {"gb": size / 1e9}
+
+
+def sample(side: Ours, small: bool) -> dict:
+    """Tokens a second that the model writes after a short prompt, one row and eight."""
+    count, speeds = 16 if small else 128, {}
+    for rows in (1, 8):
+        times = [write(side, None, rows, count)["seconds"] for _ in range(2 if small else 3)]
+        speeds[f"tok_per_sec_batch_{rows}"] = rows * count / min(times[1:])
+    return speeds

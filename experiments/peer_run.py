@@ -1,4 +1,4 @@
-"""Trains karpathy/nanochat on a CPU, on our text with our tokenizer, for the benches that set ours beside it.
+"""Trains karpathy/nanochat on our text with our tokenizer, for the benches that set ours beside it.
 
     text = peer_run.text_of("embedded", 4096, base_dir)     # made once: the peer's form of text and tokenizer
     settings = {"depth": 4, "max_seq_len": 512, "device_batch_size": 4, "total_batch_size": 2048}
@@ -6,7 +6,8 @@
     run.tok_per_sec, run.peak_memory_bytes, run.first_step_s, run.seconds
 
 checkout: a folder with its source, commit 92d63d4 or one near it. Nothing of it is changed or imported here:
-its own `python -m scripts.base_train` runs in a process of its own. Not on Windows, which has no os.wait4.
+its own `python -m scripts.base_train` runs in a process of its own, on a CPU if the settings do not say more.
+Not on Windows, which has no os.wait4.
 """
 
 import ast
@@ -43,7 +44,7 @@ SHORT = 1000  # characters that a short document has at least
 STEP = re.compile(r"step \d+/\d+ .*? tok/sec: ([\d,]+)")  # the peer's line about a step
 OUR_FIRST_STEP = "step 1/"  # what ours begins with
 FULL_SPEED = EAGER_STEPS + 2  # the step of ours that is as fast as all later ones: the one before compiles
-# What it imports, and a run on a CPU that logs to the terminal does not use
+# What it imports, and a run that logs to the terminal does not use
 UNUSED = ("rustbpe", "wandb")
 # Nothing but training; a checkpoint at the end
 QUIET = {"eval_every": -1, "core_metric_every": -1, "sample_every": -1, "save_every": -1}
@@ -90,7 +91,10 @@ def prepare(dataset: Dataset, tokenizer: Tokenizer, base_dir: str | Path, cut: b
 def text_of(
     data: str, vocab_size: int, base_dir: Path, val_data: str | None = None, cut: bool = True
 ) -> Path:
-    """`prepare` for a data set by its name or path, with the tokenizer that base_train would take."""
+    """`prepare` for a data set by its name or path, with the tokenizer that base_train would take. A folder
+    that `prepare` has made, here or on another machine, is taken as it is."""
+    if (folder := Path(data).expanduser().resolve()).joinpath("tokenizer", "tokenizer.pkl").exists():
+        return folder
     dataset = open_dataset(data, val_data, base_dir=base_dir)
     return prepare(dataset, dataset.open_tokenizer("auto", vocab_size, base_dir), base_dir, cut)
 
@@ -196,7 +200,7 @@ class Run(Finished):
 
 
 def train(checkout: Path, text: Path, place: Path, settings: dict, dtype: str) -> Run:
-    """Run the peer's base_train on the CPU; `settings` are its options, with _ for -.
+    """Run the peer's base_train; `settings` are its options, with _ for -. They may have a device_type.
 
     It neither evaluates nor samples unless `settings` say so. place: an empty or missing folder; checkpoints
     go to place / "base_checkpoints" / "run". dtype: what it computes in. Raises UserError, with the end of
@@ -206,7 +210,7 @@ def train(checkout: Path, text: Path, place: Path, settings: dict, dtype: str) -
     place = Path(place).resolve()
     for name in ("base_data_climbmix", "tokenizer"):
         (place / name).symlink_to((text / name).resolve())
-    options = QUIET | {"window_pattern": "L"} | settings | {"device_type": "cpu", "model_tag": "run"}
+    options = QUIET | {"window_pattern": "L", "device_type": "cpu"} | settings | {"model_tag": "run"}
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     environment = os.environ | {"NANOCHAT_BASE_DIR": str(place), "NANOCHAT_DTYPE": dtype}
     environment |= {"PYTHONPATH": str(_stand_ins(place)), "PYTHONUNBUFFERED": "1"}

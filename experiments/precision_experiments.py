@@ -10,15 +10,13 @@ import torch.nn.functional as F
 
 import configurator
 from experiments.autocast_rules import autocast_lists, walk, weight_casts
-from experiments.measurements import byte_rows, compare, flat, flat_grad, our_model
+from experiments.measurements import CPU, byte_rows, distance, flat, flat_grad, our_model
 from nanochat import UserError
 from nanochat.machine import precision
 from nanochat.machine.precision import name_of
 from nanochat.terminal import table
 
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
-CPU = torch.device("cpu")
-
 
 # ------------------------------------------------------------------------------------------------------
 # The formats
@@ -50,11 +48,6 @@ def running_sum(products):
     return total
 
 
-def error(result, exact) -> float:
-    """The distance |a - b| / |b|."""
-    return ((result.double() - exact).norm() / exact.norm()).item()
-
-
 def accumulation(dtypes=(torch.bfloat16, torch.float16)) -> str:
     """How many elements of a product of two random (32, 2048) matrices are exact but for one rounding."""
     rows = []
@@ -67,7 +60,7 @@ def accumulation(dtypes=(torch.bfloat16, torch.float16)) -> str:
             ("every partial sum rounded", running_sum(a.unsqueeze(1) * b.unsqueeze(0))),
         ):
             right = (result == exact.to(dtype)).double().mean().item()
-            rows.append([name_of(dtype), what, f"{100 * right:.1f} %", f"{error(result, exact):.2g}"])
+            rows.append([name_of(dtype), what, f"{100 * right:.1f} %", f"{distance(result, exact):.2g}"])
     return table([["dtype", "sum of 2,048 products", "equal to the exact one, rounded", "distance"], *rows])
 
 
@@ -83,10 +76,10 @@ def attention_errors(dtype=torch.bfloat16) -> dict[str, float]:
         return scores.to(softmax_dtype).softmax(-1).to(dtype) @ v
 
     return {
-        "exact, rounded once": error(exact.to(dtype), exact),
-        "fused (SDPA)": error(F.scaled_dot_product_attention(q, k, v, is_causal=True), exact),
-        "by hand, softmax in float32": error(by_hand(torch.float32), exact),
-        f"by hand, softmax in {name_of(dtype)}": error(by_hand(dtype), exact),
+        "exact, rounded once": distance(exact.to(dtype), exact),
+        "fused (SDPA)": distance(F.scaled_dot_product_attention(q, k, v, is_causal=True), exact),
+        "by hand, softmax in float32": distance(by_hand(torch.float32), exact),
+        f"by hand, softmax in {name_of(dtype)}": distance(by_hand(dtype), exact),
     }
 
 
@@ -149,7 +142,7 @@ def underflow_figures(rows=64) -> dict[str, tuple[float, float]]:
     ):
         grad = gradient(dtype, scale, rows)
         lost = ((grad == 0) & (exact != 0)).sum() / (exact != 0).sum()
-        figures[name] = lost.item(), compare(grad, exact)[1]
+        figures[name] = lost.item(), distance(grad, exact)
     return figures
 
 

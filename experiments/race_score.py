@@ -2,8 +2,8 @@
 
 `score` starts this file in a process of its own: ours with this project on PYTHONPATH, the peer's with the
 peer's folder there, so `nanochat` is another package in each. Stdin has one line, a JSON object:
-`checkpoints`, and `job`, the file of a job (see bits_per_byte). The answer is a line for each checkpoint, its
-bits per byte.
+`checkpoints`, `device`, and `job`, the file of a job (see bits_per_byte). The answer is a line for each
+checkpoint, its bits per byte.
 
 Every token of every document is scored once. A document is cut into windows. A window is a row of its own,
 which begins with <|bos|> and sees nothing else. Both compute in float32, whatever the training used.
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-BATCH_TOKENS = 4096  # of a forward pass
+BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # of a forward pass
 MULTIPLE = 16  # rows have a multiple of so many tokens: windows of about the same length share a batch
 
 Window = tuple[torch.Tensor, torch.Tensor]  # inputs and targets, (n,) int64
@@ -47,10 +47,11 @@ def write_job(text: Path, folder: Path, length: int):
     torch.save(job, folder / "job.pt")
 
 
-def score(side: str, checkpoints, place: Path, checkout: Path) -> list[float]:
+def score(side: str, checkpoints, place: Path, checkout: Path, device: str = "cpu") -> list[float]:
     """The bits per byte of checkpoints of one side, "ours" or "peer". place: the folder of `write_job`;
-    checkout: the peer's. Raises UserError if it fails."""
+    checkout: the peer's; device: cpu or cuda. Raises UserError if it fails."""
     order = {"job": str(place / "job.pt"), "checkpoints": [str(path) for path in checkpoints]}
+    order["device"] = device
     from nanochat import UserError
 
     folder = ROOT if side == "ours" else checkout
@@ -76,44 +77,47 @@ def windows(documents: list[torch.Tensor], bos_id: int, length: int) -> list[Win
     return sorted(found, key=lambda window: -len(window[1]))
 
 
-def batches(found: list[Window], bos_id: int, length: int):
-    """(inputs, targets), (rows, T) int64, of windows of about the same length; T is at most `length`.
-    Padding has target -1."""
+def batches(found: list[Window], bos_id: int, length: int, tokens: int):
+    """(inputs, targets), (rows, T) int64, of windows of about the same length; T is at most `length`, and
+    rows x T at most `tokens`, or a row. Padding has target -1."""
     while found:
         T = min(length, math.ceil(len(found[0][1]) / MULTIPLE) * MULTIPLE)
-        rows = max(1, BATCH_TOKENS // T)
+        rows = max(1, tokens // T)
         batch, found = found[:rows], found[rows:]
         inputs = torch.full((len(batch), T), bos_id)
         targets = torch.full((len(batch), T), -1)
-        for row, (tokens, wanted) in enumerate(batch):
-            inputs[row, : len(tokens)], targets[row, : len(wanted)] = tokens, wanted
+        for row, (before, wanted) in enumerate(batch):
+            inputs[row, : len(before)], targets[row, : len(wanted)] = before, wanted
         yield inputs, targets
 
 
 @torch.inference_mode()
-def bits_per_byte(losses, job: dict) -> float:
-    """losses(inputs, targets) gives the loss of each target in nats, float32, anything where it is -1.
+def bits_per_byte(losses, job: dict, device: str = "cpu") -> float:
+    """losses(inputs, targets) gives the loss of each target in nats, float32, anything where it is -1. Its
+    tensors are on the device.
 
     job: documents, a list of (n,) int64; bos_id; length, the most tokens of a window; token_bytes (V,) int64.
     """
     nats, scored_bytes = torch.zeros((), dtype=torch.float64), 0
     bos_id, length = job["bos_id"], job["length"]
-    for inputs, targets in batches(windows(job["documents"], bos_id, length), bos_id, length):
+    found = windows(job["documents"], bos_id, length)
+    for inputs, targets in batches(found, bos_id, length, BATCH_TOKENS[device]):
         scored = targets >= 0
-        nats += losses(inputs, targets).view_as(targets)[scored].double().sum()
+        of_each = losses(inputs.to(device), targets.to(device)).view_as(targets).cpu()
+        nats += of_each[scored].double().sum()
         scored_bytes += int(job["token_bytes"][targets[scored]].sum())
     return nats.item() / math.log(2) / scored_bytes
 
 
-def ours(checkpoint: str):
+def ours(checkpoint: str, device: str):
     from nanochat.checkpoint import open_checkpoint
     from nanochat.engine import load_for_inference
 
-    model = load_for_inference(open_checkpoint(checkpoint), torch.device("cpu"), torch.float32)
+    model = load_for_inference(open_checkpoint(checkpoint), torch.device(device), torch.float32)
     return lambda inputs, targets: model(inputs, targets, reduction="none")
 
 
-def peer(checkpoint: str):
+def peer(checkpoint: str, device: str):
     """checkpoint: a file model_NNNNNN.pt. NANOCHAT_DTYPE is float32."""
     from nanochat.gpt import GPT, GPTConfig
 
@@ -121,9 +125,9 @@ def peer(checkpoint: str):
     meta = json.loads(path.with_name(path.name.replace("model_", "meta_")).with_suffix(".json").read_text())
     with torch.device("meta"):
         model = GPT(GPTConfig(**meta["model_config"]))
-    model.to_empty(device="cpu")
+    model.to_empty(device=device)
     model.init_weights()  # makes what no checkpoint holds, too
-    model.load_state_dict(torch.load(path, map_location="cpu"))
+    model.load_state_dict(torch.load(path, map_location=device))
     model.eval()
     return lambda inputs, targets: model(inputs, targets, loss_reduction="none")
 
@@ -134,8 +138,8 @@ def main():
     order = json.loads(sys.stdin.readline())
     job = torch.load(order["job"])
     for checkpoint in order["checkpoints"]:
-        losses = {"ours": ours, "peer": peer}[sys.argv[1]](checkpoint)
-        print(json.dumps(bits_per_byte(losses, job)), file=answers, flush=True)
+        losses = {"ours": ours, "peer": peer}[sys.argv[1]](checkpoint, order["device"])
+        print(json.dumps(bits_per_byte(losses, job, order["device"])), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class Lap:
 
 
 def bench(settings: dict) -> dict:
-    """Medians of each side, the ratio of the bits per byte in each round, and a plot, docs/race.png.
+    """Medians of each side, and the ratio of the bits per byte in each round.
 
     Raises UserError if `peer` is no folder of karpathy/nanochat, `folder` is none, or a run fails.
     """
@@ -80,11 +80,6 @@ def bench(settings: dict) -> dict:
         race_score.write_job(text, race.folder, race.shape["max_seq_len"])
         best = best_settings(race)
         laps = run_rounds(race, best, min(ROUNDS, settings["rounds"]))
-    picture = Path(settings["folder"] or ROOT / "docs") / "race.png"
-    try:
-        plot(laps, race.minutes, picture)
-    except OSError as error:  # the figures of so many minutes are not lost with it
-        say(f"{picture} cannot be written ({error.strerror}); give another --folder")
     return results(laps, best)
 
 
@@ -241,24 +236,3 @@ def results(laps: dict[str, list[Lap]], best: dict) -> dict:
     for side, of_side in laps.items():
         rows |= {f"{side}, round {i}": asdict(lap) for i, lap in enumerate(of_side, start=1)}
     return rows
-
-
-def plot(laps: dict[str, list[Lap]], minutes: float, path: Path):
-    """Bits per byte against seconds, a line for each run. Raises OSError if it cannot be written."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    looks = {"peer": ("karpathy/nanochat", "tab:gray"), "ours": ("this project", "tab:blue")}
-    for side, (name, color) in looks.items():
-        for number, lap in enumerate(laps[side]):
-            seconds, values = zip(*lap.points, strict=True)
-            axes.plot(seconds, values, "o-", color=color, label=None if number else name, markersize=4)
-        middle = sorted(laps[side], key=lambda lap: lap.bpb)[len(laps[side]) // 2]
-        above = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
-        axes.annotate(f"{middle.bpb:.2f}", middle.points[-1], color=color, **above)
-    axes.axvline(60 * minutes, color="black", linestyle=":", linewidth=1)
-    axes.set(xlabel="seconds since the command", ylabel="validation bits per byte", xlim=(0, None))
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)

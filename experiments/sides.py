@@ -234,8 +234,7 @@ def use_kernels(job: dict, config, machine, dtype):
         names = tuple(name for name in asked.split(",") if name)
         kernels.use(names)
         return kernels.Kernels(names, f"{asked or 'none'}, as asked for")
-    lock = GpuLock(job["lock"]).while_computing(compiles=False) if "lock" in job else contextlib.nullcontext()
-    with lock:  # it measures how fast they are
+    with GpuLock(job.get("lock")).held():  # it measures how fast they are
         chosen = kernels.choose(config, machine, dtype, {})
     kernels.use(chosen.names)
     return chosen
@@ -347,73 +346,55 @@ def synchronize(device: torch.device):
 
 
 class GpuLock:
-    """The right to compute on the GPU, for processes that prepare side by side: a lock on a file.
+    """The right to compute on the GPU, for processes that prepare side by side: a lock on a file, or none.
 
     One has it while its compiled code runs, so that only one has activations in memory, and none while it
-    compiles, which takes a CPU. The process that measures goes first: a file `.wanted` says that it waits.
+    compiles, which takes a CPU.
     """
 
-    def __init__(self, path: str):
-        self.file, self.wanted = open(path, "w"), Path(f"{path}.wanted")  # noqa: SIM115
-        self.held, self.waited_s = False, 0.0
+    def __init__(self, path: str | None):
+        from filelock import FileLock  # torch brings it
 
-    def take(self, *_, urgent: bool = False):
-        import fcntl
+        self.file, self.waited_s = FileLock(path, thread_local=False) if path else None, 0.0
 
+    def take(self, *_):
         began = time.perf_counter()
-        while not self.held:
-            with contextlib.suppress(BlockingIOError):
-                if urgent or not self.wanted.exists():
-                    fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    self.held = True
-                    break
-            time.sleep(0.02)
+        if self.file and not self.file.is_locked:
+            self.file.acquire(poll_interval=0.02)
         self.waited_s += time.perf_counter() - began
 
-    def give(self):
-        import fcntl
-
-        if self.held:
+    def give(self, *_):
+        if self.file and self.file.is_locked:
             release()
-            fcntl.flock(self.file, fcntl.LOCK_UN)
-            self.held = False
+            self.file.release()
+
+    def give_to_compile(self, *_):
+        """With activations in memory it stays here."""
+        weights = self.weights  # 0 without a GPU
+        if not weights or torch.cuda.memory_allocated() < 4 * weights:  # gradients and states too
+            self.give()
 
     @contextlib.contextmanager
-    def while_measuring(self):
-        """Take the lock before all other processes that wait for it."""
-        self.wanted.touch()
+    def held(self):
+        self.take()
         try:
-            self.take(urgent=True)
             yield
         finally:
             self.give()
-            self.wanted.unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def while_computing(self, compiles: bool):
-        """Have it whenever the body computes. With activations in memory it stays while a kernel compiles."""
-        weights = torch.cuda.memory_allocated()  # 0 without a GPU
-
-        def give(*_):
-            if not weights or torch.cuda.memory_allocated() < 4 * weights:  # gradients and states too
-                self.give()
-
-        if not compiles:
-            self.take()
-            try:
-                yield
-            finally:
-                self.give()
-            return
+    def held_unless_compiling(self):
+        """Have it whenever the body computes."""
+        self.weights = torch.cuda.memory_allocated()
         handler = torch._dynamo.callback.callback_handler
-        handler.register_start_callback(give)
+        handler.register_start_callback(self.give_to_compile)
         handler.register_end_callback(self.take)
         try:
             # Both passes are compiled before the first runs, and leaves activations in memory
             with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
                 yield
         finally:
-            handler.remove_start_callback(give)
+            handler.remove_start_callback(self.give_to_compile)
             handler.remove_end_callback(self.take)
             self.give()
 
@@ -424,11 +405,11 @@ class GpuLock:
 
 def first(side, batches) -> dict:
     """What is not yet compiled after the first step is after the second. Without the time that it waited."""
-    lock, began = GpuLock(batches.lock) if batches.lock else None, time.perf_counter()
-    with lock.while_computing(batches.compile) if lock else contextlib.nullcontext():
+    lock, began = GpuLock(batches.lock), time.perf_counter()
+    with lock.held_unless_compiling() if batches.compile else lock.held():
         side.step(itertools.islice(batches, 1))
         synchronize(side.device)
-        first_step_s = time.perf_counter() - began - (lock.waited_s if lock else 0)
+        first_step_s = time.perf_counter() - began - lock.waited_s
         second = steps(side, batches, 1)
     gc.collect()
     gc.freeze()

@@ -4,9 +4,8 @@ Each run is the command of a recipe, from its start until it prints its first st
 as it will: on a CPU ten eager steps come first, one that compiles and one more. All runs share a cache of
 compiled code that is empty at first. So the first run is the cold one, and the others are warm; data and
 tokenizer are there in all of them. Three commands that end earlier say where the time goes: Python with torch
-alone, base_train with all its imports (--help), and up to the plan (--plan). With --peer=FOLDER
-karpathy/nanochat's base_train takes turns with ours, with the same shape, text and tokenizer, in bfloat16.
-A last run, with an empty cache of its own, is evaluated twice: its first evaluation compiles.
+alone, base_train with all its imports (--help), and up to the plan (--plan). A last run, with an empty cache
+of its own, is evaluated twice: its first evaluation compiles.
 """
 
 import contextlib
@@ -15,10 +14,9 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
-import configurator
 from experiments import peer_run
-from experiments.sides import peer_folder
 from nanochat import UserError
 from nanochat.files import user_path
 from nanochat.run.metrics import read_metrics
@@ -29,8 +27,8 @@ TRAIN = [sys.executable, "-m", "scripts.base_train"]
 def bench(settings: dict) -> dict[str, float]:
     """Seconds to the end of the first step: cold (first_s), then the median and the slowest of `rounds` warm
     runs; the same to full speed (full_first_s, full_median_s), for which the recipe needs twelve steps;
-    medians of the seconds to the end of each earlier phase; the peer's first step, which is compiled; and
-    seconds of a run's first evaluation and its second."""
+    medians of the seconds to the end of each earlier phase; and seconds of a run's first evaluation and its
+    second."""
     recipe, base = settings["recipe"], user_path("base_dir", settings["base_dir"])
     phases = {
         "torch_s": [sys.executable, "-c", "import torch; print()"],
@@ -38,38 +36,29 @@ def bench(settings: dict) -> dict[str, float]:
         "plan_s": [*TRAIN, recipe, f"--base_dir={base}", "--plan"],
     }
     times: dict = {name: [] for name in phases}
-    ours, peers = [], []
+    ours = []
     with own_cache() as place:
         for number in range(settings["rounds"] + 1):
             command = [*TRAIN, recipe, f"--base_dir={base}", f"--out_dir={place / f'ours{number}'}"]
             ours.append(peer_run.until_steps(command, (1, peer_run.FULL_SPEED)))
             for name, command in phases.items():
                 times[name].append(first_line(command))
-            if settings["peer"]:
-                shape = peer_run.shape_of(place / f"ours{number}")
-                peers.append(peer_first_step(settings["peer"], recipe, base, place / f"peer{number}", shape))
     with own_cache() as place:
         found = evaluations([*TRAIN, recipe, f"--base_dir={base}"], place / "evaluated")
     first, full = zip(*ours, strict=True)
     found |= {"first_s": first[0], "median_s": statistics.median(first[1:]), "slowest_s": max(first[1:])}
     found |= {"full_first_s": full[0], "full_median_s": statistics.median(full[1:])}
-    if peers:
-        found |= {"peer_first_s": peers[0], "peer_median_s": statistics.median(peers[1:])}
     return found | {name: statistics.median(of_phase[1:]) for name, of_phase in times.items()}
 
 
 @contextlib.contextmanager
 def own_cache():
     """A folder whose `compiled` is torch's cache of compiled code for all that is started meanwhile."""
-    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{place}/compiled"
-        try:
-            yield Path(place)
-        finally:
-            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
-            if before is not None:
-                os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place,
+        mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=f"{place}/compiled"),
+    ):
+        yield Path(place)
 
 
 def evaluations(command: list[str], out: Path) -> dict[str, float]:
@@ -87,16 +76,3 @@ def first_line(command: list[str]) -> float:
     if done.status:
         raise UserError(f"{' '.join(command)} failed: {done.tail()}")
     return done.lines[0][0]
-
-
-def peer_first_step(checkout: str, recipe: str, base: Path, place: Path, shape: dict) -> float:
-    """Seconds until karpathy/nanochat prints its first step, a run of one step at the recipe's shape and
-    batch."""
-    values = configurator.defaults(Path("scripts/base_train.py")) | configurator.defaults(Path(recipe))
-    size = values["vocab_size"]
-    if size == -1:  # as in base_train
-        size = 4096 if values["data"] == "embedded" else 32768
-    text = peer_run.text_of(values["data"], size, base)
-    batch = {name: values[name] for name in ("device_batch_size", "total_batch_size") if values[name] != -1}
-    job = shape | batch | {"num_iterations": 1}
-    return peer_run.train(peer_folder(checkout), text, place, job, "bfloat16").first_step_s

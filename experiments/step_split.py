@@ -11,6 +11,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from nanochat.terminal import table
+
 KINDS = (
     "products", "products of the head", "products of gates", "attention forward", "attention backward",
     "loss", "activation", "element-wise forward", "element-wise backward", "embedding", "casts",
@@ -90,6 +92,19 @@ def time_split(path: Path, steps: int = 1, head=(0, 0), most: int = 8) -> dict:
         "kernels": len(pieces) / steps,
         "longest": sorted(rows, key=lambda row: -row["ms"])[:most],
     }
+
+
+def tables(found: dict) -> str:
+    """A `time_split` as Markdown: its kinds of work, then its longest kernels."""
+    kinds = [(kind, ms) for kind, ms in found["ms"].items() if ms]
+    kinds = [[kind, f"{ms:.1f}", f"{ms / found['step_ms']:.1%}"] for kind, ms in kinds]
+    kernels = [
+        [f"`{row['name']}`", row["kind"], *(f"{row[name]:.2f}" for name in ("ms", "launches"))]
+        for row in found["longest"]
+    ]
+    head = f"A step of {found['step_ms']:.1f} ms, {found['kernels']:,.0f} kernels or operators:"
+    all_kinds = table([["kind", "ms", "share"], *kinds])
+    return f"{head}\n\n{all_kinds}\n\n{table([['kernel', 'kind', 'ms', 'launches'], *kernels], left=2)}\n"
 
 
 def read(path: Path) -> tuple[list[dict], dict]:

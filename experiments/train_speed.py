@@ -124,20 +124,12 @@ def report(rows: dict, peak: dict):
     print(f"matrix products: {speeds}")
     for name, row in rows.items():
         print(f"\n{name:20s} {in_words(row)}")
-        print(*table(row["split"]), sep="\n")
+        print(step_split.tables(row["split"]))
 
 
 def in_words(row: dict) -> str:
     """The figures of a variant in a line."""
     return "  ".join(f"{k} {v:,.4g}" for k, v in row.items() if isinstance(v, int | float))
-
-
-def table(found: dict) -> list[str]:
-    """The split of a step as lines of Markdown: its kinds of work, then what took longest."""
-    lines = [f"One profiled step, {found['step_ms']:.1f} ms:", "", "| kind | ms | share |", "|:--|--:|--:|"]
-    rows = [(kind, ms) for kind, ms in found["ms"].items() if ms]
-    rows += [(f"`{row['name'][:90]}`", row["ms"]) for row in found["longest"]]
-    return lines + [f"| {name} | {ms:.1f} | {ms / found['step_ms']:.1%} |" for name, ms in rows]
 
 
 # ------------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ device_batch_size = 8  # rows of a micro-batch, one micro-batch a step [1..2**20
 variants = "bfloat16+compile,bfloat16,float32+compile"  # train: dtypes, with +compile or without
 gradient_dtype: Literal["float32", "bfloat16"] = "float32"  # communication: as in base_train
 dtypes = "bfloat16,float32"  # optimizer, generate: compute dtypes
-peer: str | None = None  # karpathy/nanochat: train, start, optimizer, generate, race, gpu, traffic
+peer: str | None = None  # karpathy/nanochat: train, optimizer, generate, race, gpu, traffic
 parts = ""  # gpu: only these parts, traffic: only these kernels by hand, after commas (empty = all)
 minutes = 9.5  # gpu: all parts together; what cannot end by then is not run. race: of each run [0.01..1e4]
 shapes = "8x512,32x2048"  # loader: rows of a step x positions of a row

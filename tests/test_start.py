@@ -43,7 +43,7 @@ sys.argv = ["base_train", "--plan", "--depth=4", "--device=H100", "--world_size=
 runpy.run_module("scripts.base_train", run_name="__main__")
 """
 CHECK = """
-from experiments import gpu_ceilings, gpu_correctness, gpu_inference, gpu_parts, gpu_speed, sides
+from experiments import gpu_ceilings, gpu_correctness, gpu_parts, gpu_speed, part_speed, sides
 from nanochat.data import conversations, loader
 job = {"device": "cpu", "small": True, "peer": None}
 step_job = gpu_parts.model_job(job, 12)

@@ -1,8 +1,12 @@
 """At equal tokens both sides get the same text, and each of our runs is set beside the peer's best."""
 
 import json
+import threading
 
+import fake_peer
 import pytest
+import torch
+from helpers import python_m
 
 from experiments import equal_tokens, peer_run, race_score
 from experiments.equal_tokens import Run
@@ -17,7 +21,7 @@ def place(tmp_path, monkeypatch):
     values = {
         "tokens": 1024, "max_seq_len": 64, "points": 2, "dtype": "float32", "more": "--compile=off",
         "text": text, "base_path": tmp_path, "checkout": tmp_path / "peer", "job": text,
-        "sources": {"ours": "a", "peer": "b"},
+        "sources": {"ours": "a", "peer": "b"}, "device": "cpu", "aspect_ratio": 24, "head_dim": 8,
     }  # fmt: skip
     for name, value in values.items():
         monkeypatch.setattr(equal_tokens, name, value, raising=False)
@@ -31,20 +35,26 @@ def keep(run: Run, bpb: float):
     (run.folder / "result.json").write_text(json.dumps({"points": points, "tok_per_sec": 512.0}))
 
 
-def test_both_sides_get_the_same_tokens_rows_and_precision(place, monkeypatch):
-    command = [str(argument) for argument in equal_tokens.our_command(Run("ours", 3, 256, 7))]
-    asked = {"--depth=3", "--total_batch_size=256", "--num_iterations=4", "--max_seq_len=64", "--seed=7"}
-    assert asked | {"--dtype=float32", "--save_every=2", "--vocab_size=300", "--compile=off"} <= set(command)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_both_sides_get_the_same_shape_tokens_device_and_precision(place, monkeypatch, device):
+    monkeypatch.setattr(equal_tokens, "device", device)
+    asked = {"depth": 3, "aspect_ratio": 24, "head_dim": 8, "max_seq_len": 64, "device_type": device}
+    asked |= {"total_batch_size": 1536, "num_iterations": 1, "save_every": 1}
+    asked_of = {}
 
     def train(checkout, text, folder, settings, dtype):
         assert (checkout, text, dtype) == (place / "peer", place / "text", "float32")
-        assert (settings["depth"], settings["total_batch_size"], settings["num_iterations"]) == (3, 256, 4)
-        assert (settings["max_seq_len"], settings["device_batch_size"], settings["save_every"]) == (64, 4, 2)
+        asked_of["peer"] = settings
         return peer_run.Run(0, 9.0, 1, [], 0.0, [256.0, 128.0], [1.0, 3.0])
 
     monkeypatch.setattr(peer_run, "train", train)
-    done_s, checkpoints = equal_tokens.train_peer(Run("peer", 3, 256, 0))
-    assert done_s == [1.0, 3.0] and checkpoints == []
+    done_s, checkpoints = equal_tokens.train_peer(Run("peer", 3, 1536, 0))
+    assert done_s == [6.0, 18.0] and checkpoints == []
+    assert asked_of["peer"] == asked | {"device_batch_size": 12}  # of 24 rows, at most 16
+    command = [str(argument) for argument in equal_tokens.our_command(Run("ours", 3, 1536, 7))]
+    more = {"seed": 7, "dtype": "float32", "vocab_size": 300, "compile": "off"}
+    assert {f"--{name}={value}" for name, value in (asked | more).items()} <= set(command)
+    assert ("--device_batch_size=12" in command) == (device == "cuda")  # on a CPU its plan says how many
 
 
 def test_ours_is_set_beside_the_best_of_the_peers_batches_at_the_same_depth(place):
@@ -53,7 +63,8 @@ def test_ours_is_set_beside_the_best_of_the_peers_batches_at_the_same_depth(plac
     for run, bpb in zip(runs, (2.0, 1.6, 4.0, 0.7, 0.9), strict=False):  # the last has no result yet
         keep(run, bpb)
     assert equal_tokens.best_of_peer(runs, 4) == runs[1]
-    cells = [line.strip("| ").split(" | ") for line in equal_tokens.table(runs).splitlines()[2:]]
+    lines = equal_tokens.table(runs).splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert [(row[0], row[1], row[5], row[6]) for row in cells] == [
         ("karpathy/nanochat", "4", "2.0000", "1.250"),
         ("karpathy/nanochat", "4", "1.6000", "1.000"),
@@ -86,6 +97,57 @@ def test_what_has_a_result_is_not_trained_again_and_a_failure_stops_no_other_run
     assert good.result == {"points": [[512, 2.0, 2.5], [1024, 4.0, 1.5]], "tok_per_sec": 256.0}
     assert not list(good.folder.glob("step_*"))  # no checkpoint is left
     assert equal_tokens.train_all([kept, bad, good], 1) == [bad] and trained == [bad, good, bad]
+
+
+def test_a_run_that_is_not_done_in_time_is_named_and_what_is_done_stays(place, monkeypatch):
+    may_end = threading.Event()
+
+    def train(run):
+        if run.batch == 512:
+            may_end.wait(60)
+        return [1.0] * 4, []
+
+    monkeypatch.setattr(equal_tokens, "OURS_OR_PEER", {"ours": train, "peer": train})
+    monkeypatch.setattr(race_score, "score", lambda *_: [])
+    late, never = Run("ours", 4, 512, 0), Run("ours", 4, 512, 1)
+    assert equal_tokens.train_all([late, never], 1, limit_s=0.01) == [late, never]
+    assert not may_end.is_set() and not never.folder.exists()
+    may_end.set()
+
+
+@pytest.mark.slow
+def test_the_command_prepares_a_text_that_can_be_carried_and_trains_both_on_it(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for i in range(20):
+        words = (f"number {i * j % 97} is {j % 7}\n" for j in range(20))
+        (tmp_path / "texts" / f"{i}.txt").write_text("".join(words))
+    peer = fake_peer.checkout(tmp_path / "peer")
+    torch.save({"vocab": torch.tensor(300.0)}, peer / "model.pt")
+
+    def command(base: str, *arguments: str, status: int = 0):
+        both = [f"--peer={peer}", f"--base_dir={tmp_path / base}", "--max_seq_len=32", "--vocab_size=300"]
+        done = python_m(["experiments.equal_tokens", *both, *arguments])
+        assert done.returncode == status, done.stdout + done.stderr
+        return done
+
+    texts = f"--data={tmp_path / 'texts'}", f"--val_data={tmp_path / 'texts' / '7.txt'}"
+    done = command("here", *texts, "--batches=none", "--peer_batches=none")
+    folder = done.stdout.splitlines()[0].partition(": ")[2]
+    (tmp_path / "here").rename(tmp_path / "carried")
+    folder = folder.replace(str(tmp_path / "here"), str(tmp_path / "carried"))
+    small = [f"--data={folder}", "--depths=1", "--aspect_ratio=32", "--head_dim=32", "--tokens=2048"]
+    small += ["--batches=256", "--peer_batches=512", "--points=2", "--jobs=1", "--more=--compile=off"]
+    assert (
+        "give --head_dim to this command" in command("there", *small, "--more=--head_dim=8", status=2).stderr
+    )
+    late = command("there", *small, "--minutes=0.01", status=2)
+    assert "not done: peer, depth 1" in late.stderr and "ours, depth 1" in late.stderr
+    rows = command("there", *small).stdout.splitlines()[-2:]
+    theirs, ours = (float(row.split(" | ")[5]) for row in rows)
+    kept = {path.parent.name[:4]: json.loads(path.read_text()) for path in tmp_path.rglob("result.json")}
+    assert len(kept["ours"]["points"]) == len(kept["peer"]["points"]) == 2
+    assert ours < theirs == round(kept["peer"]["points"][-1][2], 4)
+    assert not list((tmp_path / "there").rglob("step_*")) and not list((tmp_path / "there").rglob("model_*"))
 
 
 def test_other_sources_or_settings_are_another_run(place, monkeypatch):

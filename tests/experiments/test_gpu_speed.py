@@ -1,11 +1,12 @@
 """`bench --what=gpu` prepares side by side, measures in turns, ends in time, and goes on after what fails."""
 
+import contextlib
 import json
 import re
-import threading
 import time
 from dataclasses import replace
 
+import filelock
 import pytest
 import torch
 from helpers import assert_ended
@@ -359,51 +360,29 @@ def test_a_side_that_does_not_answer_is_ended():
     assert not sides.Side.alive
 
 
-def test_one_at_a_time_computes_and_what_measures_goes_first(tmp_path):
-    path, order = str(tmp_path / "gpu"), []
+def test_one_at_a_time_has_the_gpu_while_it_computes_and_none_while_it_compiles(tmp_path):
+    path, held = str(tmp_path / "gpu"), []
+    lock, other = sides.GpuLock(path), sides.GpuLock(path)
 
-    def computes():
-        lock = sides.GpuLock(path)
-        with lock.while_computing(compiles=False):
-            order.append("computes")
-
-    first = sides.GpuLock(path)
-    first.take()
-    waits = threading.Thread(target=computes)
-    waits.start()
-    measure = threading.Thread(target=lambda: measured(sides.GpuLock(path)))
-
-    def measured(lock):
-        with lock.while_measuring():
-            order.append("measures")
-            time.sleep(0.2)
-            order.append("has measured")
-
-    measure.start()
-    while not (tmp_path / "gpu.wanted").exists():
-        time.sleep(0.01)
-    time.sleep(0.1)
-    assert order == []
-    first.give()
-    measure.join()
-    waits.join()
-    assert order == ["measures", "has measured", "computes"]
-
-
-def test_a_side_has_the_gpu_while_it_computes_and_not_while_it_compiles(tmp_path):
-    lock, held = sides.GpuLock(str(tmp_path / "gpu")), []
+    def is_free() -> bool:
+        with contextlib.suppress(filelock.Timeout), other.file.acquire(timeout=0):
+            return True
+        return False
 
     def backend(graph, inputs):
-        held.append(("compiles", lock.held))
-        return lambda *args: (held.append(("computes", lock.held)), graph(*args))[1]
+        held.append(("compiles", is_free()))
+        return lambda *args: (held.append(("computes", is_free())), graph(*args))[1]
 
-    with lock.while_computing(compiles=True):
+    with lock.held_unless_compiling():
         for function in (torch.sin, torch.cos):
             torch.compile(lambda x, function=function: function(x), backend=backend)(torch.ones(1))
-    assert held == 2 * [("compiles", False), ("computes", True)] and not lock.held
+    assert held == 2 * [("compiles", True), ("computes", False)] and is_free()
+    with lock.held():
+        assert not is_free()
+    assert is_free()
 
 
-def test_the_kernels_of_a_profile_are_two_tables(tmp_path):
+def test_the_kernels_of_a_profile_are_a_file_of_tables(tmp_path):
     trace = tmp_path / "trace.json"
     timed = {"ph": "X", "ts": 0, "dur": 4000, "tid": 1}
     mm = {"name": "aten::mm", "cat": "cpu_op", "args": {"Input Dims": [[8, 4], [4, 320]]}}
@@ -416,8 +395,8 @@ def test_the_kernels_of_a_profile_are_two_tables(tmp_path):
     trace.write_text(json.dumps({"traceEvents": events}))
     found = gpu_variants.split(trace, 2, (8, 320), "ours-d12", str(tmp_path / "tables"))
     assert found["ms"]["products of the head"] == 1.5 and not trace.exists()
-    kinds = (tmp_path / "tables" / "kinds-ours-d12.md").read_text().splitlines()
-    assert kinds[2] == "| 1.5 | 75.0% | products of the head |" and kinds[3].endswith("idle |")
-    kernels = (tmp_path / "tables" / "kernels-ours-d12.tsv").read_text().splitlines()
-    assert kernels[1].split("\t") == ["1.50", "0.5", "3000.0", "products of the head", "nvjet"]
+    rows = (tmp_path / "tables" / "step-ours-d12.md").read_text().splitlines()
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert ["products of the head", "1.5", "75.0%"] in cells
+    assert ["`nvjet`", "products of the head", "1.50", "0.50"] in cells
     assert "error" in gpu_variants.split(trace, 2, (8, 320), "ours-d12", None)

@@ -110,8 +110,7 @@ def test_a_race_with_a_tiny_peer(tmp_path, monkeypatch):
     settings = {"peer": str(peer), "base_dir": str(tmp_path / "base"), "data": str(tmp_path / "texts")}
     settings |= {"vocab_size": 300, "recipe": str(recipe), "minutes": 0.4, "rounds": 1}
     found = race_speed.bench(settings | {"folder": str(tmp_path)})
-    assert (tmp_path / "race.png").stat().st_size > 5000
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "peer", "race.png", "recipe.py", "texts"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "peer", "recipe.py", "texts"]
     dataset = open_dataset(tmp_path / "texts", base_dir=tmp_path / "base")
     (text,) = (tmp_path / "base" / "tokenizers").glob("*/peer-*")
     tokenizer = Tokenizer.load(text / "tokenizer" / "tokenizer.json")

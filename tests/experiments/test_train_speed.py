@@ -40,15 +40,11 @@ def test_ours_over_the_peers_is_of_the_same_round():
 
 def test_the_first_run_of_a_start_is_the_cold_one_and_no_median_has_it(monkeypatch, tmp_path):
     ours, phases = iter([(40, 90), (3, 8), (9, 20), (4, 6)]), iter(range(100, 112))
-    peers = iter([50.0, 7.0, 6.0, 8.0])
     monkeypatch.setattr(peer_run, "until_steps", lambda command, steps: next(ours))
-    monkeypatch.setattr(peer_run, "shape_of", lambda run: {"depth": 4})
-    monkeypatch.setattr(start_speed, "peer_first_step", lambda *_: next(peers))
     monkeypatch.setattr(start_speed, "first_line", lambda command: next(phases))
     monkeypatch.setattr(start_speed, "evaluations", lambda *_: {})
-    settings = {"recipe": "recipe.py", "base_dir": str(tmp_path), "rounds": 3, "peer": "peer"}
+    settings = {"recipe": "recipe.py", "base_dir": str(tmp_path), "rounds": 3}
     assert start_speed.bench(settings) == {
         "first_s": 40, "median_s": 4, "slowest_s": 9, "full_first_s": 90, "full_median_s": 8,
-        "peer_first_s": 50, "peer_median_s": 7,
         "torch_s": 106, "imports_s": 107, "plan_s": 108,  # medians of 103, 106, 109 and so on
     }  # fmt: skip
