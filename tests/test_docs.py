@@ -133,14 +133,6 @@ def test_accumulation_equals_the_big_batch_but_for_rounding():
     assert results["float64, 64 other rows"][1] > 0.1
 
 
-@pytest.mark.slow  # tests/scripts/test_base_train.py compares whole runs
-def test_two_processes_add_up_like_twice_the_micro_steps():
-    results = measured.two_processes()
-    for name, (equal, apart) in results.items():
-        assert apart < 1e-6, name
-        assert equal == 1 or "2 x 1 against" not in name, name  # a + b = b + a
-
-
 def test_only_the_last_micro_step_completes_the_gradient():
     distances = measured.on_the_way()
     assert distances == sorted(distances, reverse=True) and distances[2] > 0.1 and distances[3] < 1e-6
