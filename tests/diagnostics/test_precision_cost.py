@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-import torch.nn as nn
 from safetensors.torch import save_file
-from small_model import BF16, CPU, DEFAULTS, F32, gpt
+from small_model import CPU, DEFAULTS, gpt
 
 from nanochat import UserError
 from nanochat.diagnostics import precision_cost, scaled_rates
@@ -30,18 +29,6 @@ def test_a_measuring_process_that_is_killed_between_turns_ends_the_measurement_w
         worker.process.kill()
         worker.process.wait()
         worker.turn(steps=1, seconds=1)
-
-
-def test_inference_with_cast_weights_holds_them_in_that_dtype_and_gives_float32_logits(tmp_path, tokens):
-    model, machine = gpt(), runtime.Machine(CPU)
-    nn.init.normal_(model.head.weight)
-    save_file(model.state_dict(), tmp_path / "weights")
-    job = {"dtype": "bfloat16", "tokens": tokens, "weights": str(tmp_path / "weights")}
-    for cast in (False, True):
-        worker = precision_cost.Inference(machine, model.config, job | {"cast": cast})
-        assert {p.dtype for p in worker.model.parameters() if p.ndim == 2} == {BF16 if cast else F32}
-        logits, exact = worker.read(worker.rows), model(worker.rows)
-        assert logits.dtype == F32 and 0 < (logits - exact).abs().max() < 0.1 * exact.abs().max()
 
 
 @pytest.mark.parametrize("seconds, made", [(1000, 3), (0, 2)])
