@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 
 import nanochat.ops.loss  # noqa: F401  it registers operators
-from nanochat.machine.runtime import Machine
 from nanochat.ops import kernels, mlp
 from nanochat.ops.elementwise import EPS, SLOPE
 from nanochat.ops.kernels import distance
@@ -177,11 +176,6 @@ def test_all_processes_use_the_kernels_that_run_on_each_of_them(probes):
     machine = SimpleNamespace(device=MACHINE.device, all_gather=lambda names: [names, ["mlp"]])
     found = chosen(machine=machine)
     assert found.names == ("mlp",) and "loss (not on every process)" in found.reason
-
-
-def test_on_a_cpu_none_is_used():
-    assert kernels.choose(CONFIG, Machine(torch.device("cpu")), torch.bfloat16, {}).names == ()
-    assert not kernels.IN_USE
 
 
 @pytest.mark.parametrize("name", ["loss", "head", "mlp"])
