@@ -2,13 +2,16 @@
 
 import os
 import random
+import runpy
 import signal
+import sys
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, settings
+from watch import Watch
 
 # One thread for torch, here and in children: two files of tests run at a time, sums have one order, and a
 # tiny model has no work for a second thread. OpenMP reads this when torch is imported.
@@ -42,6 +45,30 @@ def corpus(tmp_path_factory) -> Path:
     pq.write_table(pa.table({"text": texts[:380]}), folder / "train.parquet", row_group_size=20)
     pq.write_table(pa.table({"text": texts[380:]}), folder / "val.parquet")
     return folder
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of the console and of its bars; a test moves it on."""
+    clock = Watch()
+    for module in ("run.console", "terminal"):
+        monkeypatch.setattr(f"nanochat.{module}.time", clock)
+    return clock
+
+
+@pytest.fixture
+def run_script(monkeypatch, capsys):
+    """run_script("report", "d4") runs a script in this process; returns what it wrote to (stdout, stderr)."""
+
+    def run_script(name: str, *arguments: str):
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_module(f"scripts.{name}", run_name="__main__")
+        return capsys.readouterr()
+
+    handler, hook = signal.getsignal(signal.SIGINT), sys.excepthook  # which scripts change
+    yield run_script
+    signal.signal(signal.SIGINT, handler)
+    sys.excepthook = hook
 
 
 @pytest.fixture

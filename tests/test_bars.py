@@ -1,23 +1,12 @@
 """Bars: on a terminal one line, in a log file few; what they count is what was done."""
 
-import io
-import os
-import sys
-
 import pytest
-from watch import Watch
+from run.test_console import open_screen
 
-from nanochat import terminal as bars
 from nanochat.data import bpe
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import PATTERN
 from nanochat.terminal import bar, short
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    monkeypatch.setattr(bars, "time", watch := Watch())
-    return watch
 
 
 def test_a_log_file_has_a_line_early_one_each_minute_and_one_at_the_end_but_none_of_quick_work(capsys, clock):
@@ -57,23 +46,12 @@ def test_a_count_is_said_in_three_digits(number, said):
     assert short(number) == said
 
 
-@pytest.fixture
-def at_terminal(monkeypatch):
-    """Have this function called with stderr as a terminal; returns what it wrote there."""
-
-    def call(function):
-        screen = io.StringIO()
-        screen.isatty, screen.fileno = lambda: True, lambda: 2
-        monkeypatch.setattr(sys, "stderr", screen)
-        monkeypatch.setenv("TERM", "xterm")
-        monkeypatch.setattr(os, "get_terminal_size", lambda *_: os.terminal_size((60, 30)))
+def test_on_a_terminal_import_and_tokenizer_have_bars_that_fit_its_width(monkeypatch, tmp_path):
+    def at_terminal(function):
+        screen = open_screen(monkeypatch, 60, ["stderr"])
         function()
         return screen.getvalue()
 
-    return call
-
-
-def test_on_a_terminal_import_and_tokenizer_have_bars_that_fit_its_width(at_terminal, tmp_path):
     for i in range(300):
         (tmp_path / f"{i}.txt").write_text(f"text number {i} " * 9)
     drawn = at_terminal(lambda: open_dataset(tmp_path, base_dir=tmp_path / "base"))

@@ -7,13 +7,11 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from helpers import ROOT, command, losses, run_tree
 from safetensors.torch import load_file
 
 import configurator
 from experiments import measurements as measured
-from nanochat.machine import precision
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -133,14 +131,6 @@ def test_accumulation_equals_the_big_batch_but_for_rounding():
     assert results["float64, 64 other rows"][1] > 0.1
 
 
-@pytest.mark.slow  # tests/scripts/test_base_train.py compares whole runs
-def test_two_processes_add_up_like_twice_the_micro_steps():
-    results = measured.two_processes()
-    for name, (equal, apart) in results.items():
-        assert apart < 1e-6, name
-        assert equal == 1 or "2 x 1 against" not in name, name  # a + b = b + a
-
-
 def test_only_the_last_micro_step_completes_the_gradient():
     distances = measured.on_the_way()
     assert distances == sorted(distances, reverse=True) and distances[2] > 0.1 and distances[3] < 1e-6
@@ -153,26 +143,6 @@ def test_without_the_division_our_optimizer_makes_the_same_update_and_sgd_four_t
         assert "SGD" in name or (size == pytest.approx(1, abs=0.01) and apart < 0.05), name
     assert results["SGD, clip inf"][0] == pytest.approx(4, rel=1e-4)
     assert 1.1 < results["SGD, clip 1.0"][0] < 3.9  # the wrong norm is clipped, the right one is not
-
-
-def test_backward_inside_autocast_gives_the_same_bits_here():
-    grads = []
-    for inside in (False, True):
-        model = measured.our_model()
-        with precision.autocast(torch.device("cpu"), torch.bfloat16):
-            loss = model(*measured.byte_rows(64, 99))
-            if inside:
-                loss.backward()
-        if not inside:
-            loss.backward()
-        grads.append(measured.flat_grad(model))
-    assert torch.equal(*grads)
-
-
-def test_muon_makes_the_singular_values_alike():
-    figures = measured.directions()
-    assert figures["largest over median before"] > 20 and figures["largest over median after"] < 1.5
-    assert figures["four largest in the squared norm"] > 0.6 and figures["embedding rows touched"] < 0.5
 
 
 def test_a_leaked_target_gives_a_fine_loss_and_a_useless_sample():

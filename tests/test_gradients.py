@@ -13,7 +13,7 @@ import contextlib, copy
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from nanochat import gradients, optim
-from nanochat.machine import runtime
+from nanochat.machine import precision, runtime
 from nanochat.gpt import GPT, GPTConfig
 
 LIMIT = 0.5  # of the norm; the gradients are larger
@@ -101,12 +101,33 @@ def check_that_gradients_exist_once(model, buckets):
     held = {s.data_ptr(): s.nbytes() for s in storages} | buckets
     assert sum(held.values()) == sum(p.nbytes for p in model.parameters()), held
 
+def check_that_all_skip_what_overflows_in_one(machine):
+    model = GPT(GPTConfig(depth=2, width=48, num_heads=3, vocab_size=61, max_seq_len=16))
+    model.init_weights(torch.Generator().manual_seed(0))
+    optimizer = make(model, "MuonAdamW", machine.rank, machine.world_size)
+    scaler = precision.make_scaler(machine.device, torch.float16)
+    scaler.scale(torch.zeros(()))  # gives it a scale
+    for finite in (True, False, True):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        if machine.rank == 1 and not finite:  # in a gradient that process 0 never gets
+            mine = next(p for p in model.parameters() if (1, slice(None)) in optimizer.owners(p))
+            mine.grad[0, 0] = torch.inf
+        scaler.unscale_(optimizer)
+        lasting = [*model.parameters(), *optimizer.named_state().values()]
+        before, scale = [t.detach().clone() for t in lasting], scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        assert all(map(torch.equal, lasting, before)) != finite
+        assert scaler.get_scale() == (scale if finite else scale / 2)
+
 torch.set_num_threads(1)
 
 def main(variants):
     machine = runtime.start("cpu", seed=0, timeout_s=600)
     for variant in variants:
         train(machine, *variant)
+    check_that_all_skip_what_overflows_in_one(machine)
     machine.close()
 """
 

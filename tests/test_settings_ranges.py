@@ -45,19 +45,6 @@ def test_every_numeric_setting_of_every_script_has_a_range():
     assert not missing
 
 
-@pytest.mark.parametrize(
-    ("argument", "valid"),
-    [
-        ("matrix_lr=1e300", "from 0 to 1e6"),
-        ("warmdown_ratio=2", "from 0 to 1"),
-        ("vocab_size=10**9", "whole number from 256 to 2**20, or -1"),
-    ],
-)
-def test_an_absurd_number_is_refused_with_the_numbers_that_are_not(argument, valid):
-    said = refusal("scripts/base_train.py", f"--{argument}")
-    assert f"--{argument}" in said and valid in said
-
-
 def test_an_empty_text_is_accepted_or_refused_with_a_sentence():
     for script, path in SCRIPTS.items():
         for name, setting in configurator._declared_settings(path).items():
@@ -154,6 +141,5 @@ def test_a_plan_of_nasty_numbers_is_a_plan_or_a_sentence(plan):
 
 @pytest.mark.slow
 def test_a_plan_of_every_nasty_number_is_a_plan_or_a_sentence(plan):
-    arguments = [*accepted("scripts/base_train.py")]
-    for line in [*([argument] for argument in arguments), *combinations(arguments, 200)]:
-        assert plan(*line), line
+    for argument in accepted("scripts/base_train.py"):
+        assert plan(argument), argument

@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import TINY, command, losses, run
+from helpers import ROOT, TINY, command, losses, run
 from hub_server import parquet
 from shards import documents, flat, is_validation
 
@@ -20,7 +19,6 @@ from nanochat.data import hub as addresses
 from nanochat.data.conversations import open_conversations
 from nanochat.data.sources import open_dataset
 
-ROOT = Path(__file__).parents[2]
 TEXTS = [f"text number {i}" for i in range(200)]
 
 
@@ -55,6 +53,7 @@ def test_training_files_are_taken_and_a_path_takes_others(texts, tmp_path):
     for i, name in enumerate(("data/train-0.parquet", "data/train-1.parquet", "data/test-0.parquet")):
         texts.files[name] = parquet(TEXTS[60 * i : 60 * (i + 1)])
     texts.files["more/lines.jsonl"] = lines(TEXTS[180:])
+    (val := tmp_path / "val.txt").write_text("validation")
     expected = {
         "hf:somebody/texts": TEXTS[:120],
         "hf://datasets/somebody/texts": TEXTS[:120],
@@ -64,14 +63,9 @@ def test_training_files_are_taken_and_a_path_takes_others(texts, tmp_path):
     }
     for address, found in expected.items():
         texts.requests.clear()
-        assert opened(tmp_path, address, val_data=_one(tmp_path)) == sorted([*found, "validation"])
+        assert opened(tmp_path, address, val_data=val) == sorted([*found, "validation"])
     assert {name for method, name, _ in texts.requests if method == "GET"} >= {"data/train-1.parquet"}
     assert texts.got("more/lines.jsonl") == []
-
-
-def _one(folder: Path) -> Path:
-    (folder / "val.txt").write_text("validation")
-    return folder / "val.txt"
 
 
 def test_the_text_stays_that_of_the_first_use_and_needs_no_network(texts, tmp_path, monkeypatch):
@@ -132,15 +126,12 @@ def test_the_first_use_takes_as_many_files_as_the_horizon_needs(
     assert six.got("data/train-5.parquet") == [] or count == 6
 
 
-def test_their_number_stays_until_a_person_names_another(six, tmp_path, capsys, monkeypatch):
+def test_their_number_stays_until_a_person_names_another(six, tmp_path, capsys, run_script):
     assert files_taken(tmp_path, tokens=lambda: 150) == 2 and capsys.readouterr().err == ""
     assert files_taken(tmp_path, tokens=lambda: 50) == files_taken(tmp_path) == 2
     assert files_taken(tmp_path, tokens=lambda: 450) == 2
     assert "scripts.download --data=hf:somebody/texts --num_shards=5" in capsys.readouterr().err
-    line = ["download", "--data=hf:somebody/texts", f"--base_dir={tmp_path}", "--num_shards=5"]
-    monkeypatch.setattr(sys, "argv", line)
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # the script sets its own
-    runpy.run_module("scripts.download", run_name="__main__")
+    run_script("download", "--data=hf:somebody/texts", f"--base_dir={tmp_path}", "--num_shards=5")
     assert files_taken(tmp_path, tokens=lambda: 150) == 5
 
 
@@ -207,8 +198,5 @@ def test_a_run_trains_on_it_and_goes_on_without_the_hub(texts, tmp_path, monkeyp
     line = ["scripts.base_train", *TINY, "--data=hf:somebody/texts", f"--base_dir={tmp_path}"]
     run([*line, "--num_iterations=6"])
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    assert "going on from" in run(line) and losses(run_of(tmp_path)).keys() == set(range(8))
-
-
-def run_of(base: Path) -> Path:
-    return base / "base_checkpoints" / "d2"
+    assert "going on from" in run(line)
+    assert losses(tmp_path / "base_checkpoints" / "d2").keys() == set(range(8))

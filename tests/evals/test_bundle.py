@@ -3,15 +3,14 @@
 import contextlib
 import random
 import re
-import runpy
 import shutil
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 from bundles import write_bundle, write_tasks
 from data.hub_server import hub  # noqa: F401
+from helpers import names_in
 
 from nanochat import UserError
 from nanochat.evals import bundle
@@ -153,10 +152,6 @@ def public(hub, folder, tmp_path):  # noqa: F811
     return hub
 
 
-def names_in(path: Path) -> list[str]:
-    return sorted(entry.name for entry in path.iterdir())
-
-
 @pytest.mark.parametrize("there", [False, True], ids=["none", "damaged"])
 def test_the_bundle_arrives_and_leaves_nothing_else(public, folder, tmp_path, there):
     base = tmp_path / "base"
@@ -198,12 +193,8 @@ def test_a_byte_that_changed_on_the_way_is_found_by_the_checksums_of_the_zip_fil
 
 
 @pytest.mark.parametrize("faults", [[], ["404"]], ids=str)
-def test_the_command_puts_the_bundle_into_base_dir(public, tmp_path, monkeypatch, capsys, faults):
+def test_the_command_puts_the_bundle_into_base_dir(public, tmp_path, run_script, faults):
     public.faults["eval_bundle.zip"] = list(faults)
-    arguments = ["--name=core", f"--base_dir={tmp_path / 'base'}", f"--mirror={public.url}"]
-    monkeypatch.setattr(sys, "argv", ["download", *arguments])
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # the script sets its own
     with pytest.raises(UserError, match="404") if faults else contextlib.nullcontext():
-        runpy.run_module("scripts.download", run_name="__main__")
+        run_script("download", "--name=core", f"--base_dir={tmp_path / 'base'}", f"--mirror={public.url}")
     assert (tmp_path / "base" / "eval_bundle.zip").exists() == (not faults)
-    assert ("eval_bundle.zip: 2 tasks" in capsys.readouterr().out) == (not faults)

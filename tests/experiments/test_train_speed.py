@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments import peer_run, start_speed, train_speed
+from experiments import peer_run, train_speed
 
 SETTINGS = {"depth": 1, "aspect_ratio": 64, "head_dim": 64, "max_seq_len": 100, "vocab_size": 512}
 SETTINGS |= {"window_pattern": "L", "device_batch_size": 2}
@@ -36,15 +36,3 @@ def test_ours_over_the_peers_is_of_the_same_round():
     assert found["of_each_round"] == [1.5, 1, 2] and found["ours_over_peer"] == 1.5
     assert found["tok_per_sec"] == 100 and found["first_step_s"] == 4
     assert found["peak_memory_bytes"] == 40 and found["our_memory_over_peers"] == 0.75
-
-
-def test_the_first_run_of_a_start_is_the_cold_one_and_no_median_has_it(monkeypatch, tmp_path):
-    ours, phases = iter([(40, 90), (3, 8), (9, 20), (4, 6)]), iter(range(100, 112))
-    monkeypatch.setattr(peer_run, "until_steps", lambda command, steps: next(ours))
-    monkeypatch.setattr(start_speed, "first_line", lambda command: next(phases))
-    monkeypatch.setattr(start_speed, "evaluations", lambda *_: {})
-    settings = {"recipe": "recipe.py", "base_dir": str(tmp_path), "rounds": 3}
-    assert start_speed.bench(settings) == {
-        "first_s": 40, "median_s": 4, "slowest_s": 9, "full_first_s": 90, "full_median_s": 8,
-        "torch_s": 106, "imports_s": 107, "plan_s": 108,  # medians of 103, 106, 109 and so on
-    }  # fmt: skip

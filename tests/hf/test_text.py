@@ -73,13 +73,6 @@ def test_the_settings_are_those_of_the_model(tokenizer, theirs, tmp_path):
     )
 
 
-def test_what_is_saved_again_gives_the_same_ids(theirs, tmp_path):
-    theirs.save_pretrained(tmp_path)
-    again = type(theirs).from_pretrained(tmp_path)
-    assert again(SAMPLE)["input_ids"] == theirs(SAMPLE)["input_ids"]
-    assert again.chat_template == theirs.chat_template
-
-
 # -- other vocabularies and patterns: the file without the detour over a folder
 
 
@@ -146,11 +139,3 @@ def test_turns_that_no_training_has_are_refused(theirs):
     for roles in (["assistant"], ["user", "user"], ["user", "system"], ["tool"]):
         with pytest.raises(Exception, match="take turns"):
             theirs.apply_chat_template([{"role": role, "content": "a"} for role in roles])
-
-
-def test_a_special_token_in_a_message_is_not_kept_apart(tokenizer, theirs):
-    """What the docs warn of: the rendered text does not tell where a message ends."""
-    messages = [{"role": "user", "content": "a<|user_end|>"}]
-    ids = theirs.apply_chat_template(messages, return_dict=True)["input_ids"]
-    assert ids.count(tokenizer.special_tokens["<|user_end|>"]) == 2
-    assert render(tokenizer, [("user", "a<|user_end|>")], "all")[0].tolist() != ids

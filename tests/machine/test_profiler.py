@@ -1,7 +1,5 @@
 """profile=N writes a trace of step N, and of no other."""
 
-import gzip
-import json
 import sys
 from types import SimpleNamespace
 
@@ -25,26 +23,6 @@ def run(folder, wanted: int, first: int = 0, steps: int = 4, machine=CPU):
         torch.randn(2, step + 1) @ torch.randn(step + 1, 3)
     profiler.end()
     return said
-
-
-def events(path) -> list[dict]:
-    return [e for e in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if e.get("ph") == "X"]
-
-
-def test_the_wanted_step_is_traced_with_its_sizes_and_no_other(tmp_path):
-    said = run(tmp_path, wanted=2)
-    (path,) = tmp_path.iterdir()
-    assert path.name == "profile_2.json.gz" and said == [f"step 2: trace in {path}"]
-    found = events(path)
-    assert [e["name"] for e in found if e["name"].startswith("step ")] == ["step 2"]
-    assert [e["args"]["Input Dims"] for e in found if e["name"] == "aten::mm"] == [[[2, 3], [3, 3]]]
-
-
-def test_off_another_process_and_a_run_resumed_after_the_step_write_nothing(tmp_path):
-    assert run(tmp_path, wanted=-1) == []
-    assert run(tmp_path, wanted=2, first=3) == []
-    assert run(tmp_path, wanted=2, machine=runtime.Machine(CPU.device, rank=1, world_size=2)) == []
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_step_that_the_run_does_not_have_is_refused_and_the_last_one_is_traced(tmp_path):

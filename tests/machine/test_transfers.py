@@ -6,13 +6,6 @@ import torch
 
 from nanochat.machine.transfers import Reading
 
-CPU = torch.device("cpu")
-
-
-def test_a_reading_has_the_sums_first_then_the_others_and_counts_exactly():
-    reading = Reading(CPU, 1, [torch.tensor([0.5]), True, 2**40 + 1], [torch.tensor(3.0, requires_grad=True)])
-    assert reading.is_there() and reading.result() == [0.5, 1, 2**40 + 1, 3]
-
 
 class Copied:
     """A CUDA event that is over when somebody waits for it."""

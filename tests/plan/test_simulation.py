@@ -133,16 +133,11 @@ def test_a_known_run_is_predicted_within_a_tenth():
 # -- In words
 
 
-def test_the_page_names_memory_by_kind_bytes_time_and_what_is_assumed():
-    page = simulation.page(settings(price_per_hour=24.0))
-    found = simulate(settings())
+def test_the_page_has_memory_by_kind_and_the_price_of_the_run():
+    page, found = simulation.page(settings(price_per_hour=24.0)), simulate(settings())
     for kind, size in found.memory.items():
-        line = re.search(rf"^  {kind} +{size / 2**30:.1f} GiB$", page, re.MULTILINE)
-        assert (line is not None) == (size > 0), kind
-    assert f"{24 * found.hours:,.2f} at 24 an hour for all 8 GPUs together" in page
-    assert (
-        "41 % of the peak" in page and "70 % of the links' rate" in page and "measured by us: nothing" in page
-    )
+        assert bool(re.search(rf"^  {kind} +{size / 2**30:.1f} GiB$", page, re.MULTILINE)) == (size > 0), kind
+    assert f"{24 * found.hours:,.2f} at 24 an hour" in page
     assert "an hour" not in simulation.page(settings())
 
 

@@ -7,20 +7,10 @@ import sys
 import types
 
 import pytest
-from watch import Watch
 
 from nanochat.run.clock import Clock
 from nanochat.run.console import Console, TimeLeft
 from nanochat.run.metrics import LoopState
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """The console's clock; a test moves it on."""
-    clock = Watch()
-    for module in ("run.console", "terminal"):
-        monkeypatch.setattr(f"nanochat.{module}.time", clock)
-    return clock
 
 
 class Screen(io.StringIO):
@@ -46,12 +36,12 @@ class Screen(io.StringIO):
         return [line.rstrip() for line in lines if line.strip()]
 
 
-def open_screen(monkeypatch, columns=120) -> Screen:
+def open_screen(monkeypatch, columns=120, streams=("stdout", "stderr")) -> Screen:
     """From now on the test prints to this terminal. A fixture could not do it: pytest sets the streams again
     before a test."""
     screen = Screen()
-    monkeypatch.setattr(sys, "stdout", screen)
-    monkeypatch.setattr(sys, "stderr", screen)
+    for stream in streams:
+        monkeypatch.setattr(sys, stream, screen)
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr(os, "get_terminal_size", lambda *_: os.terminal_size((columns, 30)))
     monkeypatch.setenv("TERM", "xterm")

@@ -4,8 +4,6 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -128,11 +126,6 @@ def test_the_report_before_the_first_step_has_no_plot(tmp_path, records):
     write_records(tmp_path, *records)
     assert "before its first step" in (text := report_of(tmp_path, final=False))
     assert "loss.png" not in text and not (tmp_path / "loss.png").exists()
-
-
-def test_the_report_is_imported_without_the_large_packages_that_it_may_not_need():
-    code = "import sys, nanochat.run.report; print({'pyarrow', 'matplotlib', 'wandb'} & set(sys.modules))"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
 
 
 # -- Reading

@@ -1,84 +1,62 @@
-"""The report in a browser, if one is installed: it loads nothing, says nothing, and shows its charts."""
+"""The report in a browser, if one is installed: it fits the window, and draws its charts in both modes."""
 
+import json
 import math
-import time
+import re
+import shutil
+import subprocess
 
 import pytest
-from browser import BINARY, Browser
 from test_report import SAMPLES, make_run, write_records
 from test_report_page import NASTY, configure
 
-from nanochat.run.report import comparison_page, elements, read_run, run_page, write_report
+from nanochat.run.report import comparison_page, read_run, write_report
 
-pytestmark = pytest.mark.skipif(BINARY is None, reason="no Chromium is installed")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLAGS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
+    "--disable-web-security",  # so that the page around the frames may look into them
+    "--enable-logging=stderr", "--dump-dom",
+]  # fmt: skip
+FRAMES = {  # a page, and how it is seen
+    "narrow": '<iframe src="report.html" width=390></iframe>',
+    "wide": '<iframe src="report.html" width=1280></iframe>',
+    "dark": '<iframe src="report.html" width=390 style="color-scheme: dark"></iframe>',
+    "comparison": '<iframe src="comparison.html" width=390></iframe>',
+}
+LOOK = """<script>
+function look(frame) {
+    const charts = [...frame.document.querySelectorAll("figure svg")];
+    const color = (part) => frame.getComputedStyle(frame.document.querySelector(part));
+    return {
+        width: frame.innerWidth, needed: frame.document.documentElement.scrollWidth,
+        drawn: charts.map((svg) => svg.querySelector("path").getBBox().width),
+        colors: [color("#chart-loss svg text").fill, color("#chart-loss svg path[stroke]").stroke],
+    };
+}
+onload = () => { document.title = JSON.stringify(Array.from(frames).map(look)); };
+</script>"""
 
 
-@pytest.fixture(scope="module")
-def browser():
-    with Browser() as browser:
-        yield browser
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("browser")
-    make_run(folder, samples=[*NASTY, *SAMPLES])
-    configure(folder)
-    by_position = {"1-16": 4.25, "17-64": 3.5, "65-256": 3.0}
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_pages_fit_their_window_draw_every_chart_follow_dark_mode_and_break_no_policy(tmp_path):
+    make_run(tmp_path, samples=[*NASTY, *SAMPLES])
+    configure(tmp_path)
     write_records(
-        folder,
+        tmp_path,
         {"step": 40, "loss": math.nan, "skipped": 1, "spike": True, "tokens": 41 * 512},
-        {"step": 0, "own_score": -0.1, "own_tasks": {NASTY[0]: -0.1}, "samples": ["after 0"]},
         {"step": 40, "own_score": 0.5, "own_tasks": {NASTY[0]: 0.5}, "samples": ["after 40"]},
-        {"step": 41, "val_bpb": 1.0, "tokens": 41 * 512, "loss_by_position": by_position},
+        {"step": 41, "val_bpb": 1.0, "loss_by_position": {"1-16": 4.25, "17-64": 3.5, "65-256": 3.0}},
     )
-    write_report(folder, final=True, say=pytest.fail)
-    (folder / "comparison.html").write_text(comparison_page([read_run(folder)] * 3), encoding="utf-8")
-    return folder
-
-
-def looked_at(browser, path, **how):
-    browser.look(**how)
-    browser.open(path)
-    assert [url for url in browser.requests if not url.startswith("data:")] == [path.as_uri()]
-    assert browser.console == [], "the console is not silent"
-
-
-@pytest.mark.parametrize("name", ["report.html", "comparison.html"])
-@pytest.mark.parametrize("width", [390, 1280])
-def test_a_page_loads_nothing_says_nothing_and_fits_the_window(browser, folder, name, width):
-    looked_at(browser, folder / name, width=width, dark=width == 390)
-    assert browser.value("document.documentElement.scrollWidth") == width
-    figures = "[...document.querySelectorAll('figure svg')]"
-    assert browser.value(f"{figures}.every((s) => s.querySelector('path').getBBox().width)"), (
-        "each chart is drawn"
-    )
-
-
-def test_a_page_follows_dark_mode_and_needs_no_javascript(browser, folder):
-    colors = []
-    for dark in (False, True):
-        looked_at(browser, folder / "report.html", dark=dark, script=False)
-        browser.call("Emulation.setScriptExecutionDisabled", value=False)  # to ask
-        parts = "['#chart-loss svg path[stroke]', '#chart-loss svg text']"
-        style = "(part) => JSON.stringify([getComputedStyle(document.querySelector(part)).stroke, "
-        style += "getComputedStyle(document.querySelector(part)).fill])"
-        colors.append(browser.value(f"{parts}.map({style})"))
-    assert all(light != dark for light, dark in zip(*colors, strict=True))
-    assert browser.value("document.querySelectorAll('#chart-loss tbody tr').length") > 5
-    assert browser.value("document.querySelector('#samples details[open] pre').checkVisibility()")
-
-
-def test_the_page_of_a_run_that_goes_on_reloads_itself_where_it_is(browser, folder, monkeypatch):
-    monkeypatch.setattr(elements, "RELOAD_S", 1)
-    path = folder / "running.html"
-    page = run_page(read_run(folder), final=False)
-    path.write_text(page, encoding="utf-8")
-    looked_at(browser, path, width=390)
-    browser.value("scrollTo(0, 800)")
-    path.write_text(page.replace("<h1>", "<h1>now "), encoding="utf-8")
-    end = time.monotonic() + 300
-    again = "document.querySelector('h1')?.textContent.startsWith('now ') === true && scrollY == 800"
-    while not browser.value(again):
-        assert time.monotonic() < end, "the page does not reload, or not where it was"
-        time.sleep(0.1)
+    write_report(tmp_path, final=True, say=pytest.fail)
+    (tmp_path / "comparison.html").write_text(comparison_page([read_run(tmp_path)] * 3), encoding="utf-8")
+    (tmp_path / "frames.html").write_text("".join(FRAMES.values()) + LOOK)
+    place = [f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "frames.html").as_uri()]
+    done = subprocess.run([CHROMIUM, *FLAGS, *place], capture_output=True, text=True, timeout=300)
+    assert "CONSOLE" not in done.stderr, done.stderr  # as a breach of a page's policy would be
+    seen = dict(zip(FRAMES, json.loads(re.search("<title>(.*?)</title>", done.stdout)[1]), strict=True))
+    for name, page in seen.items():
+        assert page["needed"] == page["width"], f"{name} is wider than its window"
+        assert len(page["drawn"]) > 3 and all(page["drawn"]), name
+    colors = zip(seen["narrow"]["colors"], seen["dark"]["colors"], strict=True)
+    assert all(light != dark for light, dark in colors)

@@ -1,10 +1,7 @@
 """scripts.base_eval: its numbers are the run's, what it writes, and what it says about bad settings."""
 
 import json
-import runpy
 import shutil
-import signal
-import sys
 
 import pytest
 import torch
@@ -32,18 +29,10 @@ def trained(corpus, tmp_path_factory):
 
 
 @pytest.fixture
-def base_eval(corpus, monkeypatch, capsys):
-    """Run the script in this process; returns what it printed."""
-
-    def base_eval(*arguments):
-        monkeypatch.setattr(sys, "argv", ["base_eval", f"--base_dir={corpus.parent / 'base'}", *arguments])
-        runpy.run_module("scripts.base_eval", run_name="__main__")
-        return capsys.readouterr().out
-
-    handler, hook = signal.getsignal(signal.SIGINT), sys.excepthook
-    yield base_eval
-    signal.signal(signal.SIGINT, handler)
-    sys.excepthook = hook
+def base_eval(corpus, run_script):
+    """Runs the script; returns what it printed."""
+    base = f"--base_dir={corpus.parent / 'base'}"
+    return lambda *arguments: run_script("base_eval", base, *arguments).out
 
 
 def evaluation_of_run(out, step):
@@ -119,23 +108,6 @@ def test_several_processes_give_the_same_numbers(trained, corpus, tmp_path):
     assert (two["own_tasks"], two["samples"], two["world_size"]) == (one["own_tasks"], one["samples"], 2)
 
 
-@pytest.mark.slow
-def test_an_untrained_model_guesses_and_a_trained_one_is_far_above_chance(base_eval, tmp_path):
-    small = ["--depth=3", "--aspect_ratio=32", "--head_dim=32", "--max_seq_len=128", "--vocab_size=1024"]
-    small += ["--device_batch_size=12", "--total_batch_size=1536", "--eval_tokens=60000", "--dtype=float32"]
-    scores = {}
-    for steps in (1, 100):
-        out, base = tmp_path / str(steps), f"--base_dir={tmp_path / 'base'}"
-        more = [f"--num_iterations={steps}", f"--out_dir={out}", base, "--compile=off", "--eval_every=-1"]
-        run(["scripts.base_train", *small, *more])
-        base_eval(f"--source={out}", "--eval=bpb,core", base)
-        scores[steps] = written(out, steps)["own_score"]
-        of_run = evaluation_of_run(out, steps)["val_bpb"]
-        assert written(out, steps)["val_bpb"] == pytest.approx(of_run, abs=1e-6)
-    assert abs(scores[1]) < 0.12  # 4 standard errors of the mean of 8 tasks of 48 questions
-    assert scores[100] > 0.12 + 0.1
-
-
 # ------------------------------------------------------------------------------------------------------
 # What it writes and says
 
@@ -144,12 +116,7 @@ def test_the_page_is_printed_and_written_beside_the_json(base_eval, trained, tmp
     printed = base_eval(f"--source={trained}", "--eval=bpb, core,sample", f"--out_dir={tmp_path / 'new'}")
     page = (tmp_path / "new" / "base_eval_000008.md").read_text("utf-8")
     assert page in printed and printed.endswith("base_eval_000008.md and .json\n")
-    assert page.startswith("# tiny, step 8\n") and "same_as_in_training" not in page
-    for title in ("## Bits per byte: ", "## Tasks from the validation text: ", "## Samples"):
-        assert title in page
-    tables = [line for line in page.splitlines() if line.startswith("|")]
-    assert tables and all(line.endswith("|") for line in tables)
-    assert "CORE was left out" in printed and "python -m scripts.download --name=core" in printed
+    assert "\n| " in page and "python -m scripts.download --name=core" in printed
 
 
 def test_a_folder_that_cannot_be_written_costs_a_line_and_no_result(base_eval, trained, tmp_path):

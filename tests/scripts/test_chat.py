@@ -4,7 +4,6 @@ import io
 import json
 import os
 import re
-import runpy
 import select
 import shutil
 import signal
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import ROOT
 from test_gpt import make_model
 
 from nanochat import UserError, checkpoint, engine
@@ -23,7 +23,6 @@ from nanochat.data.tokenizer import train
 from nanochat.engine import generate
 from nanochat.terminal import printable
 
-ROOT = Path(__file__).parents[2]
 ROW = 48  # positions of the model
 TOKENIZER = train(["naïve café 東京 🙂🙃 straße\n" * 20], 280, exact=False)
 
@@ -53,21 +52,15 @@ def continuation(model, text, many, seed=42, **options):
 
 
 @pytest.fixture
-def chat(base, monkeypatch, capsys):
-    """Run the script in this process; returns what it wrote to stdout and stderr."""
+def chat(base, run_script, monkeypatch):
+    """Runs the script with what is typed; returns what it wrote to stdout and stderr."""
 
     def chat(*arguments, typed=""):
-        argv = ["chat", f"--base_dir={base}", "--dtype=float32", "--device_type=cpu", *arguments]
-        monkeypatch.setattr(sys, "argv", argv)
         stdin = None if typed is None else io.TextIOWrapper(io.BytesIO(typed.encode()))  # None: closed
         monkeypatch.setattr(sys, "stdin", stdin)
-        runpy.run_module("scripts.chat", run_name="__main__")
-        return capsys.readouterr()
+        return run_script("chat", f"--base_dir={base}", "--dtype=float32", "--device_type=cpu", *arguments)
 
-    handler, hook = signal.getsignal(signal.SIGINT), sys.excepthook
-    yield chat
-    signal.signal(signal.SIGINT, handler)
-    sys.excepthook = hook
+    return chat
 
 
 def test_a_prompt_is_continued_as_the_model_continues_it(chat, model):

@@ -1,8 +1,6 @@
 """scripts/report.py: which files it writes, and what it says of folders that are no runs."""
 
 import os
-import runpy
-import sys
 
 import pytest
 from helpers import run
@@ -22,17 +20,9 @@ def folders(tmp_path):
 
 
 @pytest.fixture
-def report(monkeypatch, capsys):
-    """Runs the script in this process; returns what it printed."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["report", *arguments])
-        monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which the script changes
-        runpy.run_module("scripts.report", run_name="__main__")
-        printed = capsys.readouterr()
-        return printed.out + printed.err
-
-    return call
+def report(run_script):
+    """Runs the script; returns what it printed."""
+    return lambda *arguments: "".join(run_script("report", *arguments))
 
 
 def test_one_folder_gets_its_page_again_and_several_get_one_of_their_own(folders, tmp_path, report):

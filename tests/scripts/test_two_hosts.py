@@ -66,16 +66,3 @@ def test_two_hosts_of_two_processes_have_the_losses_of_one_and_resume_as_one(hos
     assert last.step == 8 and len(list(last.path.glob("optimizer-*-of-00004.safetensors"))) == 4
     run(command(corpus, out, "--num_iterations=10", "--warmdown_ratio=0"))  # one process reads all four parts
     assert sorted(losses(out)) == list(range(10))
-
-
-@pytest.mark.slow
-def test_a_run_folder_that_a_host_does_not_share_is_refused(hosts, corpus, tmp_path):
-    """Each host mounts its own file system over the folder in which the run's folder is."""
-    place = tmp_path / "own"
-    place.mkdir()
-    mount, arguments = f"mount -t tmpfs tmpfs {place} &&", command(corpus, place / "run")
-    statuses, outputs = zip(*on_two_hosts(hosts, arguments, 1, 29401, before=mount), strict=True)
-    if "permission denied" in outputs[0].lower():
-        pytest.skip("no right to mount")
-    assert all(statuses)
-    assert f"process 1 does not see what process 0 writes to {place}" in outputs[0] + outputs[1]
