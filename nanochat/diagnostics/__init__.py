@@ -1,6 +1,6 @@
-"""Which operator runs in which precision.
+"""Which operator runs in which precision, and what each precision costs.
 
-Here is the training step of scripts/base_train.py as a function, for one micro-step on one process.
+Both use the training step of scripts/base_train.py as a function, for one micro-step on one process.
 tests/diagnostics/test_step.py compares its losses with the script's to the last digit.
 """
 

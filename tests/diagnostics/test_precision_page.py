@@ -122,18 +122,38 @@ def report(*arguments: str, status: int = 0) -> str:
     return run(["scripts.precision_report", *small, *arguments], status)
 
 
-def test_the_script_prints_the_page_and_writes_it(tmp_path):
+@pytest.mark.slow
+def test_the_script_prints_the_page_writes_it_and_measures_what_each_precision_costs(tmp_path):
+    for i in range(200):
+        (tmp_path / f"{i}.txt").write_text(f"words {i} about nothing in particular " * (i % 20 + 1))
     out = tmp_path / "page" / "report.md"
-    output, text = report("--dtype=bfloat16", f"--out={out}"), out.read_text(encoding="utf-8")
+    output = report(
+        "--dtype=bfloat16", f"--out={out}", f"--base_dir={tmp_path / 'base'}", f"--data={tmp_path}",
+        "--measure", "--precisions=float32,bfloat16", "--measure_steps=4", "--measure_rounds=2",
+        "--measure_tokens=4",
+    )  # fmt: skip
+    text = out.read_text(encoding="utf-8")
     assert output.startswith(text)
     assert "100 % of forward FLOPs ran in bfloat16." in text and "## Backward\n" in text
+    cells = [[c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    training = [row for row in cells if len(row) == 8 and row[2].startswith("x")]
+    assert [row[0] for row in training] == ["float32", "bfloat16", "float32, other initial weights"]
+    assert training[0][2] == training[0][5] == "x 1.00" and training[0][7] == "+0.0000"
+    assert abs(float(training[1][6]) - float(training[0][6])) < 0.1 and float(training[0][6]) > 1
+    inference = [row for row in cells if len(row) == 10 and row[2].startswith("x")]
+    assert [row[0] for row in inference] == ["float32", "bfloat16, autocast", "bfloat16, weights cast once"]
+    off = [float(row[8]) for row in inference]
+    assert off[0] == 0 and all(0 < x < 0.2 for x in off[1:])
 
 
 @pytest.mark.parametrize(
     "arguments, words",
     [
+        (["--measure", "--precisions=int8"], "use bfloat16, float16, float32"),
         (["--out=/dev/null/page.md"], "cannot write"),
         (["--depth=99", "--aspect_ratio=1000"], "are free; lower --device_batch_size"),
+        (["--measure", "--measure_steps=41"], "use 40"),
+        (["--measure", "--measure_tokens=17"], "lower --measure_tokens"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_what_can(arguments, words, tmp_path):
