@@ -82,7 +82,7 @@ eval_every = 250  # * steps between validations, in bits per byte (-1 = only at 
 eval_tokens = 41_943_040  # validation tokens to score (-1 = all) [-1, 1..1e12]
 core_metric_every = 2000  # steps between evaluations of tasks, and at the end (-1 = off) [-1, 1..1e9]
 core_metric_max_per_task = 500  # examples of each of CORE's tasks (-1 = all) [-1, 1..1e9]
-core_bundle: str | None = None  # folder or zip file of CORE's tasks (none = <base_dir>/eval_bundle)
+core_bundle: str | None = None  # folder or zip file of CORE's tasks (none = <base_dir>/eval_bundle.zip)
 sample_every = 2000  # steps between samples (-1 = only at the end) [-1, 1..1e9]
 sample_prompts = "auto"  # texts to continue, separated by |; may be empty (auto = to suit the data)
 
