@@ -232,7 +232,7 @@ def draw(runs: list[Run], batch: int, path: Path):
             axes.plot(x, y, styles[run.depth], marker="o", markersize=3, color=color, label=label)
             axes.grid(alpha=0.3)
     panels[0].set(xlabel="tokens", ylabel="validation bits per byte", xlim=(0, None))
-    panels[1].set(xlabel="seconds in training steps, one thread", xlim=(0, None))
+    panels[1].set(xlabel="seconds in training steps", xlim=(0, None))
     panels[0].legend()
     figure.savefig(path, dpi=110)
 
