@@ -24,6 +24,7 @@ import torch
 import configurator
 from nanochat import checkpoint
 from nanochat.checkpoint import save_and_load
+from nanochat.machine.watchdog import is_gone
 from nanochat.plan import planning, wording
 
 ROOT = Path(__file__).parent.parent
@@ -220,16 +221,9 @@ def wait_for_step(process, out: Path, step: int):
 
 
 def assert_ended(*pids: int):
-    """These processes end, or have ended; one may be dead and not yet waited for."""
-
-    def lives(pid: int) -> bool:
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        except OSError:
-            return False
-
+    """These processes end, or have ended."""
     deadline = time.monotonic() + 300
-    while any(map(lives, pids)):
+    while not all(map(is_gone, pids)):
         assert time.monotonic() < deadline, "it lives on"
         time.sleep(0.01)
 
