@@ -93,13 +93,11 @@ def configure(globals_, argv=None, arguments="CONFIG_FILE", aliases=None):
     `aliases`, {"plan": "plan_only"}: the setting of the variable plan_only is called plan, in the record too.
     People may type either name. It is read from the source of the call, so it must be written out there.
     --help prints the settings and exits with status 0. If anything is wrong, all mistakes are printed on
-    stderr, no variable changes, and the script exits with status 2. From this call on, a UserError that
-    nothing catches ends the script in the same way: its sentence, status 2, no traceback. Ctrl-C prints
-    nothing. stdout and stderr are as nanochat/streams.py says.
+    stderr, no variable changes, and the script exits with status 2. Later errors end it as `handle_errors`
+    says. stdout and stderr are as nanochat/streams.py says.
     """
     streams.secure()
-    if sys.excepthook is not _excepthook:
-        _excepthook.previous, sys.excepthook = sys.excepthook, _excepthook
+    handle_errors()
     argv = sys.argv[1:] if argv is None else argv
     declared = _declared_settings(globals_["__file__"])
     values = {name: globals_.get(setting.variable, setting.default) for name, setting in declared.items()}
@@ -125,6 +123,13 @@ def configure(globals_, argv=None, arguments="CONFIG_FILE", aliases=None):
         raise SystemExit(2)
     globals_.update({declared[name].variable: value for name, value in values.items()})
     return Settings(values, sources, tuple(bare))
+
+
+def handle_errors():
+    """From now on a UserError that nothing catches ends the process with its sentence and status 2, without a
+    traceback, and Ctrl-C prints nothing."""
+    if sys.excepthook is not _excepthook:
+        _excepthook.previous, sys.excepthook = sys.excepthook, _excepthook
 
 
 def defaults(path):

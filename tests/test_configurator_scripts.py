@@ -270,6 +270,13 @@ raise """
     assert python("train.py")[1] == "mine\n"
 
 
+@pytest.mark.parametrize("script", ["base_train", "export"])
+def test_ctrl_c_while_torch_is_imported_prints_nothing(folder, script):
+    (folder / "torch.py").write_text("raise KeyboardInterrupt")
+    status, *printed = python("-m", f"scripts.{script}")
+    assert status and printed == ["", ""]
+
+
 def test_help_reaches_a_terminal_that_cannot_show_every_character(folder):
     script = "import configurator\nrate = 1.0  # \u03b7 \u2192 0\nconfigurator.configure(globals())\n"
     (folder / "train.py").write_text(script, encoding="utf-8")
