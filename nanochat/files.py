@@ -67,15 +67,11 @@ def open_plain(path, flags: int, mode: int = 0o666) -> int:
     return fd
 
 
-def remove_unfinished():
-    """Remove the temporary files and folders of this process, which is about to end at once."""
-    for path in tuple(_unfinished):
-        _remove(path)
-
-
-def _remove(path: Path):
-    with contextlib.suppress(OSError):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+def remove_unfinished(*paths: Path):
+    """Remove temporary files and folders; without paths all of this process, which is about to end."""
+    for path in paths or tuple(_unfinished):
+        with contextlib.suppress(OSError):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 @contextlib.contextmanager
@@ -97,7 +93,7 @@ def temporary(path: Path) -> Iterator[Path]:
             signal.signal(number, end)
         yield path
     finally:
-        _remove(path)
+        remove_unfinished(path)
         _unfinished.discard(path)
         for number in ours:
             signal.signal(number, signal.SIG_DFL)

@@ -2,9 +2,12 @@
 
 import os
 import signal
+import time
 
 import pytest
 from helpers import names_in, python
+
+from nanochat.files import building
 
 WRITES = """
 import sys, time
@@ -31,3 +34,14 @@ def test_a_signal_ends_what_is_written_and_leaves_no_temporary_file(tmp_path, na
         child.send_signal(getattr(signal, name))
         assert child.wait() == (-getattr(signal, name) if where == "in a script" else 0)
     assert names_in(tmp_path) == []
+
+
+def test_what_a_kill_has_left_beside_a_folder_goes_after_a_day(tmp_path):
+    for name, age_s in (".nanochat-old", 90_000), (".nanochat-new", 10), ("mine", 90_000):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "half").touch()
+        for path in tmp_path / name / "half", tmp_path / name:
+            os.utime(path, (time.time() - age_s,) * 2)
+    with building(tmp_path / "texts") as new:
+        new.rename(tmp_path / "texts")
+    assert names_in(tmp_path) == [".nanochat-new", "mine", "texts"]

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -173,19 +172,6 @@ def test_a_source_that_vanishes_or_changes_on_the_way_is_one_sentence(texts, tmp
     with pytest.raises(UserError, match=r"cannot be read .No such file"):
         open_dataset(folder, base_dir=tmp_path / "base")
     assert os.listdir(tmp_path / "base" / "data") == []
-
-
-def test_leftovers_of_killed_imports_are_removed_after_a_day_and_no_others(texts, tmp_path):
-    folder, _ = texts
-    data = tmp_path / "base" / "data"
-    for name, age in ((".nanochat-old", 90_000), (".nanochat-new", 10), ("mine", 90_000)):
-        (data / name).mkdir(parents=True)
-        (data / name / "bucket_0000").write_text("")
-        for path in (data / name / "bucket_0000", data / name):
-            os.utime(path, (time.time() - age,) * 2)
-    open_dataset(folder, base_dir=tmp_path / "base")
-    left = {path.name for path in data.iterdir() if not path.name.startswith("texts")}
-    assert left == {".nanochat-new", "mine"}
 
 
 LARGE = """

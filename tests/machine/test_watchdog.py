@@ -14,6 +14,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 from helpers import together
+from watch import Watch
 
 from nanochat.machine import watchdog
 
@@ -108,17 +109,16 @@ def test_a_neighbour_elsewhere_has_ended_when_it_is_silent_and_not_before(ring, 
 
 def test_a_pause_of_this_process_counts_as_one_round(monkeypatch):
     """SIGSTOP, or a laptop that sleeps: the clock has moved on by an hour."""
-    seconds, now = [], iter([0.0, 1.0, 3601.0, 3602.0])
-    dog = watchdog.Watchdog.__new__(watchdog.Watchdog)
-    waits = iter([False, False, False, True])
+    monkeypatch.setattr(watchdog, "time", watch := Watch())
+    seconds, pauses = [], iter([1, 3600, 1, 0])
 
     class Closed:
         def wait(self, timeout):
-            return next(waits)
+            watch.now += (pause := next(pauses))
+            return not pause
 
-    dog._closed = Closed()
-    dog._found = lambda passed: seconds.append(passed) or ""
-    monkeypatch.setattr(watchdog.time, "monotonic", lambda: next(now))
+    dog = watchdog.Watchdog.__new__(watchdog.Watchdog)
+    dog._closed, dog._found = Closed(), lambda passed: seconds.append(passed) or ""
     dog._judge()
     assert seconds == [1.0, 2.0, 1.0]
 
