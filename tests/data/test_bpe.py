@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers import ROOT, is_alive, wait_until
 
 from nanochat import UserError
 from nanochat.data.tokenizer import train
 
-ROOT = Path(__file__).parents[2]
 needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="finds children in /proc")
 
 
@@ -50,21 +50,11 @@ def test_the_training_process_ends_with_the_process_that_started_it():
     script += "import random; train([''.join(random.choices('acgt', k=8_000_000))], 60_000)"
     with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE) as parent:
         assert parent.stdout.readline() == b"begin\n"
-        while not (found := children(parent.pid)):
-            time.sleep(0.05)
+        wait_until(lambda: children(parent.pid))
+        found = children(parent.pid)
         time.sleep(4)  # now it merges
         parent.kill()
-    until = time.monotonic() + 20
-    while any(Path(f"/proc/{child}/cmdline").exists() and running(child) for child in found):
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
-def running(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
+    wait_until(lambda: not any(map(is_alive, found)))
 
 
 @needs_proc

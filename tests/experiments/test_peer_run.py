@@ -10,7 +10,7 @@ from pathlib import Path
 import fake_peer
 import pytest
 import torch
-from helpers import ROOT, python_m
+from helpers import ROOT, is_alive, python_m, wait_until
 
 from experiments import peer_run, sides
 from nanochat import UserError
@@ -166,15 +166,5 @@ def test_what_is_interrupted_or_killed_leaves_no_process(tmp_path, name, ends_wi
 def assert_ended(file: Path):
     """The two processes whose numbers are in the file end, or have ended."""
     pids = [int(pid) for pid in file.read_text().split()]
-    deadline = time.monotonic() + 60
-    while any(map(runs, pids)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(map(runs, pids)) and len(pids) == 2
-
-
-def runs(pid: int) -> bool:
-    """Whether a process is alive; one that is dead and not yet waited for is not."""
-    try:
-        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
+    wait_until(lambda: not any(map(is_alive, pids)))
+    assert len(pids) == 2
