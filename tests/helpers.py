@@ -24,7 +24,6 @@ import torch
 import configurator
 from nanochat import checkpoint
 from nanochat.checkpoint import save_and_load
-from nanochat.machine.watchdog import is_gone
 from nanochat.plan import planning, wording
 
 ROOT = Path(__file__).parent.parent
@@ -196,7 +195,7 @@ def records(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def lines_written(out: Path) -> int:
+def whole_lines(out: Path) -> int:
     """Whole lines of metrics.jsonl; a run that is writing, or was killed while it wrote, leaves half one."""
     path = out / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
@@ -208,24 +207,32 @@ def losses(out: Path) -> dict[int, float]:
     return {r["step"]: r["loss"] for r in steps}
 
 
+def wait_until(is_true, process=None):
+    """Return when is_true() is, which may take ten minutes, and while the process goes on."""
+    deadline = time.monotonic() + 600
+    while not is_true():
+        assert time.monotonic() < deadline, "it has not come to that"
+        assert process is None or process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+
 def wait_for_step(process, out: Path, step: int):
     """Return when metrics.jsonl holds that step."""
-    began = time.monotonic()
-    while time.monotonic() - began < 600:
-        path = out / "metrics.jsonl"
-        if path.exists() and f'"step": {step}, "loss"' in path.read_text():
-            return
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
-    raise AssertionError("the run did not get there")
+    path = out / "metrics.jsonl"
+    wait_until(lambda: path.exists() and f'"step": {step}, "loss"' in path.read_text(), process)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs (Linux); one that has ended, and for which nobody has waited yet, does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def assert_ended(*pids: int):
     """These processes end, or have ended."""
-    deadline = time.monotonic() + 300
-    while not all(map(is_gone, pids)):
-        assert time.monotonic() < deadline, "it lives on"
-        time.sleep(0.01)
+    wait_until(lambda: not any(map(is_alive, pids)))
 
 
 # ------------------------------------------------------------------------------------------------------

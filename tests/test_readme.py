@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, names_in, python_m
+from helpers import ROOT, names_in, python_m, records
 
 from nanochat import checkpoint
 from nanochat.terminal import duration
@@ -66,6 +66,8 @@ def test_the_readme_in_order_ends_in_a_chat_with_the_laptops_model(tmp_path):
     assert names_in(base / "base_checkpoints") == ["d4", "laptop"] and laptop.step == 12
     assert names_in(base / "mid_checkpoints") == ["laptop"]
     assert answering.state["identity"]["source"] == laptop.fingerprint
+    assert any("own_score" in record for record in records(base / "base_checkpoints" / "laptop"))
+    assert not checkpoint.find(base / "base_checkpoints" / "d4").resolved["compiled"], "it takes seconds"
     (chat,) = (done for done in said if "scripts.chat" in done.args[-1])
     assert "finished already" in chat.stdout and "mid_checkpoints/laptop" in chat.stderr
     assert (tmp_path / "laptop-hf" / "model.safetensors").exists()

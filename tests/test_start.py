@@ -5,7 +5,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from helpers import ROOT, command, insert, losses, python_m
+
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.machine import precision, runtime
+from nanochat.machine.compiling import compile_parts
+from nanochat.ops import attention
 
 AFTER_STEP_1 = """
 import sys
@@ -51,6 +57,27 @@ def test_a_checkout_plans_and_measures_steps_without_packages_that_these_do_not_
     command = [sys.executable, "-c", WITHOUT + program]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_torch_can_keep_the_compiled_model_for_the_next_start():
+    """torch keeps no graph with a higher-order operator in it, other than those of autograd.Functions, which
+    compile_parts allows."""
+    machine = runtime.start("cpu", seed=0)
+    model = runtime.materialize(GPT(GPTConfig(2, 32, 2, 300, 32, "SL")), machine.device, 0)
+    attention.use(model, attention.choose(model.config, machine, torch.bfloat16, True, False, {}))
+    found = []
+
+    def backend(graph, inputs):
+        found.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    tokens = torch.arange(64).view(2, 32)
+    with precision.autocast(machine.device, torch.bfloat16):
+        compile_parts(model, backend=backend)(tokens, tokens.clone()).backward()
+    names = [str(target) for target in found]
+    assert "nanochat.attention_in_blocks" in " ".join(names)
+    higher = {str(target) for target in found if isinstance(target, torch._ops.HigherOrderOperator)}
+    assert higher <= {"autograd_function_apply"}
 
 
 # ------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from helpers import wait_until
 
 from nanochat.data import download
 from nanochat.data.download import BackgroundDownload
@@ -27,13 +28,6 @@ def start(arrival) -> threading.Thread:
     thread = BackgroundDownload("somebody/texts", FILES, arrival)
     thread.start()
     return thread
-
-
-def wait_until(true) -> None:
-    deadline = time.monotonic() + 300
-    while not true() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert true()
 
 
 def said(arrival) -> list[str]:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, assert_ended
+from helpers import ROOT, assert_ended, wait_until
 
 from nanochat import UserError
 from nanochat.data.tokenizer import train
@@ -50,8 +50,8 @@ def test_the_training_process_ends_with_the_process_that_started_it():
     script += "import random; train([''.join(random.choices('acgt', k=8_000_000))], 60_000)"
     with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE) as parent:
         assert parent.stdout.readline() == b"begin\n"
-        while not (found := children(parent.pid)):
-            time.sleep(0.05)
+        wait_until(lambda: children(parent.pid))
+        found = children(parent.pid)
         time.sleep(4)  # now it merges
         parent.kill()
     assert_ended(*found)

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import runpy
 import signal
 import socket
 import subprocess
@@ -11,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers import ROOT, wait_until
 from hub_server import shard
 
 from nanochat import UserError
@@ -21,7 +21,6 @@ from nanochat.data.parquet import Documents
 from nanochat.data.public import Public
 from nanochat.data.sources import open_dataset
 
-ROOT = Path(__file__).parents[2]
 REPO = "somebody/texts"
 ZERO, ONE, TWO = (f"shard_{i:05d}.parquet" for i in range(3))
 
@@ -185,9 +184,7 @@ def test_a_download_that_was_stopped_in_the_middle_goes_on_by_the_same_command(h
     patient = {"HF_HUB_DOWNLOAD_TIMEOUT": "900"}  # the library waits for the server; the end does not
     process = command(tmp_path, "--name=climbmix", "--num_shards=2", **patient)
     folder = tmp_path / "data" / "climbmix"
-    while not (hub.got(ONE) and (folder / ZERO).exists()):
-        assert process.poll() is None
-        time.sleep(0.02)
+    wait_until(lambda: hub.got(ONE) and (folder / ZERO).exists())
     process.send_signal(number)
     _, err = process.communicate(timeout=300)
     assert not (folder / ONE).exists()
@@ -211,12 +208,10 @@ def test_a_download_that_was_stopped_in_the_middle_goes_on_by_the_same_command(h
         (["--name=climbmix", "--base_dir=~nouser0815/x"], "--base_dir=~nouser0815/x begins with a user"),
     ],
 )
-def test_bad_settings_are_refused(tmp_path, monkeypatch, arguments, message):
+def test_bad_settings_are_refused(tmp_path, monkeypatch, run_script, arguments, message):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the script sets it
-    monkeypatch.setattr(sys, "argv", ["download", f"--base_dir={tmp_path / 'base'}", *arguments])
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # the script sets its own
     with pytest.raises(UserError, match=message):
-        runpy.run_module("scripts.download", run_name="__main__")
+        run_script("download", f"--base_dir={tmp_path / 'base'}", *arguments)
 
 
 def test_downloaded_shards_are_opened_by_name_and_validation_never_moves(hub, tmp_path, monkeypatch):

@@ -151,7 +151,6 @@ def test_the_script_prints_the_page_writes_it_and_measures_what_each_precision_c
     [
         (["--measure", "--precisions=int8"], "use bfloat16, float16, float32"),
         (["--out=/dev/null/page.md"], "cannot write"),
-        (["--depth=99", "--aspect_ratio=1000"], "are free; lower --device_batch_size"),
         (["--measure", "--measure_steps=41"], "use 40"),
         (["--measure", "--measure_tokens=17"], "lower --measure_tokens"),
     ],

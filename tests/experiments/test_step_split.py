@@ -126,7 +126,6 @@ KERNELS = {
     "loss": [
         "triton_poi_fused__to_copy_arange_clamp_min_copy_copy__div_eq_exp_mul_rsub_sigmoid_sub_unsqueeze_1",
         "triton_red_fused__to_copy_clamp_min_eq_exp_gather_log_mul_scalar_tensor_sigmoid_squeeze_sub_sum_unsque",
-        "triton_red_fused__log_softmax__to_copy_div_mul_nll_loss_forward_tanh_7",
         "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, float, float>",
     ],
     "activation": [

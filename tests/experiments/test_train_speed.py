@@ -1,4 +1,4 @@
-"""bench --what=train and --what=start: medians, and ratios of runs that belong together."""
+"""bench --what=train: medians, and ratios of runs that belong together."""
 
 import pytest
 

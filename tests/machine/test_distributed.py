@@ -5,11 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, Process, command, losses, records, together, wait_for_step
+from helpers import ROOT, Process, command, losses, records, together, wait_for_step, wait_until
 
 from nanochat import UserError, checkpoint
 from nanochat.machine import distributed
@@ -32,7 +32,7 @@ if os.environ["RANK"] == "1":
         batch = original(loader)
         calls += 1
         if calls == 4 * step + 1:  # a process has four micro-steps a step; this is the first one of `step`
-            while fault in ("SIGKILL", "SIGSTOP") and not os.path.exists(FOLDER + "/step_000003"):
+            while fault == "SIGSTOP" and not os.path.exists(FOLDER + "/step_000003"):
                 time.sleep(0.02)  # the save of step 3 needs both processes; let it end first
             if fault == "refuse":
                 from nanochat import explain_errors
@@ -156,22 +156,10 @@ def test_an_exception_in_one_process_ends_all_and_torchrun_names_it_as_the_cause
 
 
 @pytest.mark.slow
-def test_an_error_of_one_process_is_printed_and_an_error_of_all_is_printed_once(tmp_path, corpus):
-    statuses, printed = run_plain(faulty(tmp_path, corpus, "refuse", 5))
-    assert statuses == [1, 2], printed
-    assert "".join(printed).count("error: process 1: the tokens of process 1 are gone") == 1
+def test_an_error_of_all_processes_is_printed_once(tmp_path, corpus):
+    assert run_plain(faulty(tmp_path, corpus, "nothing", 0))[0] == [0, 0]
     status, printed = run_torchrun(tmp_path, corpus, "nothing", 0, "--num_iterations=9", "--seed=7")
     assert status == 1 and printed.count("is from another run: seed was 42, is 7") == 1 + 1  # torchrun's too
-
-
-@pytest.mark.slow
-def test_a_killed_process_ends_all_and_the_other_says_which_one_is_gone(tmp_path, corpus):
-    status, printed = run_torchrun(tmp_path, corpus, "SIGKILL", 5)
-    assert status == 1
-    cause = root_cause(printed)
-    assert "rank      : 1" in cause and "SIGKILL" in cause
-    assert "process 0: no answer from process 1: it has ended" in printed
-    assert checkpoint.find(tmp_path / "run", "auto").step == 3
 
 
 @pytest.mark.slow
@@ -221,17 +209,15 @@ def test_processes_whose_torchrun_was_killed_save_and_end(tmp_path, corpus):
     wait_for_step(torchrun, out, 2)
     torchrun.kill()
     torchrun.wait()
-    deadline = time.monotonic() + 300
-    while not list(out.glob("step_*")) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: list(out.glob("step_*")))
     assert 2 < checkpoint.find(out, "auto").step < 100000
-    while time.monotonic() < deadline:  # until the folder is free, because the processes have ended
-        try:
+
+    def is_free():  # because the processes have ended
+        with suppress(UserError):
             checkpoint.lock_folder(out).close()
-            return
-        except UserError:
-            time.sleep(0.1)
-    raise AssertionError("the processes still hold the folder")
+            return True
+
+    wait_until(is_free)
 
 
 class Empty:

@@ -4,18 +4,16 @@ On a CPU torch computes the same products, slowly. What cuBLAS asks of memory an
 own rules for CUDA, which tensors on the meta device follow too.
 """
 
+import contextlib
 import math
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn as nn
-from helpers import command, run
 
-from nanochat import UserError, optim
+from nanochat import UserError
 from nanochat.decode import decode_step
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.ops import fp8
 from nanochat.ops.fp8 import E4M3, E5M2, Float8Linear, check_fp8, convert_to_fp8, quantize
 
 M, C, N = 64, 128, 256
@@ -123,32 +121,6 @@ def test_the_layouts_and_sizes_are_those_that_cuda_takes(monkeypatch):
                 torch._scaled_mm(*factors, scale, scale)
 
 
-def test_a_short_training_stays_near_bfloat16():
-    text = torch.tensor(list(Path(fp8.__file__).read_bytes()))
-    curves = []
-    for convert in (False, True):
-        model = make_model(depth=1)
-        rates = {"embedding_lr": 0.3, "unembedding_lr": 0.01, "matrix_lr": 0.02, "scalar_lr": 0.1}
-        optimizer = optim.MuonAdamW(optim.parameter_groups(model, rates, 0.0), torch.bfloat16)
-        if convert:
-            convert_to_fp8(model)
-        curve, draw = [], torch.Generator().manual_seed(0)
-        for _ in range(24):
-            starts = torch.randint(len(text) - 65, (8,), generator=draw)
-            rows = torch.stack([text[s : s + 65] for s in starts])
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(rows[:, :-1], rows[:, 1:])
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            curve.append(loss.item())
-        curves.append(torch.tensor(curve))
-    bfloat16, in_fp8 = curves
-    assert bfloat16[-5:].mean() < bfloat16[0] - 1.5, "it learned"
-    assert not torch.equal(bfloat16[2:], in_fp8[2:])
-    assert (bfloat16 - in_fp8).abs().max() < 0.1
-
-
 # ------------------------------------------------------------------------------------------------------
 # What is converted
 
@@ -197,16 +169,12 @@ def test_without_gradients_a_converted_model_computes_what_it_did_before():
 # The setting
 
 
-@pytest.mark.parametrize(
-    ("capability", "can"),
-    [((8, 6), False), ((8, 9), True), ((12, 0), True)],
-)
-def test_fp8_needs_compute_capability_8_9(monkeypatch, capability, can):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    if can:
-        return check_fp8(True, CUDA, torch.bfloat16, 2048, {})
-    with pytest.raises(UserError, match=f"8.9 or higher .* this one has {capability[0]}.{capability[1]}"):
-        check_fp8(True, CUDA, torch.bfloat16, 2048, {})
+def test_fp8_needs_compute_capability_8_9(monkeypatch):
+    for capability in (8, 9), (12, 0), (8, 6):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        needed = pytest.raises(UserError, match=r"8\.9 or higher .* this one has 8\.6")
+        with needed if capability == (8, 6) else contextlib.nullcontext():
+            check_fp8(True, CUDA, torch.bfloat16, 2048, {})
     check_fp8(False, CUDA, torch.bfloat16, 2048, {})
 
 
@@ -226,12 +194,6 @@ def test_what_does_not_go_together_is_refused(monkeypatch, change, says):
     check_fp8(**fine, resolved={"fp8": True})
     with pytest.raises(UserError, match=says):
         check_fp8(**fine | {"resolved": {"fp8": True}} | change)
-
-
-def test_base_train_refuses_fp8_on_a_cpu(corpus, tmp_path):
-    said = run(command(corpus, tmp_path / "run", "--fp8"), status=2)
-    assert "--fp8 needs an NVIDIA GPU of compute capability 8.9 or higher" in said
-    assert "this run is on cpu" in said
 
 
 @pytest.mark.slow

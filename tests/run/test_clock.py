@@ -34,7 +34,7 @@ def watch(monkeypatch):
     return watch
 
 
-def train(watch, clock, loop, step_s, evaluation_s=3.0, eval_every=100, stop_at=math.inf):
+def train(watch, clock, step_s, evaluation_s=3.0, eval_every=100, stop_at=math.inf):
     """The loop of a run, in which a step takes step_s(step, seconds since the command). Returns the progress
     before each step."""
     found, step = [], 0
@@ -64,9 +64,8 @@ MACHINES = {
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_run_in_minutes_ends_in_time_with_its_schedule_at_its_end_whatever_the_machine_does(watch, machine):
-    loop = LoopState()
-    clock = Clock(make_plan(minutes=2.0), loop, MAIN, 0)
-    found = train(watch, clock, loop, MACHINES[machine])
+    clock = Clock(make_plan(minutes=2.0), LoopState(), MAIN, 0)
+    found = train(watch, clock, MACHINES[machine])
     assert 0.95 * 120 < watch.now - 992.0 < 1.05 * 120
     assert found[0] == 0 and found == sorted(found) and found[-1] > 0.9
     # Where the speed does not change, progress is the share of the steps, as with a number of steps
@@ -76,36 +75,30 @@ def test_a_run_in_minutes_ends_in_time_with_its_schedule_at_its_end_whatever_the
 
 
 def test_the_last_evaluation_has_its_time_and_none_begins_shortly_before_it(watch):
-    loop = LoopState()
-    clock = Clock(make_plan(minutes=2.0), loop, MAIN, 0)
-    train(watch, clock, loop, lambda step, t: 0.25, evaluation_s=15.0, eval_every=20)
+    clock = Clock(make_plan(minutes=2.0), LoopState(), MAIN, 0)
+    train(watch, clock, lambda step, t: 0.25, evaluation_s=15.0, eval_every=20)
     assert watch.now - 992.0 < 1.05 * 120
 
 
 def test_before_an_evaluation_was_timed_its_time_is_guessed_from_its_tokens(watch):
-    loop = LoopState()
-    clock = Clock(make_plan(minutes=2.0), loop, MAIN, 0)
+    clock = Clock(make_plan(minutes=2.0), LoopState(), MAIN, 0)
     task = types.SimpleNamespace(examples=[0] * 100)
     clock.expect_evaluation(30 * 8192, [task], [])  # as long as some 6 steps
-    found = train(watch, clock, loop, lambda step, t: 1.0, evaluation_s=6.0, eval_every=10**6)
+    found = train(watch, clock, lambda step, t: 1.0, evaluation_s=6.0, eval_every=10**6)
     assert 100 < len(found) < 109 and watch.now - 992.0 < 1.05 * 120
 
 
 def test_a_first_step_that_compiles_is_no_measure_of_the_last_evaluation(watch):
-    loop = LoopState()
-    clock = Clock(make_plan(minutes=2.0), loop, MAIN, 0)
-    clock.expect_evaluation(
-        30 * 8192
-    )  # as long as ten steps: five seconds, or ten minutes of such first ones
-    step_s = {0: 60.0}
-    found = train(watch, clock, loop, lambda step, t: step_s.get(step, 0.5), 5.0, eval_every=10**6)
+    clock = Clock(make_plan(minutes=2.0), LoopState(), MAIN, 0)
+    clock.expect_evaluation(30 * 8192)  # ten steps: five seconds, or ten minutes of such first ones
+    found = train(watch, clock, lambda step, t: 60.0 if step == 0 else 0.5, 5.0, eval_every=10**6)
     assert len(found) > 80 and 0.95 * 120 < watch.now - 992.0 < 1.05 * 120
 
 
 def test_a_resumed_run_goes_on_with_its_minutes_and_other_minutes_change_its_progress(watch):
     loop = LoopState()
     clock = Clock(make_plan(minutes=2.0), loop, MAIN, 0)
-    train(watch, clock, loop, lambda step, t: 0.25, stop_at=200)
+    train(watch, clock, lambda step, t: 0.25, stop_at=200)
     kept = LoopState(progress=loop.progress, minutes=loop.minutes, elapsed_s=loop.elapsed_s)
     assert 0.4 < kept.progress < 0.6 and kept.elapsed_s == pytest.approx(8 + 3 + 50, abs=4)
     watch.now = 1000.0  # another process, which began 8 seconds ago

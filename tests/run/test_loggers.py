@@ -48,15 +48,19 @@ HISTORY = {
 }
 SAMPLES = ["def f(x?", "import \u6771"]
 UNREACHABLE = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
+IMPATIENT = """
+import wandb
+wandb.Settings = lambda settings=wandb.Settings, **given: settings(**given | {"init_timeout": 3})
+"""
 
 
-def log_to(folder, names: str, **variables) -> str:
-    """Run LOGGING in a child without anyone's settings of these packages; what it printed."""
+def log_to(folder, names: str, before="", **variables) -> str:
+    """Run LOGGING after other code, in a child without anyone's settings of the packages; what it printed."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "TRACKIO"))}
     (folder / "home").mkdir()
     environment |= {"HOME": str(folder / "home"), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     environment |= {"TRACKIO_DIR": str(folder / "trackio"), "WANDB_ERROR_REPORTING": "false"} | variables
-    line = [sys.executable, "-c", LOGGING, folder, names]
+    line = [sys.executable, "-c", before + LOGGING, folder, names]
     done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0 and "warning" not in done.stderr, done.stderr
     return done.stdout
@@ -87,17 +91,6 @@ def read_wandb(path):
             yield record
 
 
-def wandb_history(*paths) -> dict[int, dict]:
-    """{step: {name: number}} in .wandb files."""
-    history = {}
-    for r in (r for path in paths for r in read_wandb(path)):
-        if r.WhichOneof("record_type") == "history":
-            row = {".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in r.history.item}
-            row = {name: value for name, value in row.items() if not name.startswith(("_", "samples"))}
-            history[r.history.step.num] = row
-    return history
-
-
 def check_wandb(folder):
     files = sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
     records = [r for path in files for r in read_wandb(path)]
@@ -106,7 +99,11 @@ def check_wandb(folder):
     assert len({r.run_id for r in runs}) == 1
     config = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
     assert config["settings"] == {"depth": {"value": 4, "source": "default"}} and config["plan"] == ["a", "b"]
-    assert wandb_history(*files) == HISTORY
+    history = {}
+    for r in (r.history for r in records if r.WhichOneof("record_type") == "history"):
+        row = {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in r.item}
+        history[r.step.num] = {k: v for k, v in row.items() if not k.startswith(("_", "samples"))}
+    assert history == HISTORY
     (table,) = folder.glob("wandb/offline-run-*/files/media/table/samples_*.json")
     assert json.loads(table.read_text()) == {"columns": ["step", "sample"], "data": [[4, s] for s in SAMPLES]}
     (report,) = folder.glob("wandb/offline-run-*/files/report.html")
@@ -155,30 +152,22 @@ def test_every_logger_has_the_whole_run_after_a_stop_and_a_resume(tmp_path):
 
 @pytest.mark.slow
 def test_wandb_is_offline_where_its_server_cannot_be_reached_and_holds_every_number(tmp_path):
-    said = log_to(tmp_path, "wandb", **UNREACHABLE)
+    said = log_to(tmp_path, "wandb", before=IMPATIENT, **UNREACHABLE)
     assert said.count("cannot be reached") == 2
     check_wandb(tmp_path)
 
 
 @pytest.mark.slow
-def test_a_training_run_is_in_every_logger_with_the_losses_of_its_own_file(corpus, tmp_path, monkeypatch):
+def test_a_training_run_is_in_its_logger_with_the_losses_of_its_own_file(corpus, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    line = command(corpus, tmp_path / "runs" / "d2", "--logger=wandb,tensorboard,trackio")
+    line = command(corpus, tmp_path / "run", "--logger=tensorboard")
     run([*line, "--num_iterations=5"])
     run(line)  # goes on to step 8
-    expected = losses(tmp_path / "runs" / "d2")
+    expected = losses(tmp_path / "run")
     assert list(expected) == list(range(8))
-    found = EventAccumulator(str(tmp_path / "runs" / "d2" / "tensorboard")).Reload()
+    found = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert {event.step: event.value for event in found.Scalars("loss")} == pytest.approx(expected)
-    with sqlite3.connect(tmp_path / "trackio" / "nanochat.db") as database:
-        rows = database.execute("SELECT step, metrics FROM metrics WHERE run_name = 'runs/d2'").fetchall()
-    assert {step: loss for step, m in rows if (loss := json.loads(m).get("loss")) is not None} == expected
-    histories = [wandb_history(path) for path in tmp_path.glob("runs/d2/wandb/offline-run-*/*.wandb")]
-    logged = {step: row["loss"] for history in histories for step, row in history.items() if "loss" in row}
-    assert len(histories) == 2 and logged == expected
 
 
 class FakeWandb:

@@ -4,7 +4,6 @@ import json
 import math
 import os
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,9 +11,6 @@ from hypothesis import strategies as st
 from test_report import write_records
 
 from nanochat.run.metrics import LoopState, diverged, is_spike, read_metrics, rewind_metrics
-
-ROOT = Path(__file__).parents[2]
-
 
 # -- The file
 

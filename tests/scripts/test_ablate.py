@@ -5,11 +5,10 @@ import os
 import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, Process, insert, python_m
+from helpers import ROOT, Process, insert, python_m, wait_until
 
 TINY = "--max_seq_len=32 --vocab_size=300 --total_batch_size=128 --eval_tokens=500 --dtype=float32"
 
@@ -169,18 +168,6 @@ def test_more_seeds_add_to_the_results_of_fewer_and_are_compared_in_pairs(stand_
     assert float(error) == pytest.approx((spread / 3) ** 0.5, abs=6e-5)
 
 
-def wait_for_records(process: Process, logs: Path, trainings: int) -> list[Path]:
-    """The metrics of so many trainings, once each has a line: before that a run has nothing to save."""
-    deadline = time.monotonic() + 600
-    while time.monotonic() < deadline:
-        found = [path for path in logs.glob("*/run/metrics.jsonl") if path.stat().st_size]
-        if len(found) >= trainings:
-            return found
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
-    raise AssertionError("no training began")
-
-
 @pytest.mark.slow
 def test_a_stopped_command_goes_on_where_every_training_was(tree, tmp_path):
     slow = tmp_path / "slow"  # while this file is there, a step takes a second
@@ -191,7 +178,9 @@ def test_a_stopped_command_goes_on_where_every_training_was(tree, tmp_path):
     long = command(tmp_path, *arguments, more="--num_iterations=100")
     process = Process(long, tree)
     logs = tmp_path / "base" / "ablations" / "mine"
-    wait_for_records(process, logs, 2)
+    # Before a training has a line it has nothing to save
+    begun = "*/run/metrics.jsonl"
+    wait_until(lambda: sum(path.stat().st_size > 0 for path in logs.glob(begun)) == 2, process)
     second = python_m(long, tree)
     assert second.returncode == 2 and "is in use by process" in second.stderr
     process.send_signal(signal.SIGTERM)

@@ -88,18 +88,16 @@ def test_new_weights_and_matrices_in_a_block_are_trained_and_the_checkpoint_chat
             },
             "PARAMETER_TABLE .* blocks.0.kernel",
         ),
+        (
+            {"make": f"self.unused = {VECTOR}", "begin": "nn.init.zeros_(block.unused)"},
+            "blocks.0.unused, blocks.1.unused got no gradient",
+        ),
     ],
-    ids=["no initial value", "top-level table", "three dimensions"],
+    ids=["no initial value", "top-level table", "three dimensions", "never used"],
 )
 def test_what_is_missing_for_a_new_parameter_is_said_by_name(tree, corpus, tmp_path, change, says):
     change_model(tree, **change)
     assert re.search(says, run_tree(tree, command(corpus, tmp_path / "run", ONCE), status=2))
-
-
-def test_our_optimizer_names_a_parameter_that_the_model_never_uses(tree, corpus, tmp_path):
-    change_model(tree, make=f"self.unused = {VECTOR}", begin="nn.init.zeros_(block.unused)")
-    printed = run_tree(tree, command(corpus, tmp_path / "run", ONCE), status=2)
-    assert "blocks.0.unused, blocks.1.unused got no gradient" in printed
 
 
 def test_a_checkpoint_from_before_a_change_of_the_model_is_refused_by_name(tree, corpus, tmp_path):

@@ -75,15 +75,14 @@ def test_resuming_from_weights_that_are_not_finite_is_refused(tree, corpus, tmp_
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to catch")
-@pytest.mark.parametrize("seconds", [0, 8])
-def test_sigterm_in_set_up_or_compilation_ends_the_run(corpus, tmp_path, seconds):
+def test_sigterm_in_set_up_or_compilation_ends_the_run(corpus, tmp_path):
     cache = str(tmp_path / "cache")  # compile again
     process = Process(command(corpus, tmp_path / "run", "--compile=on"), TORCHINDUCTOR_CACHE_DIR=cache)
     try:
         while "plan" not in process.stdout:  # the plan is printed; next come build and compilation
             assert process.poll() is None, process.stderr
             time.sleep(0.01)
-        time.sleep(seconds)
+        time.sleep(8)
         process.send_signal(signal.SIGTERM)
         assert process.wait() == 0
         assert "stopped by SIGTERM before the first step" in process.stderr
@@ -101,9 +100,3 @@ def test_damaged_lines_of_the_metrics_are_skipped_and_named(corpus, tmp_path):
     for number in (2, 3, 4):
         assert re.search(rf"metrics.jsonl, line {number},? .*skipped", printed), printed
     assert sorted(losses(out)) == [0, 4, 5]
-
-
-@pytest.mark.parametrize("setting", ["out_dir", "resume"])
-def test_a_user_who_is_unknown_here_is_refused_in_one_sentence(corpus, tmp_path, setting):
-    printed = run(command(corpus, tmp_path / "run", f"--{setting}=~nouser/x"), status=2)
-    assert "~nouser/x" in printed

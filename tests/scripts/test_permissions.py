@@ -56,7 +56,6 @@ CASES = [
     (STEP, ["scripts.chat", "--source=mine", "--prompt=a"]),
     (THEIRS, ["scripts.base_eval", "--source=theirs"]),
     (THEIRS, ["scripts.mid_train", "--source=mine", "--data={}/base_checkpoints/theirs/a.jsonl", "--plan"]),
-    (THEIRS, ["scripts.report", "theirs"]),
     (THEIRS, ["scripts.report", "{}/base_checkpoints/theirs/x"]),
     (THEIRS, ["train", "--resume={}/base_checkpoints/theirs"]),
     (THEIRS, ["train", "--init_from={}/base_checkpoints/theirs"]),

@@ -10,13 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import Process
+from helpers import ROOT, Process
 
 from nanochat.data.parquet import Documents
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import Tokenizer, open_tokenizer, train
-
-ROOT = Path(__file__).parents[2]
 
 
 def tok_train(tmp_path: Path, *arguments: str, status: int = 0) -> subprocess.CompletedProcess:
