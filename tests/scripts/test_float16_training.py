@@ -5,13 +5,11 @@ import json
 
 import pytest
 import torch
-from helpers import ROOT, command, losses, python_m, records, run
-from processes import run_in_processes
+from helpers import ROOT, command, losses, records, run
 
 import configurator
 from nanochat import checkpoint
 from nanochat.checkpoint.files import read_tensors
-from nanochat.machine import precision
 from nanochat.plan import scaling
 from nanochat.plan.memory import training_bytes
 
@@ -66,13 +64,6 @@ def test_losses_in_16_bit_are_near_those_of_float32_and_what_lasts_is_float32(co
     run(command(corpus, tmp_path / "float32", *longer))  # another precision may go on with a run
     assert len(losses(tmp_path / "float32")) == STEPS + 2
     assert records(tmp_path / "float32")[-2]["loss_scale"] == 2**16
-
-
-def test_a_float16_run_s_checkpoint_writes_text_in_float16(trained):
-    chat = ["scripts.chat", f"--source={trained}", "--prompt=alpha", "--max_tokens=20", "--dtype=float16"]
-    done = python_m(chat)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("alpha") and len(done.stdout) > 15 and "in float16" in done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -133,90 +124,11 @@ def test_a_float16_run_that_no_scale_can_save_ends_and_names_the_step(corpus, tr
 
 
 # ------------------------------------------------------------------------------------------------------
-# Two processes: an overflow of one is one of both
-
-
-# Four steps of two micro-steps. In the second step one gradient of process 1 is infinite, of a matrix that it
-# updates itself: process 0 never gets it.
-ONE_OF_TWO = """
-import torch
-from torch.nn.parallel import DistributedDataParallel
-from nanochat import gradients
-from nanochat.gpt import GPT, GPTConfig
-from nanochat.machine import precision, runtime
-from nanochat.optim import MuonAdamW, parameter_groups
-
-torch.set_num_threads(1)
-
-def main(folder):
-    machine = runtime.start("cpu", seed=0, timeout_s=600)
-    rank, cpu = machine.rank, machine.device
-    generator = torch.Generator().manual_seed(rank)
-    model = GPT(GPTConfig(depth=2, width=32, num_heads=2, vocab_size=61, max_seq_len=16))
-    model.init_weights(torch.Generator().manual_seed(0))
-    rates = {"embedding_lr": 0.1, "unembedding_lr": 0.01, "matrix_lr": 0.02, "scalar_lr": 0.3}
-    optimizer = MuonAdamW(parameter_groups(model, rates, 0.1), rank=rank, world_size=2)
-    mine = next(p for p in model.parameters() if (1, slice(None)) in optimizer.owners(p))
-    ddp = DistributedDataParallel(model, **runtime.DDP_OPTIONS)
-    gradients.exchange_gradients(ddp, optimizer)
-    scaler, seen = precision.make_scaler(cpu, torch.float16), []
-    for step in range(4):
-        for micro_step in range(2):
-            idx = torch.randint(61, (4, 16), generator=generator)  # each process has rows of its own
-            ddp.require_backward_grad_sync = micro_step == 1  # what no_sync() sets
-            with precision.autocast(cpu, torch.float16):
-                loss = ddp(idx, idx.roll(-1, 1)) / 2
-            scaler.scale(loss).backward()
-            if (step, rank, micro_step) == (1, 1, 0):
-                mine.grad[0, 0] = torch.inf
-        scaler.unscale_(optimizer)
-        norm = gradients.clip_grad_norm_(model, optimizer, 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=False)
-        weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-        state = {name: tensor.clone() for name, tensor in optimizer.named_state().items()}
-        seen.append((scaler.get_scale(), bool(norm.isfinite()), weights, state))
-    torch.save(seen, f"{folder}/{rank}.pt")
-    machine.close()
-"""
-
-
-def test_an_overflow_in_one_process_is_skipped_by_all(tmp_path):
-    run_in_processes(ONE_OF_TWO, [[2, str(tmp_path)]])
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
-    for mine, other in zip(first, second, strict=True):
-        assert mine[:2] == other[:2] and torch.equal(mine[2], other[2])
-    for seen in (first, second):
-        assert [scale for scale, *_ in seen] == [2**16, 2**15, 2**15, 2**15]
-        assert [finite for _, finite, *_ in seen] == [True, False, True, True]
-        weights, states = [w for *_, w, _ in seen], [state for *_, state in seen]
-        same = [torch.equal(weights[k], weights[k - 1]) for k in (1, 2, 3)]
-        assert same == [True, False, False]
-        assert all(torch.equal(states[1][name], states[0][name]) for name in states[0])
-        assert any(not torch.equal(states[2][name], states[1][name]) for name in states[0])
-
-
-@pytest.mark.slow
-def test_two_processes_skip_what_one_skips_and_go_on_with_its_scale(corpus, trained, overflowed, tmp_path):
-    # Each process has half of the micro-steps, so its losses are divided by half as much: half the scale
-    save_with_scale(trained, tmp_path / "run", 2, 2.0**22)
-    run(command(corpus, tmp_path / "run", *SHORT, "--dtype=float16"), processes=2)
-    skipped = skipped_steps(tmp_path / "run")
-    assert skipped == skipped_steps(overflowed)
-    assert scale_after(tmp_path / "run", STEPS) == scale_after(overflowed, STEPS) / 2
-    assert losses(tmp_path / "run") == pytest.approx(losses(overflowed), rel=0.02)
-
-
-# ------------------------------------------------------------------------------------------------------
 # bfloat16
 
-# The laptop recipe, or, where a CPU has to emulate bfloat16 and one step of it takes ten seconds, a model for
-# which one step costs a thirtieth
-SIZE = ["--total_batch_size=2048", "--device_batch_size=4"]
-if "bfloat16" not in precision.cpu_native_dtypes():
-    SIZE = ["--depth=2", "--aspect_ratio=32", "--head_dim=32", "--max_seq_len=128"]
-    SIZE += ["--total_batch_size=512", "--device_batch_size=4"]
+# The laptop recipe, with a model that costs little where a CPU has to emulate bfloat16
+SIZE = ["--depth=2", "--aspect_ratio=32", "--head_dim=32", "--max_seq_len=128"]
+SIZE += ["--total_batch_size=512", "--device_batch_size=4"]
 
 
 @pytest.mark.slow
@@ -224,8 +136,9 @@ def test_200_steps_in_bfloat16_lose_as_much_as_in_float32(tmp_path):
     last = {}
     for dtype in ("bfloat16", "float32"):
         out = tmp_path / dtype
-        options = ["--num_iterations=200", "--eval_every=-1", "--eval_tokens=65536", "--save_every=-1"]
-        run(["scripts.base_train", "runs/laptop.py", f"--out_dir={out}", f"--dtype={dtype}", *options, *SIZE])
+        steps = ["--num_iterations=200", "--eval_every=-1", "--eval_tokens=65536", "--save_every=-1"]
+        where = [f"--out_dir={out}", f"--dtype={dtype}"]
+        run(["scripts.base_train", "runs/laptop.py", *where, *steps, *SIZE])
         found = losses(out)
         val_bpb = next(r["val_bpb"] for r in records(out) if "val_bpb" in r)
         last[dtype] = sum(found[step] for step in range(150, 200)) / 50, val_bpb

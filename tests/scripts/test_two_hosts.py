@@ -1,7 +1,6 @@
 """A run over two hosts. Each host is a network namespace with its own address and its own torchrun."""
 
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -36,15 +35,13 @@ def hosts():
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def on_two_hosts(hosts: list, arguments: list, processes: int, port: int, before: str = "") -> list:
-    """Run the command by torchrun on both hosts, after a shell command in its own mount namespace; (status,
-    output) of each."""
+def on_two_hosts(hosts: list, arguments: list) -> list:
+    """Run the command by torchrun on both hosts, with two processes each; (status, output) of each."""
     started = []
     for rank, name in enumerate(hosts):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={rank}"]
-        torchrun += [f"--nproc_per_node={processes}", "--master_addr=10.99.0.1", f"--master_port={port}"]
-        line = f"{before} exec {shlex.join([*torchrun, '-m', *arguments])}"
-        host = ["ip", "netns", "exec", name, "unshare", "-m", "sh", "-c", line]
+        torchrun += ["--nproc_per_node=2", "--master_addr=10.99.0.1", "--master_port=29400"]
+        host = ["ip", "netns", "exec", name, *torchrun, "-m", *arguments]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         started.append(subprocess.Popen(host, cwd=ROOT, env=environment, **pipes))
@@ -57,7 +54,7 @@ def test_two_hosts_of_two_processes_have_the_losses_of_one_and_resume_as_one(hos
     run(command(corpus, tmp_path / "calm"))
     expected = losses(tmp_path / "calm")
     out = tmp_path / "two"
-    first, second = on_two_hosts(hosts, command(corpus, out), 2, 29400)
+    first, second = on_two_hosts(hosts, command(corpus, out))
     (status, printed), (other_status, other_printed) = first, second
     assert status == other_status == 0, printed + other_printed
     assert "x 4 processes" in printed and "x 4 processes" not in other_printed  # only process 0 prints
