@@ -262,12 +262,29 @@ def on_gpu(graph, inputs, backward: bool) -> tuple[list[dict], str]:
     return found, code
 
 
+def of_tensors(function, args):
+    """The function with its tensors as its only arguments, and these. Its other arguments are constants."""
+
+    def called(*tensors):
+        rest = iter(tensors)
+        return function(*[next(rest) if isinstance(a, torch.Tensor) else a for a in args])
+
+    return called, [a for a in args if isinstance(a, torch.Tensor)]
+
+
 def calls_inside(function, args) -> list[dict]:
     """The kernels of an operator that is written in PyTorch and is called with args."""
     calls = Calls()
+    torch.compile = calls.compile
     with ReadsCuda("meta"), calls:
         function(*[empty_like(a, "meta") for a in args])
-    return calls.kernels
+    kernels, of_form = calls.kernels, {}
+    for inner, args in calls.compiled:
+        form = str([(a.shape, a.dtype) if isinstance(a, torch.Tensor) else a for a in args])
+        if form not in of_form:
+            of_form[form], _ = on_gpu(*trace(*of_tensors(inner, args))["forward"], backward=False)
+        kernels += of_form[form]
+    return kernels
 
 
 # ------------------------------------------------------------------------------------------------------

@@ -78,18 +78,32 @@ def _size(tensor) -> int:
 
 
 class Calls(TorchDispatchMode):
-    """Records the calls that a function makes while this is active, in `kernels`."""
+    """Records the calls that a function makes while this is active: in `kernels`, and in `compiled` the
+    functions, with their arguments, that it would compile by `self.compile`."""
 
     def __init__(self):
         super().__init__()
-        self.kernels = []
+        self.kernels, self.compiled, self.in_compiled = [], [], False
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result, schema = operator(*args, **(kwargs or {})), operator._schema
         is_view = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
-        if not (is_view or schema.name in NO_KERNEL or schema.name.startswith("prim::")):
+        if not (self.in_compiled or is_view or schema.name in NO_KERNEL or schema.name.startswith("prim::")):
             self.kernels.append(library_call(operator, args, kwargs or {}, result))
         return result
+
+    def compile(self, function=None, **options):
+        """In place of torch.compile."""
+
+        def run(*args):
+            self.compiled.append((function, args))
+            self.in_compiled = True
+            try:
+                return function(*args)
+            finally:
+                self.in_compiled = False
+
+        return run if function else self.compile
 
 
 # ------------------------------------------------------------------------------------------------------

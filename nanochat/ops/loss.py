@@ -24,6 +24,8 @@ CHUNK_LOGITS = {"cpu": 2**20, "cuda": 2**27, "mps": 2**27}
 # of 32,768 these are 16,384 rows. The product that gives x's gradient then has 384 tiles of 128 x 256 at a
 # width of 768, 2.9 for each of an H100's 132 SMs; of 4,096 rows it has 96, and a quarter of the SMs waits.
 ONE_PASS_LOGITS = 2**29
+# Where a compiled model's chunks are compiled too. On a CPU, in the cache, they would be no faster.
+COMPILED_ON = {"cuda"}
 
 
 def softcap(logits):
@@ -47,11 +49,11 @@ def softcapped_cross_entropy(x, weight, targets, reduction="mean"):
         if any(wanted):
             logits = softcap(F.linear(x, weight.to(x.dtype)))
             return F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
-        return (head_losses if compiled else losses_in_chunks)(x, weight, targets)
+        return (head_losses if compiled else losses_in_chunks)(x, weight, targets, compiled)
     if any(wanted):
-        total, *_ = (head_and_loss if compiled else HeadAndLoss.apply)(x, weight, targets, *wanted)
+        total, *_ = (head_and_loss if compiled else HeadAndLoss.apply)(x, weight, targets, *wanted, compiled)
     else:
-        total = (head_losses if compiled else losses_in_chunks)(x, weight, targets).sum()
+        total = (head_losses if compiled else losses_in_chunks)(x, weight, targets, compiled).sum()
     return total if reduction == "sum" else total / (targets != -1).sum()
 
 
@@ -64,7 +66,7 @@ def chunk_rows(
 ) -> int:
     """Tokens whose logits are in memory at a time, nearly the same number for all chunks.
 
-    in_one_pass: whether the "loss" kernel reads and writes them once.
+    in_one_pass: whether their losses are computed so (see `_in_one_pass`).
     """
     # Each chunk adds to the whole gradient of the weight: below 512 rows that costs more than the cache gives
     most = max(512, (ONE_PASS_LOGITS if in_one_pass else CHUNK_LOGITS[device_type]) // vocab_size)
@@ -98,8 +100,10 @@ def chunk_losses(logits, targets, gradient: bool = False, scale: float = 1.0, *,
 
 
 def chunk_losses_in_one_pass(logits, targets, gradient: bool = False, scale: float = 1.0):
-    """What the "loss" kernel computes: the same, but a row that is not scored has a gradient of zeros.
+    """The same, in the form that suits a GPU: nothing is indexed. A row that is not scored has a gradient of
+    zeros.
 
+    Compiled by torch 2.11 for a CPU, an indexed logit was read after its gradient had been written over it.
     The softcap keeps exponentials between e^-15 and e^15, so no maximum is subtracted first.
     """
     s = torch.sigmoid(logits.float() * (2 / SOFTCAP))
@@ -127,6 +131,12 @@ operators.register(
     lambda logits, *_: logits.new_empty(logits.size(0), dtype=torch.float32),
     kernel=_by_kernel,
 )
+
+
+@functools.cache
+def compiled_chunk_losses():
+    """chunk_losses_in_one_pass, compiled: for the first number of rows, and for any other one once more."""
+    return torch.compile(chunk_losses_in_one_pass)
 
 
 def _add_product(total, a, b):
@@ -166,14 +176,21 @@ def head_gradients(gradient, x, weight, dx, dw, product, down: float):
 # All chunks
 
 
-def _chunks(x, weight, targets, gradient: bool, scale: float):
+def _in_one_pass(device_type: str, compiled: bool) -> bool:
+    """Whether a kernel, or compiled code, reads and writes the logits once."""
+    return "loss" in kernels.IN_USE or (compiled and device_type in COMPILED_ON)
+
+
+def _chunks(x, weight, targets, gradient: bool, scale: float, compiled: bool):
     """Yield for each chunk: its rows, their losses, and their logits (with `gradient`, the gradient of the
     logits), which the next chunk overwrites."""
-    by_kernel = "loss" in kernels.IN_USE
-    rows = chunk_rows(x.size(0), weight.size(0), x.device.type, x.dtype, in_one_pass=by_kernel)
+    in_one_pass = _in_one_pass(x.device.type, compiled)
+    rows = chunk_rows(x.size(0), weight.size(0), x.device.type, x.dtype, in_one_pass)
     memory = x.new_empty(rows, weight.size(0))
-    if by_kernel:
+    if "loss" in kernels.IN_USE:
         losses_of = torch.ops.nanochat.softcapped_losses_
+    elif in_one_pass:
+        losses_of = compiled_chunk_losses()
     else:
         in_float32 = memory if x.dtype == torch.float32 else torch.empty_like(memory, dtype=torch.float32)
         losses_of = functools.partial(chunk_losses, memory=(in_float32, torch.empty_like(in_float32)))
@@ -183,17 +200,19 @@ def _chunks(x, weight, targets, gradient: bool, scale: float):
         yield piece, losses_of(logits, targets[piece], gradient, scale), logits
 
 
-def losses_in_chunks(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def losses_in_chunks(
+    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, compiled: bool
+) -> torch.Tensor:
     """The loss of each target, (N,) float32, for a loss without gradients."""
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         all_losses = x.new_empty(x.size(0), dtype=torch.float32)
-        for piece, losses, _ in _chunks(x, weight.to(x.dtype), targets, False, 1):
+        for piece, losses, _ in _chunks(x, weight.to(x.dtype), targets, False, 1, compiled):
             all_losses[piece] = losses
         return all_losses
 
 
 def gradients_in_chunks(
-    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, of_x: bool, of_weight: bool
+    x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, of_x: bool, of_weight: bool, compiled: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The sum of the losses, float32, and its two gradients, each divided by its unit (see _units).
 
@@ -204,11 +223,11 @@ def gradients_in_chunks(
     dx, dw = _memory_for_gradients(x, weight, of_x, of_weight)
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         total, low, unscored = torch.zeros((), device=x.device), weight.to(x.dtype), (targets == -1)[:, None]
-        mask = "loss" not in kernels.IN_USE  # else the gradients of these rows are zeros
+        mask = not _in_one_pass(x.device.type, compiled)  # else the gradients of these rows are zeros
         scored = x.masked_fill(unscored, 0) if mask else x  # zeros add nothing to the weight's gradient
         dw.zero_()
         product = None if "head" in kernels.IN_USE else torch.empty_like(dw, dtype=x.dtype)
-        for piece, losses, gradient in _chunks(x, low, targets, True, scale):
+        for piece, losses, gradient in _chunks(x, low, targets, True, scale, compiled):
             total += losses.sum()
             head_gradients(gradient, scored[piece], low, dx[piece], dw, product, down)
         return total, dx.masked_fill_(unscored, 0) if mask and of_x else dx, dw
@@ -234,7 +253,7 @@ def _units(device_type: str, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def _keep_gradients(ctx, inputs, output):
-    x, weight, _, *ctx.wanted = inputs
+    x, weight, _, *ctx.wanted, _ = inputs
     ctx.dtypes = x.dtype, weight.dtype
     ctx.save_for_backward(*output[1:])
     ctx.mark_non_differentiable(*output[1:])
@@ -250,7 +269,7 @@ def _multiply_gradients(ctx, of_total, *_):
         (kept.to(wide) * (of_total * unit)).to(dtype) if wanted else None
         for kept, unit, dtype, wanted in found
     ]
-    return *gradients, None, None, None
+    return *gradients, None, None, None, None
 
 
 class HeadAndLoss(torch.autograd.Function):
@@ -268,10 +287,10 @@ head_and_loss.register_autograd(_multiply_gradients, setup_context=_keep_gradien
 
 
 @head_losses.register_fake
-def _(x, weight, targets):
+def _(x, weight, targets, compiled):
     return x.new_empty(x.size(0), dtype=torch.float32)
 
 
 @head_and_loss.register_fake
-def _(x, weight, targets, of_x, of_weight):
+def _(x, weight, targets, of_x, of_weight, compiled):
     return x.new_empty((), dtype=torch.float32), *_memory_for_gradients(x, weight, of_x, of_weight)

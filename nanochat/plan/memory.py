@@ -25,8 +25,7 @@ KEPT = {
 }
 MLP_KERNEL = 8  # bytes for each channel in each layer that are not kept with the kernels of ops/mlp.py
 # Bytes for each logit of a chunk (loss.py), by bytes of the compute dtype: the logits in that dtype and two
-# float32 tensors, or one if the logits are float32. Only the logits with the kernel for the loss, which a GPU
-# is assumed to use where it compiles
+# float32 tensors, or one if the logits are float32. Compiled for a GPU, only the logits
 EAGER_LOGIT = {2: 10, 4: 8}
 MUON_COPIES = 5  # float32 copies of Muon's largest group, a third of all matrices, in its update
 # For a CPU, fitted to the largest resident memory of runs (docs/benchmarks.md). Eager code leaves gaps
