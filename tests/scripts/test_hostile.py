@@ -97,6 +97,5 @@ def test_damaged_lines_of_the_metrics_are_skipped_and_named(corpus, tmp_path):
     lines[1:4] = [b'{"step": 1, "lo\n', b"[1, 2]\n", b"\xff\xfe\n"]
     (out / "metrics.jsonl").write_bytes(b"".join(lines))
     printed = run(command(corpus, out, "--num_iterations=6", "--eval_every=-1"))
-    for number in (2, 3, 4):
-        assert re.search(rf"metrics.jsonl, line {number},? .*skipped", printed), printed
+    assert re.search(r"metrics.jsonl: .*skipped \(2, 3, 4\)", printed), printed
     assert sorted(losses(out)) == [0, 4, 5]
