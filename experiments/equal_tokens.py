@@ -62,9 +62,7 @@ minutes = -1.0  # what is not done by then is ended (-1 = no limit) [-1, 0.01..1
 plot: str | None = None  # the picture to draw (none = no picture)
 base_dir = "~/.cache/nanochat"  # where data, tokenizers and results are (environment: NANOCHAT_BASE_DIR)
 
-_COLUMNS = "side, depth, tokens, tokens a step, seeds, bits per byte, over the peer's best, tokens/s"
 SIDES = {"ours": "this project", "peer": "karpathy/nanochat"}
-_ROWS = 16  # of a micro-batch, at most: three runs of d12 with a vocabulary of 32,768 share a GPU of 80 GB
 
 
 def numbers(name: str, text: str | None) -> list[int]:
@@ -95,9 +93,9 @@ class Run:
 
     @property
     def rows(self) -> int:
-        """Of a micro-batch."""
+        """Of a micro-batch: at most 16, so that three runs of d12 share a GPU of 80 GB."""
         rows = max(1, self.batch // max_seq_len)
-        return max(n for n in range(1, _ROWS + 1) if rows % n == 0)
+        return max(n for n in range(1, 17) if rows % n == 0)
 
     @property
     def folder(self) -> Path:
@@ -198,7 +196,8 @@ def best_of_peer(runs: list[Run], depth: int) -> Run | None:
 
 def table(runs: list[Run]) -> str:
     """A row for each side, depth and batch; seeds are put together."""
-    rows = [_COLUMNS.split(", ")]
+    columns = "side, depth, tokens, tokens a step, seeds, bits per byte, over the peer's best, tokens/s"
+    rows = [columns.split(", ")]
     for side, depth, batch in dict.fromkeys((run.side, run.depth, run.batch) for run in runs):
         same = [r for r in runs if (r.side, r.depth, r.batch) == (side, depth, batch) and r.result]
         if not same:

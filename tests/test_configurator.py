@@ -210,6 +210,27 @@ def test_every_valid_command_line_gives_the_values_and_sources_that_were_written
         assert record.sources[name] == sources.get(name, "default")
 
 
+numbers = st.integers(0, 99).map(str) | (st.floats(0.01, 99) | st.just(0.0)).map(repr)
+
+
+signs = st.sampled_from(["+", "-", "*", "/", "//"])
+
+
+sums = st.recursive(numbers, lambda part: st.builds("({} {} {})".format, part, signs, part), max_leaves=6)
+
+
+@many
+@given(sums)
+def test_arithmetic_gives_what_python_gives_on_the_command_line_and_in_files(text):
+    for argument in f"--rate={text}", write("sum.py", f"rate = {text}"):
+        try:
+            value = float(eval(text))
+        except ZeroDivisionError:
+            assert "too large" in errors_of(argument)[0]
+        else:
+            assert same(settings_of(argument).values["rate"], value)
+
+
 def test_the_environment_gives_a_default_that_files_and_command_line_replace(monkeypatch):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", "/environment")
     path = write("config.py", "base_dir = '/file'")
@@ -271,8 +292,22 @@ def test_one_mistake_gives_one_sentence_that_names_it():
     assert len(errors_of("--dept", "missing.py")) == 2
 
 
+letters = st.text("abcdefghijklmnopqrstuvwxyz_", min_size=1, max_size=12)
+
+
+unknown = letters.filter(lambda word: word.removeprefix("no_") not in {*KINDS, "plan_only"})
+
+
+mistakes = st.one_of(  # (argument, words of its error)
+    st.sampled_from(sorted(WRONG.items())),
+    unknown.map(lambda word: (f"--{word}=1", f"unknown --{word}")),
+    letters.filter(lambda word: word != "h").map(lambda word: (f"-{word}", f"unknown -{word}")),
+    letters.map(lambda word: (f"no/{word}.py", f"no/{word}.py: No such")),
+)
+
+
 @many
-@given(st.lists(st.sampled_from(sorted(WRONG.items())), min_size=1, max_size=8), st.data())
+@given(st.lists(mistakes, min_size=1, max_size=8), st.data())
 def test_every_mistake_of_files_and_command_line_is_reported_once_and_by_name(bad, data):
     path = write("config.py", "depht = 1\nrate = 'fast'\nprint()\n")
     fine = st.sampled_from(["--depth=5", "--plan", "--no-plan", "--run=x"])

@@ -52,6 +52,15 @@ def test_logits_through_the_cache_are_those_of_one_full_pass(window_pattern, spl
     torch.testing.assert_close(torch.cat(pieces, 1), model(idx), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("window_pattern", ["L", "SL"])
+def test_greedy_generation_takes_the_likeliest_token_of_a_full_pass_each_time(window_pattern):
+    model, text = make_model(window_pattern), [3, 14, 15, 9]
+    for token in generate(model, list(text), 1000, temperature=0):
+        assert token == full_logits(model, text).argmax()
+        text.append(token)
+    assert len(text) == T
+
+
 def test_generation_ends_after_max_tokens_at_a_stop_token_or_when_the_row_is_full():
     model = make_model()
     assert len(list(generate(model, [1, 2], 7))) == 7
@@ -66,6 +75,14 @@ def test_a_prompt_longer_than_the_row_keeps_its_end():
     model, long_prompt = make_model(), [i % 67 for i in range(100)]
     (token,) = generate(model, long_prompt, 50, seed=1)
     assert [token] == list(generate(model, long_prompt[-(T - 1) :], 50, seed=1))
+
+
+def test_a_seed_decides_the_text_whatever_was_drawn_and_written_before():
+    model = make_model()
+    first = list(generate(model, [1, 2, 3], 20, seed=1))
+    torch.rand(100)
+    assert list(generate(model, [1, 2, 3], 20, seed=2)) != first
+    assert list(generate(model, [1, 2, 3], 20, seed=1)) == first
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -337,6 +354,14 @@ def test_a_loaded_model_computes_what_the_saved_one_did(tmp_path):
     in_bfloat16 = checkpoint.open_checkpoint(save_run(tmp_path, model, step=4))
     exact = load_for_inference(in_bfloat16, CPU, torch.float32)
     assert {p.dtype for p in exact.parameters()} == {torch.float32}
+
+
+def test_a_checkpoint_of_another_model_is_refused_in_a_sentence(tmp_path):
+    model = make_model()
+    for number, wrong in enumerate(({"depth": 2}, asdict(model.config) | {"depth": 4})):
+        found = checkpoint.open_checkpoint(save_run(tmp_path, model, step=number, config=wrong))
+        with pytest.raises(UserError, match="holds no model that this nanochat knows"):
+            load_for_inference(found, CPU, torch.float32)
 
 
 @pytest.fixture

@@ -40,6 +40,16 @@ def random_tokens(model, B=2, T=None, seed=1):
     return torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.parametrize("spelled", [False, True])
+def test_each_parameter_is_counted_in_one_role(spelled):
+    model = make_model(spelled=spelled)
+    counts = model.parameter_counts()
+    total = counts.pop("total")
+    assert sum(counts.values()) == total == sum(p.numel() for p in model.parameters())
+    for role in ("embedding", "value_embeddings", "head"):
+        assert counts[role] == sum(p.numel() for p in getattr(model, role).parameters())
+
+
 # ------------------------------------------------------------------------------------------------------
 # Counts
 
@@ -64,6 +74,13 @@ def test_flops_are_those_that_the_flop_counter_sees(window_pattern):
     assert forward + backward == 3 * T * (model.flops_per_token() + hidden)
     head = 4 * 3 * T * model.head.weight.numel()  # its gradients are made with the loss, in the forward pass
     assert backward + head == 2 * (forward - head)
+
+
+def test_the_first_loss_is_the_logarithm_of_the_vocabulary():
+    model = make_model(4, 128, 2, vocab_size=4096, max_seq_len=64, window_pattern="SSSL", stir=0)
+    idx = random_tokens(model, B=4)
+    loss = model(idx, idx.roll(-1, 1)).item()
+    assert abs(loss - math.log(4096)) < 0.02 * math.log(4096)
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -137,6 +154,41 @@ def test_windows_follow_the_pattern_and_the_last_layer_sees_everything():
     assert windows("S") == [16, 16, 16, 16, 64]
     assert windows("SL", depth=1) == [64]
     assert GPTConfig(2, 32, 2, 50, 3, "SL").windows == [1, 3]
+
+
+def test_loss_is_that_of_the_logits_for_every_reduction():
+    model = make_model()
+    idx = random_tokens(model)
+    targets = idx.roll(-1, 1)
+    targets[:, ::3] = -1
+    with torch.no_grad():
+        logits = model(idx)
+        assert logits.shape == (2, 32, 67) and logits.dtype == torch.float32
+        log_p = logits.double().log_softmax(-1)
+        picked = -log_p.gather(-1, targets.clamp_min(0)[..., None])[..., 0] * (targets >= 0)
+    mean = picked.sum() / (targets >= 0).sum()
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients):
+            none, total, of_mean = (model(idx, targets, reduction=r) for r in ("none", "sum", "mean"))
+        assert [loss.requires_grad for loss in (none, total, of_mean)] == [gradients] * 3
+        torch.testing.assert_close(none.double(), picked.flatten(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(total.double(), picked.sum(), rtol=1e-5, atol=0)
+        torch.testing.assert_close(of_mean.double(), mean, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_the_stream_is_in_its_dtype_and_logits_and_loss_in_float32(dtype):
+    model = make_model(window_pattern="SL")
+    streams = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, args, out: streams.extend(part.dtype for part in out))
+    idx = random_tokens(model)
+    exact = model(idx)
+    with torch.amp.autocast("cpu", dtype):
+        logits, loss = model(idx), model(idx, idx)
+    assert streams[-1] == dtype
+    assert logits.dtype == loss.dtype == torch.float32
+    assert (logits - exact).abs().max() < 0.1 * exact.abs().max()
 
 
 # ------------------------------------------------------------------------------------------------------

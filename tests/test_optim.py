@@ -233,6 +233,56 @@ def test_rates_and_decay_are_the_settings_times_the_tables_factors():
     assert all(g["initial_lr"] == g["lr"] for g in optimizer.param_groups)
 
 
+def test_named_state_restored_into_a_new_optimizer_goes_on_bit_for_bit():
+    model = tiny_model()
+    optimizer = make_optimizer(model)
+    for seed in range(3):
+        random_gradients(model, seed)
+        optimizer.step()
+    saved_model = copy.deepcopy(model.state_dict())
+    saved = {name: tensor.clone() for name, tensor in optimizer.named_state().items()}
+
+    restored = tiny_model()
+    restored.load_state_dict(saved_model)
+    new_optimizer = make_optimizer(restored)
+    new_optimizer.load_named_state(saved)
+    for seed in range(3, 6):
+        for m, o in ((model, optimizer), (restored, new_optimizer)):
+            random_gradients(m, seed)
+            o.step()
+    for (name, p), q in zip(model.named_parameters(), restored.parameters(), strict=True):
+        assert torch.equal(p, q), name
+    for name, tensor in new_optimizer.named_state().items():
+        assert torch.equal(tensor, optimizer.named_state()[name]), name
+        assert not torch.equal(tensor, saved[name]), f"{name} shares memory with what it was loaded from"
+        owner, _, key = name.rpartition("/")
+        assert tensor.dtype == torch.float32
+        if key in ("momentum", "exp_avg", "exp_avg_sq"):
+            assert tensor.shape == model.get_parameter(owner).shape, name
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_step_with_found_inf_changes_neither_weights_nor_state(bad):
+    model = tiny_model()
+    optimizer = make_optimizer(model)
+    for seed in range(2):
+        random_gradients(model, seed)
+        optimizer.step()
+    before = copy.deepcopy((model.state_dict(), optimizer.named_state()))
+    for p in model.parameters():
+        p.grad = torch.full_like(p, bad)
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    for then, now in zip(before, (model.state_dict(), optimizer.named_state()), strict=True):
+        assert then.keys() == now.keys()
+        for name in then:
+            assert torch.equal(then[name], now[name]), name
+    optimizer.found_inf = torch.zeros(())
+    random_gradients(model, 2)
+    optimizer.step()
+    assert not torch.equal(before[0]["head.weight"], model.state_dict()["head.weight"])
+
+
 @pytest.mark.parametrize(
     "strange", [lambda t: t[None], lambda t: t.reshape(-1)[0], lambda t: t.double(), lambda t: t.new_empty(0)]
 )

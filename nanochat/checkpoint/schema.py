@@ -4,6 +4,7 @@ Checksums find damage, but not a file of another program or of another nanochat.
 are read later are checked here. A form is
 
     int                     the type itself
+    range(1, 9)             a whole number in it
     [int, str]              a list whose items have one of these types
     {"a": int, "b?": str}   an object with these names; it may lack "b", and other names may hold anything
     {...: int}              an object with any names
@@ -12,14 +13,15 @@ are read later are checked here. A form is
 
 from nanochat.checkpoint.files import damaged
 
+WHOLE = range(2**63)
 NUMBER = int, float
 PLAIN = (*NUMBER, bool, str, type(None), [*NUMBER, str])
-MANIFEST = {"step": int, "world_size": int, "files": {...: {"size": int, "sha256": str}}}
+MANIFEST = {"step": WHOLE, "world_size": range(1, 2**31), "files": {...: {"size": WHOLE, "sha256": str}}}
 STATE = {"identity?": {"model?": {...: PLAIN}}}  # what inference reads
 STATE_TO_CONTINUE = {
     "identity": {"model?": {...: PLAIN}},
     "resolved": {...: (*PLAIN, {...: PLAIN})},
-    "num_iterations": int,
+    "num_iterations": WHOLE,
     "loader": dict,
     "scaler": {...: NUMBER},
     "loop": {...: PLAIN},
@@ -43,4 +45,6 @@ def _wrong(value, form) -> str:
         return next((f".{n}{said}" for n, part, of in parts if of and (said := _wrong(part, of))), "")
     if isinstance(form, list) and isinstance(value, list):
         return "" if all(type(item) in form for item in value) else f" is {value!a:.40}"
+    if isinstance(form, range):
+        return "" if type(value) is int and value in form else f" is {value!a:.40}"
     return "" if type(value) is form else f" is {value!a:.40}"

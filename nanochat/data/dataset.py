@@ -188,4 +188,7 @@ def beginning(text: str) -> str:
     words = " ".join(line.split(" ")[:WORDS])
     if len(words) > CHARACTERS:
         words = words[: CHARACTERS + 1].rpartition(" ")[0]
-    return words or line[:UNSPACED]
+    end = UNSPACED
+    while end < len(line) and unicodedata.category(line[end]).startswith("M"):  # accents and the like
+        end += 1
+    return words or line[:end]

@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import os
+import zipfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -119,14 +120,14 @@ def tokenize_validation(
         return _tokenize(shards, tokenizer, eval_tokens)
     key = [FORMAT, [footer_digest(shard)[0].hex() for shard in shards], tokenizer.fingerprint, eval_tokens]
     key = hashlib.sha256(json.dumps(key).encode()).hexdigest()
-    path = Path(folder) / f"validation-{key[:16]}.npy"
-    with contextlib.suppress(OSError, ValueError, EOFError):  # it is missing or damaged
-        return np.load(path, mmap_mode="r")
+    path = Path(folder) / f"validation-{key[:16]}.npz"
+    with contextlib.suppress(OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
+        return np.load(path)["tokens"]  # a zip file has a checksum; this fails if it is missing or damaged
     tokens = _tokenize(shards, tokenizer, eval_tokens)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
-            np.save(file, tokens)
+            np.savez(file, tokens=tokens)
     return tokens
 
 

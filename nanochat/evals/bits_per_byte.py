@@ -44,7 +44,7 @@ def bits_per_byte(
 
     batches: (inputs, targets), both (B, T) int64; B and T may change, and a target of -1 is not scored.
     token_bytes (V,) int64, on the model's device: the length of each token in bytes. compiled: training is
-    compiled; then this is compiled too, but on a CPU. Raises UserError if a loss is not a number.
+    compiled; then this is compiled too, except on a CPU. Raises UserError if a loss is not a number.
 
     Bits per byte = sum of nats / ln 2 / bytes of the scored tokens. A longer token has a higher loss and
     more bytes.

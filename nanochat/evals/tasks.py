@@ -8,6 +8,7 @@ The cloze questions are kept in a file beside the data set's tokenizers, so the 
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from nanochat.evals.cloze_questions import make_tasks
 from nanochat.files import replacing
 from nanochat.gpt import GPT
 
-FILE = "own_tasks-3.json"  # a change of the questions needs a higher number, which makes the file again
+FILE = "own_tasks-2.json"  # a change of the questions needs a higher number, which makes the file again
 
 
 def open_tasks(
@@ -42,12 +43,15 @@ def cloze_tasks(dataset: Dataset, folder: Path) -> list[Task]:
     """
     path = Path(folder) / FILE
     with contextlib.suppress(OSError, ValueError, TypeError):
-        return [Task(**task) for task in json.loads(path.read_bytes())]
+        digest, content = path.read_bytes().split(b"\n", 1)
+        if hashlib.sha256(content).hexdigest().encode() == digest:
+            return [Task(**task) for task in json.loads(content)]
     tasks = make_tasks(Documents(dataset.val_shards))
+    content = json.dumps([dataclasses.asdict(task) for task in tasks]).encode()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
-            file.write(json.dumps([dataclasses.asdict(task) for task in tasks]).encode())
+            file.write(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
     return tasks
 
 

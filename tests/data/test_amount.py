@@ -9,6 +9,7 @@ from shards import write_shard
 
 from nanochat.data.amount import vocabulary_size
 from nanochat.data.dataset import Dataset
+from nanochat.data.public import PUBLIC, TOKENS_PER_SHARD
 from nanochat.data.sources import open_dataset
 
 
@@ -91,3 +92,12 @@ def test_the_vocabulary_doubles_as_the_text_grows_fourfold(tmp_path):
     texts = [f"{i} " + "word " * 200_000 for i in range(80)]  # 80 MB, which parquet keeps small
     large = in_place(tmp_path / "large", texts, row_group_size=8, use_dictionary=False)
     assert large.suggested_vocab_size == vocabulary_size(80_000_000) == 8192
+
+
+def test_a_horizon_needs_as_many_shards_as_hold_its_tokens():
+    climbmix = PUBLIC["climbmix"]
+    assert climbmix.shards_for(1) == climbmix.shards_for(TOKENS_PER_SHARD) == 1
+    assert climbmix.shards_for(TOKENS_PER_SHARD + 1) == 2
+    assert climbmix.shards_for(7_000_000_000) == 150  # the figures of its author
+    assert PUBLIC["fineweb-edu"].shards_for(11_200_000_000) == 240
+    assert PUBLIC["fineweb-edu"].shards_for(10**15) == 1822  # all, without validation

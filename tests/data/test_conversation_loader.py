@@ -117,6 +117,20 @@ def test_an_epoch_is_never_empty_and_weights_for_less_than_one_conversation_are_
         rendered([5] * 50, [0.0001] * 50).epoch_rows(0, 0, T)
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_any_number_of_processes_sees_the_same_rows_and_counts_the_same_targets(world_size):
+    alone = steps(make(SIZES, device_batch_size=6), 8, 1)
+    shares = [
+        steps(make(SIZES, rank, world_size, device_batch_size=1), 8, 6 // world_size)
+        for rank in range(world_size)
+    ]
+    for step, (inputs, targets, counted) in enumerate(alone):
+        assert counted == (targets >= 0).sum() > 0
+        for rank, share in enumerate(shares):
+            assert (share[step][0] == inputs[rank::world_size]).all()
+            assert (share[step][1] == targets[rank::world_size]).all() and share[step][2] == counted
+
+
 def test_a_saved_position_continues_to_the_row_with_any_number_of_processes():
     expected = steps(make(SIZES, device_batch_size=6), 9, 1)
     loader = make(SIZES, device_batch_size=2)
@@ -147,3 +161,12 @@ def test_a_long_conversation_loses_its_end_and_one_without_answer_within_the_row
     assert render_all(conversations, TOKENIZER, T, "all").dropped == 0
     with pytest.raises(UserError, match="no conversation has an answer"):
         render_all(Conversations([talk(40, 3)], [1.0]), TOKENIZER, T, "assistant")
+
+
+def test_padding_and_the_beginnings_of_conversations_are_no_targets():
+    inputs, targets, _ = steps(make(SIZES, device_batch_size=6), 1, 1)[0]
+    for row, wanted in zip(inputs, targets, strict=True):
+        text = [n for n in row.tolist() if n != TOKENIZER.bos_id]
+        starts = [i for i in range(1, len(text)) if text[i] != text[i - 1]]
+        assert all(wanted[i - 1] == -1 for i in starts)
+        assert (wanted[len(text) :] == -1).all()

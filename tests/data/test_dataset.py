@@ -53,6 +53,17 @@ def test_a_folder_of_any_mix_is_imported_and_split_by_hash(texts, tmp_path):
     assert f"{len(train)} training and {len(val)} validation documents of 64 files" in data.note
 
 
+def test_what_is_imported_depends_on_the_documents_alone(texts, tmp_path):
+    folder, _ = texts
+    first = open_dataset(folder, base_dir=tmp_path / "one")
+    (folder / "deep" / "3.txt").rename(folder / "zzz.md")
+    moved = folder.rename(tmp_path / "moved")
+    second = open_dataset(moved, base_dir=tmp_path / "two")
+    assert first.fingerprint == second.fingerprint and documents(first) == documents(second)
+    for one, two in zip(first.train_shards, second.train_shards, strict=True):
+        assert one.read_bytes() == two.read_bytes()
+
+
 def test_it_is_imported_once_and_again_when_the_source_changed(texts, tmp_path, monkeypatch, capsys):
     folder, _ = texts
     read = dataset.read_documents

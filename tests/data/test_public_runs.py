@@ -106,3 +106,9 @@ def test_when_no_more_text_comes_all_processes_save_and_the_same_command_goes_on
     assert found.keys() == expected.keys()
     assert all(abs(found[step] - expected[step]) < 1e-4 for step in expected)
     assert {path.name for path in (broken / "data" / "climbmix").glob("*.parquet")} == shards.files.keys()
+
+
+def test_a_plan_needs_neither_a_shard_nor_the_hub(shards, tmp_path):
+    out = end(start(tmp_path / "base", "--plan", "--download=on"))
+    assert re.search(r"about \d of 6 training shards, not here yet", out) and "300 tokens" in out, out
+    assert shards.requests == [] and not (tmp_path / "base" / "data").exists()

@@ -107,6 +107,10 @@ def test_training_is_the_same_whatever_the_threads(tokenizer, tmp_path):
         assert result.stdout.strip() == tokenizer.fingerprint, result.stderr
 
 
+def test_training_survives_surrogates():
+    assert b"abc" in train(["abc\ud800" * 9], 270).tokens
+
+
 def test_too_little_text_or_too_small_a_vocabulary_is_refused_with_numbers():
     with pytest.raises(UserError, match=r"vocab_size 1000 .* use at most 26\d"):
         train(["abc"], 1000)

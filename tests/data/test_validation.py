@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from shards import flat
 
 from nanochat import UserError
+from nanochat.data.parquet import Documents
+from nanochat.data.tokenizer import Tokenizer
 from nanochat.data.validation import ValidationBatches, tokenize_validation
 
 
@@ -60,6 +62,18 @@ def test_windows_of_like_lengths_share_a_batch_and_the_processes_share_the_windo
     assert len({len(n) for n in seen}) <= 2 and max(map(sum, seen)) < 1.03 * min(map(sum, seen))
 
 
+def test_real_text_is_tokenized_once_for_any_number_of_iterations_and_all_its_bytes_count(real, monkeypatch):
+    shards, tokenizer, _ = real
+    sizes = torch.from_numpy(tokenizer.token_bytes())
+    batches = ValidationBatches(tokenize_validation(shards, tokenizer), 64, 4)
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_: pytest.fail("tokenized again"))
+    first, second = list(batches), list(batches)
+    assert len(first) == len(batches) > 10
+    assert all(torch.equal(a, b) for a, b in zip(flat(first), flat(second), strict=True))
+    scored = sum(int(sizes[targets[targets >= 0]].sum()) for _, targets in batches)
+    assert scored == sum(len(text.encode()) for text in Documents(shards))
+
+
 def test_nothing_to_score_is_refused(tmp_path):
     corpus = Corpus(tmp_path, [0, 0], 2)
     with pytest.raises(UserError, match="has no text"):
@@ -92,7 +106,8 @@ def test_a_damaged_file_is_made_again_and_a_folder_that_cannot_be_written_only_c
     tokens = tokenize_validation(shards, Numbers(), folder=folder).tolist()
     (file,) = folder.iterdir()
     good = file.read_bytes()
-    for damaged in (good[:-40], good[:8], b""):  # 8 bytes: shorter than its head
+    flipped = good[:-100] + bytes([good[-100] ^ 1]) + good[-99:]
+    for damaged in (good[:-40], good[:8], b"", flipped):  # 8 bytes: shorter than its head
         file.write_bytes(damaged)
         assert tokenize_validation(shards, Numbers(), folder=folder).tolist() == tokens
         assert file.read_bytes() == good and list(folder.iterdir()) == [file]  # nothing else is left there

@@ -176,7 +176,7 @@ def test_a_damaged_file_is_made_again_and_a_folder_that_cannot_be_written_costs_
     made = cloze_tasks(data, tmp_path / "kept")
     (file,) = (tmp_path / "kept").iterdir()
     content = file.read_bytes()
-    for damaged in (b"", content[:1000], b"\xff[]"):
+    for damaged in (b"", content[:1000], content.replace(b'"gold": 1', b'"gold": 2', 1), b"\xff\n[]"):
         file.write_bytes(damaged)
         assert cloze_tasks(data, tmp_path / "kept") == made and file.read_bytes() == content
     assert made and cloze_tasks(data, file / "folder") == made

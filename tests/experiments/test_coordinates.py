@@ -2,6 +2,7 @@
 
 import pytest
 
+from experiments import coordinates
 from experiments.coordinates import MEASURED, dial_rates, measure, slope
 
 WIDTHS, STEPS = [64, 128, 256], 3
@@ -24,3 +25,10 @@ def test_with_the_rates_of_the_dial_a_change_is_as_large_at_every_width(found, n
 
 def test_without_a_factor_for_the_width_the_heads_update_grows_with_it():
     assert 0.85 < slope(measure([64, 256], 2, seeds=1, rates_of=lambda width: dial_rates(768))["head"]) < 1.15
+
+
+@pytest.mark.slow
+def test_up_to_width_1024_the_changes_stay_as_large():
+    sizes = measure(coordinates.widths_up_to(1024), coordinates.steps, seeds=1)
+    for name, most in FLAT.items():
+        assert abs(slope(sizes[name])) < most, name

@@ -3,10 +3,14 @@
 import math
 import random
 
+import fake_peer
 import pytest
 import torch
 
 from experiments import peer_run, race_score, race_speed
+from nanochat.data.parquet import Documents
+from nanochat.data.sources import open_dataset
+from nanochat.data.tokenizer import Tokenizer
 
 
 def slow_bits_per_byte(table, documents, bos, length, token_bytes) -> float:
@@ -87,3 +91,38 @@ def test_the_ratio_is_of_runs_of_the_same_round():
     assert found["ours_over_peer"] == {"median": 0.5, "of_each_round": [0.25, 0.5, 0.6]}
     assert found["ours"] == {"bpb": 2, "seconds": 60, "tokens": 2000, "peak_memory_gb": 3}
     assert found["peer"]["bpb"] == 4 and "2048 tokens a step, float32" in found["peer"]["settings"]
+
+
+@pytest.mark.slow
+def test_a_race_with_a_tiny_peer(tmp_path, monkeypatch):
+    for i in range(200):
+        path = tmp_path / "texts" / f"{i}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(f"def f{j}(a):\n    return a * {i * j % 7}\n\n" for j in range(i % 60 + 1)))
+    peer = fake_peer.checkout(tmp_path / "peer")
+    torch.save({"vocab": torch.tensor(300.0)}, peer / "model.pt")
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(
+        "depth = 1\naspect_ratio = 32\nhead_dim = 32\nmax_seq_len = 32\ntotal_batch_size = 128\n"
+        "dtype = 'float32'\ncompile = 'off'\nnum_iterations = 10_000\n"
+    )
+    monkeypatch.setattr(race_speed, "ROWS", (2,))
+    settings = {"peer": str(peer), "base_dir": str(tmp_path / "base"), "data": str(tmp_path / "texts")}
+    settings |= {"vocab_size": 300, "recipe": str(recipe), "minutes": 0.4, "rounds": 1}
+    found = race_speed.bench(settings | {"folder": str(tmp_path)})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "peer", "recipe.py", "texts"]
+    dataset = open_dataset(tmp_path / "texts", base_dir=tmp_path / "base")
+    (text,) = (tmp_path / "base" / "tokenizers").glob("*/peer-*")
+    tokenizer = Tokenizer.load(text / "tokenizer" / "tokenizer.json")
+    val = "".join(Documents(dataset.val_shards))
+    documents = list(Documents([text / "base_data_climbmix" / peer_run.VALIDATION]))
+    assert sum(map(len, documents)) == len(val)
+    uniform = sum(map(len, map(tokenizer.encode, documents))) * math.log2(300) / len(val.encode())
+    assert found["peer"]["bpb"] == pytest.approx(uniform, rel=1e-6)
+    assert 0 < found["ours"]["bpb"] < 0.9 * uniform  # it has learnt something
+    assert found["ours_over_peer"]["median"] == pytest.approx(found["ours"]["bpb"] / uniform, rel=1e-6)
+    for side in ("ours", "peer"):
+        points = found[f"{side}, round 1"]["points"]
+        assert points and points == sorted(points)
+        assert points[-1][0] <= found[side]["seconds"]
+    assert found["peer"]["seconds"] == pytest.approx(24, rel=0.3)

@@ -84,6 +84,18 @@ def test_generate_writes_our_200_tokens_for_a_batch(pair):
     assert torch.equal(written[:, 41:], expected)
 
 
+@torch.no_grad()
+def test_a_text_goes_on_from_its_cache_as_in_one_pass(pair):
+    ours, theirs = pair
+    idx, cache = tokens(2, 40), None
+    parts = []
+    for part in idx.split([7, 1, 1, 20, 11], 1):
+        found = theirs(part, past_key_values=cache, use_cache=True)
+        cache = found[1]
+        parts.append(found.logits)
+    assert (torch.cat(parts, 1) - ours(idx)).abs().max() < 1e-5
+
+
 def test_beams_and_guessed_tokens_reorder_and_cut_the_cache(one):
     theirs = load(one[1])
     prompt = {"input_ids": tokens(1, 12), "max_new_tokens": 30, "do_sample": False}

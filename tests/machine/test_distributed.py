@@ -32,7 +32,7 @@ if os.environ["RANK"] == "1":
         batch = original(loader)
         calls += 1
         if calls == 4 * step + 1:  # a process has four micro-steps a step; this is the first one of `step`
-            while fault == "SIGSTOP" and not os.path.exists(FOLDER + "/step_000003"):
+            while fault in ("SIGKILL", "SIGSTOP") and not os.path.exists(FOLDER + "/step_000003"):
                 time.sleep(0.02)  # the save of step 3 needs both processes; let it end first
             if fault == "refuse":
                 from nanochat import explain_errors
@@ -156,10 +156,22 @@ def test_an_exception_in_one_process_ends_all_and_torchrun_names_it_as_the_cause
 
 
 @pytest.mark.slow
-def test_an_error_of_all_processes_is_printed_once(tmp_path, corpus):
-    assert run_plain(faulty(tmp_path, corpus, "nothing", 0))[0] == [0, 0]
+def test_an_error_of_one_process_is_printed_and_an_error_of_all_is_printed_once(tmp_path, corpus):
+    statuses, printed = run_plain(faulty(tmp_path, corpus, "refuse", 5))
+    assert statuses == [1, 2], printed
+    assert "".join(printed).count("error: process 1: the tokens of process 1 are gone") == 1
     status, printed = run_torchrun(tmp_path, corpus, "nothing", 0, "--num_iterations=9", "--seed=7")
     assert status == 1 and printed.count("is from another run: seed was 42, is 7") == 1 + 1  # torchrun's too
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_all_and_the_other_says_which_one_is_gone(tmp_path, corpus):
+    status, printed = run_torchrun(tmp_path, corpus, "SIGKILL", 5)
+    assert status == 1
+    cause = root_cause(printed)
+    assert "rank      : 1" in cause and "SIGKILL" in cause
+    assert "process 0: no answer from process 1: it has ended" in printed
+    assert checkpoint.find(tmp_path / "run", "auto").step == 3
 
 
 @pytest.mark.slow

@@ -99,6 +99,18 @@ def train_one_step(model, optimizer, scaler, dtype):
     return logits, loss, gradients
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_training_step_keeps_everything_that_lasts_in_float32(dtype):
+    model, optimizer = make_model()
+    scaler = precision.make_scaler(CPU, dtype)
+    for _ in range(2):  # the second step has gradients everywhere
+        logits, loss, gradients = train_one_step(model, optimizer, scaler, dtype)
+        assert logits.dtype == loss.dtype == torch.float32
+        assert {g.dtype for g in gradients.values()} == {torch.float32}
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert {s.dtype for s in optimizer.named_state().values()} == {torch.float32}
+
+
 def test_the_scaler_works_in_float16_alone_and_passes_everything_through_otherwise():
     gradients = {}
     for dtype in (torch.float16, torch.bfloat16, torch.float32):

@@ -85,31 +85,44 @@ def test_free_memory_is_within_a_containers_limit_and_counts_its_file_cache_as_f
 TWO = """
 import json, sys, time
 from pathlib import Path
+import nanochat
 from nanochat.machine import runtime
 
 sys.stdout = sys.stderr
 folder = Path(sys.argv[1])
 machine = runtime.start("cpu", seed=0)
-out = [machine.all_sum([machine.rank + 0.5, 2.0**40 + machine.rank])]
+out = {"world_size": machine.world_size}
+machine.check_same({"seed": 42, "data": ["a", "b"]})
+try:
+    machine.check_same({"seed": 42, "sample_every": [-1, 3][machine.rank], "depth": [4, 5][machine.rank]})
+except nanochat.UserError as error:
+    out["refused"] = str(error)
+out["sum"] = machine.all_sum([machine.rank + 0.5, 2.0**40 + machine.rank])
+out["gather"] = machine.all_gather({"rank": machine.rank, "text": "x" * (10 + machine.rank)})
 machine.print("only once")
 for turn in range(2):
     with machine.main_first(f"turn{turn}"):
         if machine.is_main:
             time.sleep(0.3)
             (folder / f"built{turn}").touch()
-        out.append((folder / f"built{turn}").exists())
+        out[f"found{turn}"] = (folder / f"built{turn}").exists()
 (folder / f"rank{machine.rank}.json").write_text(json.dumps(out))
 machine.close()
 """
 
 
-def test_two_processes_sum_print_once_and_wait_for_the_first(tmp_path):
+def test_two_processes_sum_gather_compare_and_wait_for_the_first(tmp_path):
     (tmp_path / "two.py").write_text(TWO)
     statuses, printed = run_plain([tmp_path / "two.py", tmp_path])
     assert statuses == [0, 0], printed
     assert ["only once\n" in text for text in printed] == [True, False]
     for rank in range(2):
-        assert json.loads((tmp_path / f"rank{rank}.json").read_text()) == [[2.0, 2.0**41 + 1], True, True]
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert found["world_size"] == 2
+        assert found["refused"].startswith("process 1 has sample_every 3, process 0 has -1; give")
+        assert found["sum"] == [2.0, 2.0**41 + 1]
+        assert found["gather"] == [{"rank": 0, "text": "x" * 10}, {"rank": 1, "text": "x" * 11}]
+        assert found["found0"] and found["found1"], "the second process did not wait"
 
 
 def test_what_is_printed_obeys_no_model_and_no_file(capsys):
@@ -202,6 +215,46 @@ def test_a_terminal_that_closes_does_not_keep_a_run_from_saving(tmp_path):
         assert (tmp_path / "saved").read_text() == "SIGHUP"
 
 
+@pytest.mark.parametrize(
+    "name, tflops",
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("AMD Instinct MI300X", 1307),
+    ],
+)
+def test_a_known_gpu_has_the_peak_of_its_data_sheet(name, tflops, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    peak, source = hardware.peak_flops(torch.device("cuda", 0), torch.bfloat16)
+    assert peak == tflops * 1e12 and "data sheet" in source
+
+
+class Measured(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("NVIDIA RTX A4000", torch.bfloat16),  # its name only resembles a known one
+        ("NVIDIA L40", torch.bfloat16),
+        ("NVIDIA H200", torch.float32),  # the table is for 16 bit
+    ],
+)
+def test_a_gpu_or_dtype_that_is_not_in_the_table_is_measured(name, dtype, monkeypatch):
+    def measure(*args, **kwargs):
+        raise Measured
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch, "randn", measure)
+    with pytest.raises(Measured):
+        hardware.peak_flops(torch.device("cuda", 0), dtype)
+
+
 # -- Speed
 
 
@@ -209,32 +262,6 @@ def test_a_peak_is_measured_in_floating_point_operations_a_second(monkeypatch):
     monkeypatch.setattr(hardware, "time", Watch(tick=0.25))
     peak, source = hardware.peak_flops(CPU, torch.float32)
     assert "measured" in source and "float32" in source and peak == 4 * 2 * 1024**3
-
-
-@pytest.mark.parametrize(
-    "name, dtype, tflops",
-    [
-        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989),
-        ("NVIDIA H100 PCIe", torch.bfloat16, 756),
-        ("NVIDIA GB200", torch.bfloat16, 2500),
-        ("NVIDIA L4", torch.bfloat16, 121),
-        ("AMD Instinct MI300X", torch.bfloat16, 1307),
-        ("NVIDIA RTX A4000", torch.bfloat16, None),  # its name only resembles a known one
-        ("NVIDIA L40", torch.bfloat16, None),
-        ("NVIDIA H200", torch.float32, None),  # the table is for 16 bit
-    ],
-)
-def test_a_gpu_of_the_table_has_the_peak_of_its_data_sheet_and_others_are_measured(
-    name, dtype, tflops, monkeypatch
-):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    monkeypatch.setattr(torch, "randn", lambda *_, **__: pytest.skip("it is measured"))
-    if tflops is None:
-        with pytest.raises(pytest.skip.Exception, match="measured"):
-            hardware.peak_flops(torch.device("cuda", 0), dtype)
-    else:
-        peak, source = hardware.peak_flops(torch.device("cuda", 0), dtype)
-        assert peak == tflops * 1e12 and "data sheet" in source
 
 
 @pytest.mark.parametrize(

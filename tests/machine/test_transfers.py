@@ -39,3 +39,13 @@ def test_on_a_gpu_a_reading_is_copied_without_a_wait_and_its_result_waits_withou
     assert copies == [(("cpu",), {"non_blocking": True})]
     assert not reading.is_there() and reading._copied.blocking
     assert reading.result() == [2, 0] and reading.is_there()
+
+
+def test_a_reading_has_the_sums_first_then_the_others_and_counts_exactly():
+    reading = Reading(
+        torch.device("cpu"),
+        1,
+        [torch.tensor([0.5]), True, 2**40 + 1],
+        [torch.tensor(3.0, requires_grad=True)],
+    )
+    assert reading.is_there() and reading.result() == [0.5, 1, 2**40 + 1, 3]

@@ -52,6 +52,12 @@ def test_attention_is_the_slow_one_for_any_lengths_and_window(data):
     torch.testing.assert_close(y.double(), expected, rtol=0, atol=close)
 
 
+@pytest.mark.parametrize("T, window", [(6, 6), (6, 2), (6, 3), (6, 1), (5, 2)])
+def test_gradients_are_those_of_finite_differences(T, window):
+    qkv = [x.requires_grad_() for x in random_qkv(T, T, torch.float64, B=1, H=2, D=2)]
+    assert torch.autograd.gradcheck(lambda q, k, v: attention(q, k, v, window), qkv)
+
+
 def test_a_window_that_divides_the_row_needs_no_mask_of_its_square():
     T, window = 1024, 32
     qkv = random_qkv(T, T, torch.float32, B=1, H=1, D=4)
@@ -116,6 +122,16 @@ def test_every_backend_that_runs_here_is_equal_to_float64(dtype):
     ran = {name for name, result in results.items() if isinstance(result, dict)}
     assert ran >= {"sdpa", "banded", "mask", "blocks"} and all(results[name]["ok"] for name in ran), results
     assert {results[name] for name in results.keys() - ran} == {"needs CUDA"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_every_backend_that_runs_on_a_gpu_is_equal_to_float64(dtype):
+    if dtype == torch.bfloat16 and torch.cuda.get_device_capability()[0] < 8:
+        pytest.skip("this GPU has no bfloat16")
+    results = choices.check_backends("cuda", dtype, shape=(2, 4, 512, 128))
+    ran = {name: result for name, result in results.items() if isinstance(result, dict)}
+    assert len(ran) >= 4 and all(result["ok"] for result in ran.values()), results
 
 
 @pytest.mark.parametrize(

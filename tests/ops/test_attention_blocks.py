@@ -111,3 +111,10 @@ def test_a_cpu_takes_blocks_where_they_are_faster(dtype, T, expected):
     chosen = choose(dtype, T)
     assert (chosen.full, chosen.window, chosen.documents) == expected
     assert f"{expected[0]} for full layers" in chosen.reason and "not:" not in chosen.reason
+
+
+def test_a_resumed_run_keeps_the_attention_of_its_first_start():
+    before = {"full": "sdpa", "window": "banded", "documents": "mask", "flash": ""}
+    assert choose(torch.bfloat16, resolved={"attention": before}).resolved == before
+    chosen = choose(torch.bfloat16)
+    assert choose(torch.bfloat16, resolved={"attention": chosen.resolved}).resolved == chosen.resolved

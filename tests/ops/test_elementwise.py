@@ -82,6 +82,16 @@ def test_the_backward_passes_are_the_derivatives(name):
     assert gradcheck(lambda x: CLASSES[name].apply(x, *more), (x,), eps=1e-7)
 
 
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_rows_may_have_positions_of_their_own(by_hand, monkeypatch):
+    monkeypatch.setattr(elementwise, "_by_hand", lambda x: by_hand)
+    x, (cos, sin) = draw(torch.float32), angles(torch.float32, (B, T, 1, D // 2))
+    together = elementwise.norm_and_rotate(x, cos, sin, SCALE)
+    for row in range(B):
+        alone = elementwise.norm_and_rotate(x[row : row + 1], cos[row], sin[row], SCALE)
+        torch.testing.assert_close(together[row : row + 1], alone)
+
+
 @pytest.mark.parametrize("name", CLASSES)
 def test_by_hand_only_without_compiling_and_not_in_float16(name, monkeypatch):
     calls = []

@@ -6,14 +6,17 @@ own rules for CUDA, which tensors on the meta device follow too.
 
 import contextlib
 import math
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn as nn
+from helpers import command, run
 
-from nanochat import UserError
+from nanochat import UserError, optim
 from nanochat.decode import decode_step
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.ops import fp8
 from nanochat.ops.fp8 import E4M3, E5M2, Float8Linear, check_fp8, convert_to_fp8, quantize
 
 M, C, N = 64, 128, 256
@@ -121,6 +124,32 @@ def test_the_layouts_and_sizes_are_those_that_cuda_takes(monkeypatch):
                 torch._scaled_mm(*factors, scale, scale)
 
 
+def test_a_short_training_stays_near_bfloat16():
+    text = torch.tensor(list(Path(fp8.__file__).read_bytes()))
+    curves = []
+    for convert in (False, True):
+        model = make_model(depth=1)
+        rates = {"embedding_lr": 0.3, "unembedding_lr": 0.01, "matrix_lr": 0.02, "scalar_lr": 0.1}
+        optimizer = optim.MuonAdamW(optim.parameter_groups(model, rates, 0.0), torch.bfloat16)
+        if convert:
+            convert_to_fp8(model)
+        curve, draw = [], torch.Generator().manual_seed(0)
+        for _ in range(24):
+            starts = torch.randint(len(text) - 65, (8,), generator=draw)
+            rows = torch.stack([text[s : s + 65] for s in starts])
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(rows[:, :-1], rows[:, 1:])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            curve.append(loss.item())
+        curves.append(torch.tensor(curve))
+    bfloat16, in_fp8 = curves
+    assert bfloat16[-5:].mean() < bfloat16[0] - 1.5, "it learned"
+    assert not torch.equal(bfloat16[2:], in_fp8[2:])
+    assert (bfloat16 - in_fp8).abs().max() < 0.1
+
+
 # ------------------------------------------------------------------------------------------------------
 # What is converted
 
@@ -194,6 +223,12 @@ def test_what_does_not_go_together_is_refused(monkeypatch, change, says):
     check_fp8(**fine, resolved={"fp8": True})
     with pytest.raises(UserError, match=says):
         check_fp8(**fine | {"resolved": {"fp8": True}} | change)
+
+
+def test_base_train_refuses_fp8_on_a_cpu(corpus, tmp_path):
+    said = run(command(corpus, tmp_path / "run", "--fp8"), status=2)
+    assert "--fp8 needs an NVIDIA GPU of compute capability 8.9 or higher" in said
+    assert "this run is on cpu" in said
 
 
 @pytest.mark.slow

@@ -136,6 +136,31 @@ def test_a_gradient_far_below_float16s_range_reaches_x_if_the_scaler_lifts_it(wa
     assert distance(gradient, whole.double()) < 2e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_the_products_are_in_its_dtype_and_float32_gets_float32_gradients(dtype):
+    x, weight, targets = random_problem()
+    with torch.amp.autocast("cpu", dtype):
+        loss = softcapped_cross_entropy(x, weight, targets)
+    low = x.detach().to(dtype).requires_grad_()
+    same = softcapped_cross_entropy(low, weight.detach().to(dtype).requires_grad_(), targets)
+    assert loss.dtype == torch.float32 and torch.equal(loss, same)
+    assert all(g.dtype == torch.float32 for g in gradients(loss, x, weight))
+
+
+def test_chunks_whose_targets_are_all_unscored_count_for_nothing(in_chunks_of, way):
+    x, weight, targets = random_problem()
+    targets[:10] = -1
+    x.data[:10] = 1e4  # so that any share of theirs would be seen
+    expected = softcapped_cross_entropy(x[10:], weight, targets[10:])
+    in_chunks_of(5)
+    loss = softcapped_cross_entropy(x, weight, targets)
+    torch.testing.assert_close(loss, expected)
+    (dx, dw), (slow_dx, slow_dw) = gradients(loss, x, weight), gradients(expected, x, weight)
+    assert not dx[:10].any()
+    torch.testing.assert_close(dx, slow_dx)
+    torch.testing.assert_close(dw, slow_dw)
+
+
 def test_a_frozen_head_or_an_x_without_gradient_leaves_the_other_gradient_as_it_is():
     x, weight, targets = random_problem()
     both = gradients(softcapped_cross_entropy(x, weight, targets), x, weight)

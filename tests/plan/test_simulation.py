@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from helpers import ROOT, run
 
 import configurator
 from nanochat import UserError
-from nanochat.plan import scaling, simulation
+from nanochat.plan import planning, scaling, simulation
 from nanochat.plan.simulation import known_device, simulate
 
 DEFAULTS = configurator.defaults(ROOT / "scripts" / "base_train.py")
@@ -58,6 +59,25 @@ def test_the_optimizers_time_is_that_of_the_process_with_the_most_matrices():
     assert simulation.optimizer_flops(config, 10**6) == 60 * C**3  # one matrix of an MLP
     tiny = scaling.model_config(1, 8, 8, T, V, "L")  # no matrix is large enough to be shared out
     assert simulation.optimizer_flops(tiny, 64) == 0
+
+
+def test_the_plan_is_the_one_that_planning_makes_for_that_hardware():
+    found = simulate(settings(depth=20, world_size=64))
+    hardware = found.plan.hardware
+    assert (hardware.device_type, hardware.world_size, hardware.dtype) == ("cuda", 64, torch.bfloat16)
+    assert hardware.peak_flops == 64 * 989e12 and 77 * 2**30 < hardware.memory < 80 * 2**30
+
+    class Text:
+        vocab_size, text_bytes, more_text = V, 0, ""
+
+        def estimated_tokens(self, tokenizer):
+            return 10**15
+
+    plan = planning.derive(settings(depth=20, world_size=64), Text(), Text(), hardware)
+    plan = replace(plan, compiled=True, compile_reason=found.plan.compile_reason)
+    assert found.plan == plan.with_largest_micro_batch()
+    assert found.plan.device_batch_size * found.plan.grad_accum_steps * 64 * T == found.plan.total_batch_size
+    assert simulate(settings(vocab_size=4096)).plan.config.vocab_size == 4096
 
 
 # -- The run

@@ -3,9 +3,14 @@
 import json
 import math
 import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import asdict
 
 import pytest
+from helpers import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_report import write_records
@@ -24,6 +29,36 @@ def test_records_come_back_to_the_last_digit_and_numbers_that_json_does_not_have
         {"step": 0, "loss": math.pi * 1e-5, "name": "a\nb"},
         {"step": 1, "loss": None, "grad_norm": None, "by": {"a": None}},
     ]
+
+
+WRITER = """
+import sys
+from nanochat.run.metrics import Metrics
+log, step = Metrics(sys.argv[1]), 0
+while True:
+    log.write({"step": step, "loss": 1 / (step + 1), "padding": "x" * (step % 5000)})
+    step += 1
+"""
+
+
+def test_a_writer_killed_at_any_moment_leaves_whole_records_in_order(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    child = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], env=environment)
+    try:
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline and (not path.exists() or path.stat().st_size < 200_000):
+            time.sleep(0.001)
+    finally:
+        child.kill()
+    assert child.wait() == -signal.SIGKILL
+    records = read_metrics(path)
+    assert len(records) > 50
+    steps = range(len(records) + 1)
+    expected = [{"step": i, "loss": 1 / (i + 1), "padding": "x" * (i % 5000)} for i in steps]
+    assert records == expected[:-1]
+    rest = path.read_bytes().rpartition(b"\n")[2]  # Linux may stop a write where a page of the file ends
+    assert json.dumps(expected[-1]).encode().startswith(rest)
 
 
 # -- Going back to a checkpoint

@@ -108,6 +108,23 @@ def test_several_processes_give_the_same_numbers(trained, corpus, tmp_path):
     assert (two["own_tasks"], two["samples"], two["world_size"]) == (one["own_tasks"], one["samples"], 2)
 
 
+@pytest.mark.slow
+def test_an_untrained_model_guesses_and_a_trained_one_is_far_above_chance(base_eval, tmp_path):
+    small = ["--depth=3", "--aspect_ratio=32", "--head_dim=32", "--max_seq_len=128", "--vocab_size=1024"]
+    small += ["--device_batch_size=12", "--total_batch_size=1536", "--eval_tokens=60000", "--dtype=float32"]
+    scores = {}
+    for steps in (1, 100):
+        out, base = tmp_path / str(steps), f"--base_dir={tmp_path / 'base'}"
+        more = [f"--num_iterations={steps}", f"--out_dir={out}", base, "--compile=off", "--eval_every=-1"]
+        run(["scripts.base_train", *small, *more])
+        base_eval(f"--source={out}", "--eval=bpb,core", base)
+        scores[steps] = written(out, steps)["own_score"]
+        of_run = evaluation_of_run(out, steps)["val_bpb"]
+        assert written(out, steps)["val_bpb"] == pytest.approx(of_run, abs=1e-6)
+    assert abs(scores[1]) < 0.12  # 4 standard errors of the mean of 8 tasks of 48 questions
+    assert scores[100] > 0.12 + 0.1
+
+
 # ------------------------------------------------------------------------------------------------------
 # What it writes and says
 

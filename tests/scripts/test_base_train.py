@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,19 @@ def test_a_further_validation_set_is_a_curve_of_its_own_and_changes_nothing_else
     assert all(r["val_bpb_other"] > 0 and r["val_bpb_other"] != r["val_bpb"] for r in found)
     assert [r["loss_by_position"] for r in found] == [r["loss_by_position"] for r in expected]
     assert "finished already" in run(plain)  # further sets are no part of what a run is
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to catch")
+def test_sigterm_saves_and_exits_with_0_and_the_same_command_goes_on(corpus, undisturbed, tmp_path):
+    out = tmp_path / "run"
+    process = Process(command(corpus, out, "--save_every=-1"))
+    wait_for_step(process, out, 1)
+    process.send_signal(signal.SIGTERM)
+    printed, _ = process.communicate()
+    assert process.returncode == 0 and "stopped by SIGTERM" in printed
+    assert len(list(out.glob("step_*"))) == 1
+    run(command(corpus, out, "--save_every=-1"))
+    assert losses(out) == losses(undisturbed)
 
 
 def test_two_processes_and_other_micro_batches_give_the_losses_of_one(corpus, undisturbed, tmp_path):

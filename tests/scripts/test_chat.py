@@ -18,7 +18,7 @@ import torch
 from helpers import ROOT
 from test_gpt import make_model
 
-from nanochat import checkpoint, engine
+from nanochat import UserError, checkpoint, engine
 from nanochat.data.tokenizer import train
 from nanochat.engine import generate
 from nanochat.terminal import printable
@@ -136,6 +136,17 @@ def test_a_full_conversation_says_so_and_begins_again(chat, model, answering):
     assert "ask a shorter one" in notes
     _, notes = chat("--max_tokens=30", typed="aaaa\n" * 3)
     assert "a new conversation begins" in notes
+
+
+@pytest.mark.parametrize("argument", ["--source=gone", "--base_dir=/no/such/place"])
+def test_a_bad_source_ends_with_status_2_and_no_traceback(chat, capsys, argument):
+    with pytest.raises(UserError) as error:
+        chat(argument)
+    with pytest.raises(SystemExit) as end:  # what Python does with an error that nothing catches
+        sys.excepthook(UserError, error.value, None)
+    written, notes = capsys.readouterr()
+    assert end.value.code == 2 and written == ""
+    assert notes.startswith("error: no checkpoint") and argument.partition("=")[2] in notes
 
 
 def test_what_a_terminal_would_obey_is_written_as_an_escape(chat, monkeypatch):

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from helpers import ROOT, command, losses, records, run
+from helpers import ROOT, command, losses, python_m, records, run
 
 import configurator
 from nanochat import checkpoint
@@ -66,6 +66,13 @@ def test_losses_in_16_bit_are_near_those_of_float32_and_what_lasts_is_float32(co
     assert records(tmp_path / "float32")[-2]["loss_scale"] == 2**16
 
 
+def test_a_float16_run_s_checkpoint_writes_text_in_float16(trained):
+    chat = ["scripts.chat", f"--source={trained}", "--prompt=alpha", "--max_tokens=20", "--dtype=float16"]
+    done = python_m(chat)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("alpha") and len(done.stdout) > 15 and "in float16" in done.stderr
+
+
 @pytest.fixture(scope="module")
 def overflowed(corpus, trained, tmp_path_factory):
     """The same run from its second step on, with a scale of 2^23 in the checkpoint, too much for float16."""
@@ -121,6 +128,17 @@ def test_a_float16_run_that_no_scale_can_save_ends_and_names_the_step(corpus, tr
     longer = [SEED, "--num_iterations=40", "--eval_every=-1", "--dtype=float16"]
     printed = run(command(corpus, tmp_path / "run", *lost, *longer), status=2)
     assert "three steps in a row were not finite, the last one step" in printed
+
+
+@pytest.mark.slow
+def test_two_processes_skip_what_one_skips_and_go_on_with_its_scale(corpus, trained, overflowed, tmp_path):
+    # Each process has half of the micro-steps, so its losses are divided by half as much: half the scale
+    save_with_scale(trained, tmp_path / "run", 2, 2.0**22)
+    run(command(corpus, tmp_path / "run", *SHORT, "--dtype=float16"), processes=2)
+    skipped = skipped_steps(tmp_path / "run")
+    assert skipped == skipped_steps(overflowed)
+    assert scale_after(tmp_path / "run", STEPS) == scale_after(overflowed, STEPS) / 2
+    assert losses(tmp_path / "run") == pytest.approx(losses(overflowed), rel=0.02)
 
 
 # ------------------------------------------------------------------------------------------------------

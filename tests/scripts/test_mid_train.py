@@ -4,6 +4,7 @@ import json
 import random
 import re
 import shutil
+import time
 
 import pytest
 from helpers import (
@@ -18,6 +19,8 @@ from helpers import (
     run_tree,
     wait_for_step,
 )
+
+from nanochat import checkpoint
 
 FORMATS = ("messages", "minimind")
 
@@ -101,9 +104,32 @@ def test_a_run_that_was_killed_goes_on_with_the_losses_of_one_never_killed(
     assert losses(out) == losses(undisturbed[0]) and (out / "profile_7.json.gz").exists()
 
 
-def test_other_processes_and_micro_batches_give_the_same_losses(base, chats, undisturbed, tmp_path):
-    run(mid(base, chats, tmp_path / "run", "--device_batch_size=1"), processes=2)
+@pytest.mark.parametrize(("processes", "rows"), [(2, 1), pytest.param(3, 2, marks=pytest.mark.slow)])
+def test_other_processes_and_micro_batches_give_the_same_losses(
+    base, chats, undisturbed, tmp_path, processes, rows
+):
+    run(mid(base, chats, tmp_path / "run", f"--device_batch_size={rows}"), processes=processes)
     assert losses(tmp_path / "run") == pytest.approx(losses(undisturbed[0]), abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_10_random_moments_equals_an_undisturbed_one_bit_for_bit(base, chats, tmp_path):
+    long = ["--num_iterations=3000", "--warmdown_ratio=0", "--save_every=20", "--eval_every=-1"]
+    draw, out, kills = random.Random(3), tmp_path / "killed", 0
+    while kills < 10:
+        process = Process(mid(base, chats, out, *long))
+        before = checkpoint.newest_in_words(out)
+        while checkpoint.newest_in_words(out) == before and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 0.3))
+        process.kill()
+        assert process.wait() == -9, "it ended before the last kill"
+        kills += 1
+    newest = max(checkpoint.checkpoints_in(out))
+    end = [f"--num_iterations={newest + 5}", "--warmdown_ratio=0", "--save_every=20", "--eval_every=-1"]
+    run(mid(base, chats, out, *end))
+    run(mid(base, chats, tmp_path / "calm", *end))
+    assert losses(out) == losses(tmp_path / "calm")
 
 
 def test_an_overflow_in_float16_is_skipped_and_training_goes_on(base, chats, tree, tmp_path):
@@ -165,6 +191,17 @@ def test_show_prints_the_conversations_with_their_targets(base, chats, tmp_path)
     printed = run(mid(base, chats, tmp_path / "run", "--show=2"))
     assert printed.count("<|bos|><|user_start|>say ") == 2 and "\x1b[32m" in printed
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["--source=nowhere"], "no checkpoint at nowhere"),
+        (["--total_batch_size=100"], "total_batch_size 100 is not a multiple"),
+    ],
+)
+def test_bad_settings_end_in_one_sentence_and_status_2(base, chats, tmp_path, more, sentence):
+    assert sentence in run(mid(base, chats, tmp_path / "run", *more), status=2)
 
 
 def test_other_conversations_in_the_same_folder_are_refused_and_nothing_is_lost(base, chats, undisturbed):

@@ -73,7 +73,8 @@ def test_one_to_four_processes_have_the_same_losses_even_if_a_run_moves_between_
 
     expected = start("one", 1)
     assert len(expected) == 50 and expected[0] > expected[49] + 1
-    assert start("three", 3) == pytest.approx(expected, abs=1e-4)
+    for processes in (2, 3, 4):
+        assert start(f"{processes}", processes) == pytest.approx(expected, abs=1e-4)
     out = tmp_path / "moved"
     for processes, stop_at in ((1, 10), (2, 20), (3, 30), (4, 40)):
         started = together([*REAL, f"--out_dir={out}", f"--base_dir={tmp_path}"], range(processes))
@@ -161,3 +162,34 @@ def test_permanent_checkpoints_stay_beside_the_newest_ones(corpus, tmp_path):
     out = tmp_path / "run"
     run(command(corpus, out, "--permanent_every=4", "--keep_checkpoints=1", "--num_iterations=10"))
     assert sorted(p.name for p in out.glob("step_*")) == ["step_000004", "step_000008", "step_000010"]
+
+
+def test_with_a_damaged_newest_checkpoint_the_one_before_is_used(corpus, tmp_path):
+    out = tmp_path / "run"
+    run(command(corpus, out))
+    expected, path = losses(out), out / "step_000008" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    printed = run(command(corpus, out))
+    assert "is damaged: model.safetensors" in printed and f"going on from {out / 'step_000006'}" in printed
+    assert losses(out) == expected
+
+
+@pytest.mark.slow
+def test_the_command_of_the_original_scripts_header_works_on_an_empty_base_dir(tmp_path):
+    known = (
+        "--depth=4 --max_seq_len=512 --device_batch_size=1 --eval_tokens=512 --core_metric_every=-1 "
+        "--total_batch_size=512 --num_iterations=20"
+    )
+    run(["scripts.base_train", *known.split(), f"--base_dir={tmp_path}"])
+    run_folder = tmp_path / "base_checkpoints" / "d4"
+    assert not checkpoint.find(run_folder, "auto").resolved["compiled"], (
+        "it must not compile for longer than it trains"
+    )
+    assert sorted(losses(run_folder)) == list(range(20))
+    again = ["scripts.base_train", *known.replace("-1", "2").split(), f"--base_dir={tmp_path}"]
+    assert "finished already" in run(again)
+    printed = run([*again, "--resume=never", "--num_iterations=2"])
+    assert "CORE was left out" in printed and "scripts.download --name=core" in printed
+    assert "own_score" in records(tmp_path / "base_checkpoints" / "d4")[-1]
