@@ -106,23 +106,35 @@ class Run:
 
     @property
     def result(self) -> dict | None:
+        """points: of each checkpoint its tokens, seconds in steps and bits per byte; of the last one its bits
+        per byte by_position; training_loss, nats a token, the mean of the last twentieth of the steps;
+        tok_per_sec. None: there is none yet."""
         kept = self.folder / "result.json"
         return json.loads(kept.read_text("utf-8")) if kept.exists() else None
 
     def train(self):
-        """Train, score, and keep {"points": [(tokens, seconds in steps, bits per byte)], "tok_per_sec"}."""
+        """Train, score, and keep what `result` returns."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        done_s, checkpoints = OURS_OR_PEER[self.side](self)
+        done_s, losses, checkpoints = OURS_OR_PEER[self.side](self)
         steps = [int(path.stem.rpartition("_")[2]) for path in checkpoints]
-        values = race_score.score(self.side, checkpoints, job, checkout, device)
-        found = [(step * self.batch, done_s[step - 1], bpb) for step, bpb in zip(steps, values, strict=True)]
-        speed = self.batch * len(done_s) / done_s[-1]
+        scores = race_score.score(self.side, checkpoints, job, checkout, device)
+        points = [
+            (step * self.batch, done_s[step - 1], s["bpb"]) for step, s in zip(steps, scores, strict=True)
+        ]
+        found = {"points": points, "by_position": scores[-1]["by_position"]}
+        found["training_loss"] = statistics.mean(losses[-max(1, len(losses) // 20) :])
+        found["tok_per_sec"] = self.batch * len(done_s) / done_s[-1]
         temporary = self.folder / "result.tmp"
-        temporary.write_text(json.dumps({"points": found, "tok_per_sec": speed}), "utf-8")
+        temporary.write_text(json.dumps(found), "utf-8")
         for path in checkpoints:  # they would fill the disk
             shutil.rmtree(path if path.is_dir() else path.parent, ignore_errors=True)
         os.replace(temporary, self.folder / "result.json")
-        print(f"{self}: {found[-1][2]:.4f} bits per byte, {speed:,.0f} tokens/s", flush=True)
+        by_position = ", ".join(f"{of}: {bpb:.4f}" for of, bpb in found["by_position"].items())
+        print(
+            f"{self}: {points[-1][2]:.4f} bits per byte (tokens of context {by_position}), training loss "
+            f"{found['training_loss']:.4f}, {found['tok_per_sec']:,.0f} tokens/s",
+            flush=True,
+        )
 
 
 def of_both(run: Run) -> dict:
@@ -141,23 +153,23 @@ def our_command(run: Run) -> list:
     return [*peer_run.our_command(chosen | peer_run.our_settings(text)), *more.split()]
 
 
-def train_ours(run: Run) -> tuple[list[float], list[Path]]:
-    """(Seconds in steps after each step, checkpoints). What an earlier command began goes on."""
+def train_ours(run: Run) -> tuple[list[float], list[float], list[Path]]:
+    """(Seconds in steps after each step, its loss, checkpoints). What an earlier command began goes on."""
     done = peer_run.watch(our_command(run), ROOT)
     if done.status:
         raise UserError(f"base_train failed: {done.tail()}")
-    records = read_metrics(run.folder / "run" / "metrics.jsonl")
-    step_s = [record["step_time_s"] for record in records if "loss" in record]
-    return [*itertools.accumulate(step_s)], sorted((run.folder / "run").glob("step_*"))
+    steps = [record for record in read_metrics(run.folder / "run" / "metrics.jsonl") if "loss" in record]
+    done_s = itertools.accumulate(record["step_time_s"] for record in steps)
+    return [*done_s], [record["loss"] for record in steps], sorted((run.folder / "run").glob("step_*"))
 
 
-def train_peer(run: Run) -> tuple[list[float], list[Path]]:
+def train_peer(run: Run) -> tuple[list[float], list[float], list[Path]]:
     place = run.folder / "run"
     shutil.rmtree(place, ignore_errors=True)  # it cannot go on from where it was
     chosen = of_both(run) | {"device_batch_size": run.rows}
     found = peer_run.train(checkout, text, place, chosen, dtype)
-    step_s = [run.batch / speed for speed in found.step_tok_per_sec]
-    return [*itertools.accumulate(step_s)], sorted((place / "base_checkpoints" / "run").glob("model_*.pt"))
+    done_s = itertools.accumulate(run.batch / speed for speed in found.step_tok_per_sec)
+    return [*done_s], found.step_loss, sorted((place / "base_checkpoints" / "run").glob("model_*.pt"))
 
 
 OURS_OR_PEER = {"ours": train_ours, "peer": train_peer}

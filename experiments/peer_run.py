@@ -41,7 +41,7 @@ from nanochat.machine.compiling import EAGER_STEPS
 FORMAT = 1  # of the folder that `prepare` makes; part of its name
 VALIDATION = "shard_06542.parquet"  # the peer validates on the shard that is last by name
 SHORT = 1000  # characters that a short document has at least
-STEP = re.compile(r"step \d+/\d+ .*? tok/sec: ([\d,]+)")  # the peer's line about a step
+STEP = re.compile(r"step \d+/\d+ .*?loss: (\S+) .*? tok/sec: ([\d,]+)")  # the peer's line about a step
 OUR_FIRST_STEP = "step 1/"  # what ours begins with
 FULL_SPEED = EAGER_STEPS + 2  # the step of ours that is as fast as all later ones: the one before compiles
 # What it imports, and a run that logs to the terminal does not use
@@ -185,6 +185,7 @@ class Finished:
 class Run(Finished):
     """A run of the peer. Lists have one value for each step."""
 
+    step_loss: list[float] = field(default_factory=list)  # as it prints it, smoothed
     step_tok_per_sec: list[float] = field(default_factory=list)
     step_done_s: list[float] = field(default_factory=list)  # from the command
 
@@ -220,7 +221,8 @@ def train(checkout: Path, text: Path, place: Path, settings: dict, dtype: str) -
     if run.status or not steps:
         raise UserError(f"the peer's base_train in {checkout} failed: {run.tail()}")
     run.step_done_s = [second for second, _ in steps]
-    run.step_tok_per_sec = [float(found[1].replace(",", "")) for _, found in steps]
+    run.step_loss = [float(found[1]) for _, found in steps]
+    run.step_tok_per_sec = [float(found[2].replace(",", "")) for _, found in steps]
     return run
 
 

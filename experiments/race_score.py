@@ -3,12 +3,13 @@
 `score` starts this file in a process of its own: ours with this project on PYTHONPATH, the peer's with the
 peer's folder there, so `nanochat` is another package in each. Stdin has one line, a JSON object:
 `checkpoints`, `device`, and `job`, the file of a job (see bits_per_byte). The answer is a line for each
-checkpoint, its bits per byte.
+checkpoint: what bits_per_byte returns.
 
 Every token of every document is scored once. A document is cut into windows. A window is a row of its own,
 which begins with <|bos|> and sees nothing else. Both compute in float32, whatever the training used.
 """
 
+import itertools
 import json
 import math
 import os
@@ -20,6 +21,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # of a forward pass
+EDGES = [0, *(4**k for k in range(2, 9))]  # of a token's context, in tokens
 MULTIPLE = 16  # rows have a multiple of so many tokens: windows of about the same length share a batch
 
 Window = tuple[torch.Tensor, torch.Tensor]  # inputs and targets, (n,) int64
@@ -47,9 +49,9 @@ def write_job(text: Path, folder: Path, length: int):
     torch.save(job, folder / "job.pt")
 
 
-def score(side: str, checkpoints, place: Path, checkout: Path, device: str = "cpu") -> list[float]:
-    """The bits per byte of checkpoints of one side, "ours" or "peer". place: the folder of `write_job`;
-    checkout: the peer's; device: cpu or cuda. Raises UserError if it fails."""
+def score(side: str, checkpoints, place: Path, checkout: Path, device: str = "cpu") -> list[dict]:
+    """What bits_per_byte finds for each checkpoint of one side, "ours" or "peer". place: the folder of
+    `write_job`; checkout: the peer's; device: cpu or cuda. Raises UserError if it fails."""
     order = {"job": str(place / "job.pt"), "checkpoints": [str(path) for path in checkpoints]}
     order["device"] = device
     from nanochat import UserError
@@ -92,21 +94,26 @@ def batches(found: list[Window], bos_id: int, length: int, tokens: int):
 
 
 @torch.inference_mode()
-def bits_per_byte(losses, job: dict, device: str = "cpu") -> float:
-    """losses(inputs, targets) gives the loss of each target in nats, float32, anything where it is -1. Its
+def bits_per_byte(losses, job: dict, device: str = "cpu") -> dict:
+    """{"bpb": of all tokens, "by_position": {"1-16": of tokens with so many before them in the row, ...}}.
+
+    losses(inputs, targets) gives the loss of each target in nats, float32, anything where it is -1. Its
     tensors are on the device.
 
     job: documents, a list of (n,) int64; bos_id; length, the most tokens of a window; token_bytes (V,) int64.
     """
-    nats, scored_bytes = torch.zeros((), dtype=torch.float64), 0
+    nats, scored_bytes = torch.zeros(2, job["length"], dtype=torch.float64)  # by position
     bos_id, length = job["bos_id"], job["length"]
     found = windows(job["documents"], bos_id, length)
     for inputs, targets in batches(found, bos_id, length, BATCH_TOKENS[device]):
         scored = targets >= 0
         of_each = losses(inputs.to(device), targets.to(device)).view_as(targets).cpu()
-        nats += of_each[scored].double().sum()
-        scored_bytes += int(job["token_bytes"][targets[scored]].sum())
-    return nats.item() / math.log(2) / scored_bytes
+        nats[: targets.shape[1]] += torch.where(scored, of_each, 0).double().sum(0)
+        scored_bytes[: targets.shape[1]] += (job["token_bytes"][targets] * scored).sum(0)
+    bits = nats / math.log(2)
+    edges = [pair for pair in itertools.pairwise(EDGES) if pair[0] < length]
+    by_position = {f"{a + 1}-{b}": (bits[a:b].sum() / scored_bytes[a:b].sum()).item() for a, b in edges}
+    return {"bpb": (bits.sum() / scored_bytes.sum()).item(), "by_position": by_position}
 
 
 def ours(checkpoint: str, device: str):

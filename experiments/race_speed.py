@@ -117,7 +117,8 @@ def our_lap(race: Race) -> Lap:
     saved = [(path, (path / "manifest.json").stat().st_mtime - done.began) for path in checkpoints]
     tokens = [record["tokens"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
     paths, seconds = zip(*saved, strict=True)
-    points = [*zip(seconds, race_score.score("ours", paths, race.folder, race.peer), strict=True)]
+    scores = race_score.score("ours", paths, race.folder, race.peer)
+    points = [(second, found["bpb"]) for second, found in zip(seconds, scores, strict=True)]
     return Lap(done.seconds, tokens[-1], done.peak_memory_bytes, points)
 
 
@@ -153,8 +154,8 @@ def peer_lap(race: Race, best: dict, minutes: float, before: peer_run.Run) -> tu
         if run.seconds > EARLY * 60 * minutes:
             break
     files = sorted((place / "base_checkpoints" / "run").glob("model_*.pt"))
-    values = race_score.score("peer", files, race.folder, race.peer)
-    points = [(file.stat().st_mtime - run.began, bpb) for file, bpb in zip(files, values, strict=True)]
+    scores = race_score.score("peer", files, race.folder, race.peer)
+    points = [(file.stat().st_mtime - run.began, s["bpb"]) for file, s in zip(files, scores, strict=True)]
     return Lap(run.seconds, steps * chosen["total_batch_size"], run.peak_memory_bytes, points), run
 
 

@@ -45,11 +45,11 @@ def test_both_sides_get_the_same_shape_tokens_device_and_precision(place, monkey
     def train(checkout, text, folder, settings, dtype):
         assert (checkout, text, dtype) == (place / "peer", place / "text", "float32")
         asked_of["peer"] = settings
-        return peer_run.Run(0, 9.0, 1, [], 0.0, [256.0, 128.0], [1.0, 3.0])
+        return peer_run.Run(0, 9.0, 1, [], 0.0, [8.5, 8.0], [256.0, 128.0], [1.0, 3.0])
 
     monkeypatch.setattr(peer_run, "train", train)
-    done_s, checkpoints = equal_tokens.train_peer(Run("peer", 3, 1536, 0))
-    assert done_s == [6.0, 18.0] and checkpoints == []
+    found = equal_tokens.train_peer(Run("peer", 3, 1536, 0))
+    assert found == ([6.0, 18.0], [8.5, 8.0], [])
     assert asked_of["peer"] == asked | {"device_batch_size": 12}  # of 24 rows, at most 16
     command = [str(argument) for argument in equal_tokens.our_command(Run("ours", 3, 1536, 7))]
     more = {"seed": 7, "dtype": "float32", "vocab_size": 300, "compile": "off"}
@@ -78,6 +78,9 @@ def test_ours_is_set_beside_the_best_of_the_peers_batches_at_the_same_depth(plac
 def test_what_has_a_result_is_not_trained_again_and_a_failure_stops_no_other_run(place, monkeypatch, capsys):
     trained = []
 
+    def score(bpb: float) -> dict:
+        return {"bpb": bpb, "by_position": {"1-16": bpb + 1}}
+
     def train(run):
         trained.append(run)
         if run.batch == 512:
@@ -85,16 +88,18 @@ def test_what_has_a_result_is_not_trained_again_and_a_failure_stops_no_other_run
         checkpoints = [run.folder / "step_000002", run.folder / "step_000004"]
         for checkpoint in checkpoints:
             checkpoint.mkdir()
-        return [1.0, 2.0, 3.0, 4.0], checkpoints
+        return [1.0, 2.0, 3.0, 4.0], [9.0, 8.0, 7.0, 6.0], checkpoints
 
     monkeypatch.setattr(equal_tokens, "OURS_OR_PEER", {"ours": train, "peer": train})
-    monkeypatch.setattr(race_score, "score", lambda side, checkpoints, *_: [2.5, 1.5])
+    monkeypatch.setattr(race_score, "score", lambda *_: [score(2.5), score(1.5)])
     kept, bad, good = Run("peer", 4, 256, 0), Run("ours", 4, 512, 0), Run("ours", 4, 256, 0)
     keep(kept, 2.0)
     assert equal_tokens.train_all([kept, bad, good], 1) == [bad]
     assert trained == [bad, good]
     assert "ours, depth 4, 512 tokens a step, seed 0: base_train failed" in capsys.readouterr().err
-    assert good.result == {"points": [[512, 2.0, 2.5], [1024, 4.0, 1.5]], "tok_per_sec": 256.0}
+    points = [[512, 2.0, 2.5], [1024, 4.0, 1.5]]
+    of_last = {"by_position": {"1-16": 2.5}, "training_loss": 6.0, "tok_per_sec": 256.0}
+    assert good.result == {"points": points} | of_last
     assert not list(good.folder.glob("step_*"))  # no checkpoint is left
     assert equal_tokens.train_all([kept, bad, good], 1) == [bad] and trained == [bad, good, bad]
 
@@ -105,7 +110,7 @@ def test_a_run_that_is_not_done_in_time_is_named_and_what_is_done_stays(place, m
     def train(run):
         if run.batch == 512:
             may_end.wait(60)
-        return [1.0] * 4, []
+        return [1.0] * 4, [9.0] * 4, []
 
     monkeypatch.setattr(equal_tokens, "OURS_OR_PEER", {"ours": train, "peer": train})
     monkeypatch.setattr(race_score, "score", lambda *_: [])
