@@ -13,8 +13,8 @@ All checkpoints are scored by race_score.py: every token of every validation doc
 On a CPU a run has one thread, and every core has a run. On a GPU the runs share it, so tokens/s and seconds
 are then no speeds. A result is kept in <base_dir>/equal_tokens/, so a command that was stopped trains only
 what is missing. A run that fails, or that --minutes ends, is named, and the exit status is 2. The picture
-has bits per byte against tokens, and against seconds in training steps. Compiling is part of a step, on both
-sides.
+has bits per byte against tokens and against seconds in training steps, of which compiling is a part on both
+sides, and ours over the peer's after as many tokens.
 
 The first line names the folder with text and tokenizer, which --data takes too, on this machine or another:
 --batches=none --peer_batches=none only makes it. docs/benchmarks.md has the commands for a GPU.
@@ -23,6 +23,7 @@ The first line names the folder with text and tokenizer, which --data takes too,
 import hashlib
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -32,6 +33,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+import numpy as np
 
 import configurator
 from experiments import peer_run, race_score
@@ -226,25 +229,31 @@ def table(runs: list[Run]) -> str:
 
 
 def draw(runs: list[Run], batch: int, path: Path):
-    """The peer's best and our runs with `batch`: bits per byte against tokens, and against seconds. Raises
-    OSError if the picture cannot be written."""
+    """The peer's best and our runs with `batch`: bits per byte against tokens and against seconds; and ours
+    over the peer's after as many tokens. Raises OSError if the picture cannot be written."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
+    figure = Figure(figsize=(14, 4.5), layout="constrained")
+    by_tokens, by_seconds, ratio = figure.subplots(1, 3)
     styles = dict(zip(sorted({run.depth for run in runs}), ("-", "--", ":", "-."), strict=False))
+    best = {depth: found for depth in styles if (found := best_of_peer(runs, depth))}
     shown = [run for run in runs if run.side == "ours" and run.batch == batch and run.result]
-    shown += [best for depth in styles if (best := best_of_peer(runs, depth))]
-    for run in shown:
-        color = "tab:blue" if run.side == "ours" else "tab:gray"
-        label = f"{SIDES[run.side]}, d{run.depth}" if run.seed == 0 else None
-        for axes, column in zip(panels, (0, 1), strict=True):
-            x, y = ([point[i] for point in run.result["points"]] for i in (column, 2))
-            axes.plot(x, y, styles[run.depth], marker="o", markersize=3, color=color, label=label)
-            axes.grid(alpha=0.3)
-    panels[0].set(xlabel="tokens", ylabel="validation bits per byte", xlim=(0, None))
-    panels[1].set(xlabel="seconds in training steps", xlim=(0, None))
-    panels[0].legend()
+    for run in [*shown, *best.values()]:
+        how = {"marker": "o", "markersize": 3, "color": "tab:blue" if run.side == "ours" else "tab:gray"}
+        how |= {"label": f"{SIDES[run.side]}, d{run.depth}" if run.seed == 0 else None}
+        of_run, seconds, values = zip(*run.result["points"], strict=True)
+        by_tokens.plot(of_run, values, styles[run.depth], **how)
+        by_seconds.plot(seconds, values, styles[run.depth], **how)
+        if run.side == "ours" and run.depth in best:
+            of_peer, _, theirs = zip(*best[run.depth].result["points"], strict=True)
+            theirs = np.interp(np.log(of_run), np.log(of_peer), theirs, left=math.nan)
+            ratio.plot(of_run, values / theirs, styles[run.depth], **how)
+    by_tokens.set(xlabel="tokens", ylabel="validation bits per byte", xlim=(0, None))
+    by_seconds.set(xlabel="seconds in training steps", xlim=(0, None))
+    ratio.set(xlabel="tokens", ylabel=f"over {SIDES['peer']}'s bits per byte", xlim=(0, None))
+    by_tokens.legend()
+    for axes in (by_tokens, by_seconds, ratio):
+        axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
 
 
