@@ -8,7 +8,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import torch
 
 from experiments import peer_run
 from experiments.sides import ROOT
+from nanochat.files import temporary_folder
 from nanochat.run.metrics import read_metrics
 
 FIRST_STEPS = 5  # of 30 that are compared tightly; later ones amplify rounding
@@ -150,8 +150,8 @@ def waits(job: dict) -> dict:
     size = {"depth": 2, "head_dim": 64, "max_seq_len": 256, "total_batch_size": 1024, "device_batch_size": 2}
     settings = size | {"num_iterations": 8, "window_pattern": "SL"}
     settings |= {"dtype": "float32", "compile": "off"} if job["small"] else {"compile": "on"}
-    with tempfile.TemporaryDirectory() as place:
-        process = base_train(job, Path(place), "experiments.device_waits", subprocess.PIPE, **settings)
+    with temporary_folder() as place:
+        process = base_train(job, place, "experiments.device_waits", subprocess.PIPE, **settings)
         said = process.stdout.read().splitlines()
         finish(process)
     found = json.loads(said[-1])
@@ -199,8 +199,8 @@ def resume(job: dict) -> dict:
         size = {"depth": 2, "aspect_ratio": 32, "head_dim": 32, "max_seq_len": 64}
         size |= {"num_iterations": 15, "total_batch_size": 4 * 64}
     settings = size | {"device_batch_size": 2, "dtype": "float32", "compile": "off"}
-    with tempfile.TemporaryDirectory() as place:
-        alone, stopped = Path(place) / "alone", Path(place) / "stopped"
+    with temporary_folder() as place:
+        alone, stopped = place / "alone", place / "stopped"
         finish(base_train(job, alone, **settings))
         process = base_train(job, stopped, **settings)
         stop_after(process, stopped, steps=5)
@@ -226,8 +226,8 @@ def base_train_speed(job: dict, depth: int) -> dict:
     if job["small"]:
         size = {"depth": 2, "aspect_ratio": 32, "head_dim": 32, "max_seq_len": 64, "total_batch_size": 256}
         size |= {"compile": "off"}
-    with tempfile.TemporaryDirectory() as place:
-        out_dir = Path(place) / "run"
+    with temporary_folder() as place:
+        out_dir = place / "run"
         process = base_train(job, out_dir, num_iterations=100_000, accept="epochs", **size)
         stop_after(process, out_dir, steps=9)
         found = records(out_dir)[3:9]

@@ -9,15 +9,14 @@ import json
 import math
 import os
 import statistics
-import tempfile
 import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from experiments import gpu_variants
 from experiments.sides import GpuLock, Side
+from nanochat.files import temporary_folder
 
 ROUNDS, STEPS = 2, 4  # turns of each variant, and steps of a turn
 PREPARE_S = {12: 75, 24: 125}  # expected seconds until a variant is ready, with cold caches (one H200)
@@ -112,8 +111,8 @@ class Turns:
                 runner.row = {"skipped": why}
             else:
                 self.waiting.append(runner)
-        with tempfile.TemporaryDirectory(prefix="bench-gpu-") as place:
-            self.place = Path(place)
+        with temporary_folder() as place:
+            self.place = place
             self.job = self.job | {"lock": str(self.place / "gpu")}
             self.lock = GpuLock(self.job["lock"])
             self.measure(todo)

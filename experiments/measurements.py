@@ -10,7 +10,6 @@ import inspect
 import math
 import subprocess
 import sys
-import tempfile
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nanochat import muon, optim
 from nanochat.engine import generate
+from nanochat.files import temporary_folder
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine import precision
 
@@ -160,7 +160,7 @@ def ddp_worker(rank: int, folder: Path):
 
 def two_processes() -> dict[str, tuple[float, float]]:
     """`compare` of two processes with one that makes twice the micro-steps, on the same micro-batches."""
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         command = [sys.executable, "-m", "experiments.measurements", "worker", folder]
         workers = [subprocess.Popen([*command, str(rank)], cwd=ROOT) for rank in (0, 1)]
         try:
@@ -169,7 +169,7 @@ def two_processes() -> dict[str, tuple[float, float]]:
         finally:
             for worker in workers:
                 worker.kill()
-        together = load_file(Path(folder) / "gradients.safetensors")
+        together = load_file(folder / "gradients.safetensors")
     inputs, targets = (torch.cat([rows[0::2], rows[1::2]]) for rows in byte_rows(64, 99))
     results = {}
     for name, both in together.items():

@@ -8,7 +8,6 @@ The last function is a part of `python -m scripts.bench --what=gpu`.
 import os
 import shutil
 import statistics
-import tempfile
 import time
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from nanochat.data.packing import open_lanes
 from nanochat.data.parquet import Documents, RowGroups
 from nanochat.data.sources import open_dataset
 from nanochat.evals.bits_per_byte import bits_per_byte
-from nanochat.files import user_path
+from nanochat.files import temporary_folder, user_path
 from nanochat.machine import precision, runtime
 
 TOKENS = 128  # that generate writes in each row
@@ -168,10 +167,10 @@ def checkpoint(settings: dict) -> dict:
     side = Ours(side_job(settings, device.type, "float32") | {"compile": False})
     tensors = {"model": side.model.state_dict(), "optimizer": side.optimizer.named_state()}
     size = sum(t.nbytes for kind in tensors.values() for t in kind.values())
-    with tempfile.TemporaryDirectory(dir=settings["folder"]) as place:
+    with temporary_folder(settings["folder"]) as place:
         if shutil.disk_usage(place).free < 2.2 * size:
             raise UserError(f"two checkpoints of {size / 1e9:.1f} GB do not fit; give another --folder")
-        times = save_times(tensors, Path(place), settings["rounds"], blocking=True)
+        times = save_times(tensors, place, settings["rounds"], blocking=True)
     row = {name: statistics.median(taken) for name, taken in times.items()}
     row["stall_over_blocking"] = row["stall_s"] / row["blocking_s"]
     row["stall_over_bare_write"] = row["stall_s"] / row["bare_write_s"]
@@ -245,8 +244,8 @@ def save(side: Ours) -> dict:
     tensors = {"model": side.model.state_dict(), "optimizer": side.optimizer.named_state()}
     size = sum(t.nbytes for kind in tensors.values() for t in kind.values())
     side.machine.synchronize()
-    with tempfile.TemporaryDirectory() as place:
-        times = save_times(tensors, Path(place), rounds=3)
+    with temporary_folder() as place:
+        times = save_times(tensors, place, rounds=3)
     return {name: statistics.median(taken) for name, taken in times.items()} | {"gb": size / 1e9}
 
 

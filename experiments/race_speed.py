@@ -22,7 +22,7 @@ from pathlib import Path
 from experiments import peer_run, race_score
 from experiments.sides import ROOT, peer_folder
 from nanochat import UserError
-from nanochat.files import user_path
+from nanochat.files import temporary_folder, user_path
 from nanochat.run.metrics import read_metrics
 
 ROUNDS = 3  # at most; a round has a run of each side
@@ -74,8 +74,8 @@ def bench(settings: dict) -> dict:
         raise UserError(f"--folder={folder} is no folder; make it, or name another one")
     peer, base_dir = peer_folder(settings["peer"]), user_path("base_dir", settings["base_dir"])
     text = peer_run.text_of(settings["data"], settings["vocab_size"], base_dir)
-    with tempfile.TemporaryDirectory(dir=settings["folder"]) as folder:
-        race = Race(peer, text, settings["recipe"], base_dir, settings["minutes"], Path(folder), {})
+    with temporary_folder(settings["folder"]) as folder:
+        race = Race(peer, text, settings["recipe"], base_dir, settings["minutes"], folder, {})
         race.shape = warm_up(race)
         race_score.write_job(text, race.folder, race.shape["max_seq_len"])
         best = best_settings(race)

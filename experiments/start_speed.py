@@ -12,13 +12,12 @@ import contextlib
 import os
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from unittest import mock
 
 from experiments import peer_run
 from nanochat import UserError
-from nanochat.files import user_path
+from nanochat.files import temporary_folder, user_path
 from nanochat.run.metrics import read_metrics
 
 TRAIN = [sys.executable, "-m", "scripts.base_train"]
@@ -55,10 +54,10 @@ def bench(settings: dict) -> dict[str, float]:
 def own_cache():
     """A folder whose `compiled` is torch's cache of compiled code for all that is started meanwhile."""
     with (
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place,
+        temporary_folder() as place,
         mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=f"{place}/compiled"),
     ):
-        yield Path(place)
+        yield place
 
 
 def evaluations(command: list[str], out: Path) -> dict[str, float]:

@@ -12,14 +12,13 @@ float32, its default: the same text, tokenizer, shape and batch, in turns (peer_
 
 import json
 import statistics
-import tempfile
 from pathlib import Path
 
 import configurator
 from experiments import peer_run, step_split
 from experiments.sides import peer_folder
 from nanochat import UserError
-from nanochat.files import user_path
+from nanochat.files import temporary_folder, user_path
 from nanochat.machine import hardware, precision, runtime
 from nanochat.plan import scaling
 from nanochat.run.metrics import read_metrics
@@ -39,12 +38,12 @@ def bench(settings: dict) -> dict:
         return beside_peer(settings, names[0], machine)
     turns: dict = {name: [] for name in names}
     peaks: dict = {name.removesuffix("+compile"): [] for name in names}
-    with tempfile.TemporaryDirectory() as place:
+    with temporary_folder() as place:
         for turn in range(settings["rounds"]):
             for dtype, found in peaks.items():
                 found.append(hardware.measured_flops(machine.device, precision.DTYPES[dtype])[0])
             for name, of_variant in turns.items():
-                of_variant.append(train(settings, name, Path(place) / f"{name}{turn}"))
+                of_variant.append(train(settings, name, place / f"{name}{turn}"))
         peak = {dtype: statistics.median(found) for dtype, found in peaks.items()}
         rows = {name: figures(settings, of_variant, peak, name) for name, of_variant in turns.items()}
         for name, row in rows.items():
@@ -145,12 +144,12 @@ def beside_peer(settings: dict, variant: str, machine) -> dict:
     shape["total_batch_size"] = settings["device_batch_size"] * settings["max_seq_len"]
     dtype, peaks, ours = variant.removesuffix("+compile"), [], []
     peers: dict = {"bfloat16": [], "float32": []}
-    with tempfile.TemporaryDirectory() as place:
+    with temporary_folder() as place:
         for number in range(settings["rounds"]):
             peaks.append(hardware.measured_flops(machine.device, precision.DTYPES[dtype])[0])
-            ours.append(train(settings, variant, Path(place) / f"ours{number}", peer_run.our_settings(text)))
+            ours.append(train(settings, variant, place / f"ours{number}", peer_run.our_settings(text)))
             for name, of_peer in peers.items():
-                of_peer.append(peer_run.train(checkout, text, Path(place) / f"{name}{number}", shape, name))
+                of_peer.append(peer_run.train(checkout, text, place / f"{name}{number}", shape, name))
         peak = {dtype: statistics.median(peaks)}
         speeds = [figures(settings, [turn], peak, variant)["tok_per_sec"] for turn in ours]
         row = figures(settings, ours, peak, variant)

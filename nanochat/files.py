@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import stat
+import tempfile
 import threading
 import time
 import uuid
@@ -59,7 +60,7 @@ def remove_unfinished(*paths: Path):
     """Remove temporary files and folders; without paths all of this process, which is about to end."""
     for path in paths or tuple(_unfinished):
         with contextlib.suppress(OSError):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
 
 
 @contextlib.contextmanager
@@ -85,6 +86,13 @@ def temporary(path: Path) -> Iterator[Path]:
         _unfinished.discard(path)
         for number in ours:
             signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def temporary_folder(parent: str | Path | None = None) -> Iterator[Path]:
+    """A new folder in `parent`, by default among the system's temporary files; it ends as in `temporary`."""
+    with temporary(Path(tempfile.mkdtemp(prefix="nanochat-", dir=parent))) as folder:
+        yield folder
 
 
 @contextlib.contextmanager

@@ -30,7 +30,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from datetime import date
 from pathlib import Path
@@ -38,7 +37,7 @@ from pathlib import Path
 import configurator
 from nanochat import UserError, checkpoint, streams
 from nanochat.data.sources import open_dataset
-from nanochat.files import user_path
+from nanochat.files import temporary_folder, user_path
 from nanochat.machine import runtime
 from nanochat.run.metrics import read_metrics
 
@@ -134,8 +133,8 @@ def commit_of(patches: list[str]) -> str:
     if len(commits) > 1:
         raise UserError(f"the patches fit several commits ({', '.join(commits)}); choose some with --only")
     for patch in patches:  # try them before the first training
-        with tempfile.TemporaryDirectory() as folder:
-            check_out(*commits, patch, Path(folder) / "sources")
+        with temporary_folder() as folder:
+            check_out(*commits, patch, folder / "sources")
     return next(iter(commits), "")
 
 

@@ -8,7 +8,6 @@ docs/precision.md answers the usual questions about precision with this output.
 """
 
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -22,7 +21,7 @@ from nanochat.data.sources import open_dataset
 from nanochat.diagnostics import precision_cost, scaled_rates
 from nanochat.diagnostics.precision_page import page
 from nanochat.diagnostics.recorder import record_step
-from nanochat.files import user_path
+from nanochat.files import temporary_folder, user_path
 from nanochat.gpt import GPT
 from nanochat.machine import precision, runtime
 from nanochat.machine.precision import name_of
@@ -133,8 +132,8 @@ def costs() -> str:
     rates, _ = scaled_rates(DEFAULTS, own_config, device_batch_size * max_seq_len, measure_steps)
     common = {"config": own_config, "device": device, "rounds": measure_rounds}
     common["say"] = lambda text: print(text, file=sys.stderr)
-    with tempfile.TemporaryDirectory() as name:
-        common["folder"] = Path(name)
+    with temporary_folder() as folder:
+        common["folder"] = folder
         trained = precision_cost.measure_training(
             wanted, batches, rates=rates, seed=seed, seconds=seconds, **common
         )

@@ -12,13 +12,18 @@ from nanochat.files import building
 WRITES = """
 import sys, time
 from pathlib import Path
-from nanochat.files import building, replacing
+from nanochat.files import building, replacing, temporary_folder
 from nanochat.machine.signals import StopSignal
 
 folder = Path(sys.argv[1])
 stop = StopSignal() if sys.argv[2] == "in a training's set-up" else None
-with building(folder / "texts") as temporary, replacing(folder / "t.json") as file:
+with (
+    building(folder / "texts") as temporary,
+    replacing(folder / "t.json") as file,
+    temporary_folder(folder) as place,
+):
     (temporary / "half").touch()
+    (place / "run").mkdir()
     print("ready", flush=True)
     time.sleep(300)
 """
@@ -30,7 +35,7 @@ with building(folder / "texts") as temporary, replacing(folder / "t.json") as fi
 def test_a_signal_ends_what_is_written_and_leaves_no_temporary_file(tmp_path, name, where):
     with python(WRITES, tmp_path, where) as child:
         assert child.stdout.readline() == "ready\n"
-        assert len(names_in(tmp_path)) == 2
+        assert len(names_in(tmp_path)) == 3
         child.send_signal(getattr(signal, name))
         assert child.wait() == (-getattr(signal, name) if where == "in a script" else 0)
     assert names_in(tmp_path) == []
