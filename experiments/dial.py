@@ -20,6 +20,7 @@ import numpy as np
 import configurator
 from nanochat import UserError
 from nanochat.plan import scaling
+from nanochat.plan.counts import scaling_parameters
 
 folder = "docs"  # where the pictures are written
 
@@ -61,7 +62,7 @@ def lowest_point(series: dict[int, float]) -> float:
 def rules(tokens: float) -> dict[str, float]:
     """What the dial gives a run of so many tokens."""
     config = config_of(12)
-    ratio = tokens / scaling.scaling_parameters(config)
+    ratio = tokens / scaling_parameters(config)
     horizon = scaling.derive_horizon(config, -1, -1, ratio, -1, 1)
     found = scaling.scaled_rates(DEFAULTS, config.width, horizon)
     rate = found.rates["matrix_lr"]
@@ -115,14 +116,14 @@ def plot(path: Path):
     figure = new_figure(7)
     panels = list(figure.subplots(2, 2).flat)
     found = [rules(tokens) for tokens in TOKENS]
-    own = [DEFAULTS["target_param_data_ratio"] * scaling.scaling_parameters(config_of(d)) for d in DEPTHS]
+    own = [DEFAULTS["target_param_data_ratio"] * scaling_parameters(config_of(d)) for d in DEPTHS]
     for axes, name in zip(panels, found[0], strict=True):
         axes.plot(TOKENS, [one[name] for one in found])
         for depth, tokens in zip(DEPTHS, own, strict=True):
             axes.annotate(f"d{depth}", (tokens, rules(tokens)[name]), xytext=(0, 12), **ABOVE)
         axes.set(xscale="log", yscale="log", xlabel="tokens of the run", title=name)
         axes.grid(alpha=0.3)
-    d12_tokens = scaling.REFERENCE_RATIO * scaling.scaling_parameters(config_of(12, VOCABULARY))
+    d12_tokens = scaling.REFERENCE_RATIO * scaling_parameters(config_of(12, VOCABULARY))
     smooth = [scaling.unrounded_batch(tokens, d12_tokens) for tokens in TOKENS]
     panels[0].plot(TOKENS, smooth, "k--", linewidth=1)
     for tokens, series in TRAINED.items():

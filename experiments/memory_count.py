@@ -27,6 +27,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine import precision
 from nanochat.ops import elementwise, loss
 from nanochat.plan import memory, scaling
+from nanochat.plan.counts import on_meta, parameter_counts
 
 depths = "12,20,26"  # of the models, separated by commas
 rows = 8  # of a micro-batch [1..2**20]
@@ -199,7 +200,7 @@ def compare(config: GPTConfig, rows: int, dtype: torch.dtype, is_compiled: bool)
     """
     with mock.patch.dict(loss.CHUNK_LOGITS, cpu=loss.CHUNK_LOGITS["cuda"]):
         beyond = (compiled if is_compiled else eager)(config, rows, dtype)
-    model = 8 * scaling.on_meta(config).parameter_counts()["total"]  # weights and gradients
+    model = 8 * parameter_counts(on_meta(config))["total"]  # weights and gradients
     needed = memory.training_bytes(config, rows * config.max_seq_len, dtype, is_compiled)
     estimate = sum(needed.values()) - needed["optimizer state"]
     counted = model + beyond["peak"]

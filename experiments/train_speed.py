@@ -21,6 +21,7 @@ from nanochat import UserError
 from nanochat.files import temporary_folder, user_path
 from nanochat.machine import hardware, precision, runtime
 from nanochat.plan import scaling
+from nanochat.plan.counts import flops_per_token, on_meta
 from nanochat.run.metrics import read_metrics
 
 DEFAULTS = configurator.defaults(Path(__file__).parent.parent / "scripts" / "base_train.py")
@@ -85,7 +86,7 @@ def figures(settings: dict, turns: list[dict], peak: dict, variant: str) -> dict
     records = [record for turn in turns for record in turn["records"]]
     step_s = statistics.median(record["step_time_s"] for record in records)
     speed = settings["device_batch_size"] * settings["max_seq_len"] / step_s
-    flops = model_of(settings).flops_per_token()
+    flops = flops_per_token(model_of(settings))
     memory, planned = max(turn["peak_memory_bytes"] for turn in turns), turns[0]["planned"]
     return {
         "tok_per_sec": speed,
@@ -104,7 +105,7 @@ def figures(settings: dict, turns: list[dict], peak: dict, variant: str) -> dict
 def model_of(settings: dict):
     """The model, as shapes."""
     names = ("depth", "aspect_ratio", "head_dim", "max_seq_len", "vocab_size", "window_pattern")
-    return scaling.on_meta(scaling.model_config(*(settings[name] for name in names)))
+    return on_meta(scaling.model_config(*(settings[name] for name in names)))
 
 
 # ------------------------------------------------------------------------------------------------------

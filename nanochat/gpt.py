@@ -23,10 +23,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanochat.ops.attention import attention, previous_token, visible_from
-from nanochat.ops.elementwise import norm, norm_and_rotate, norm_rotate_and_shift
+from nanochat.ops.elementwise import gated, norm, norm_and_rotate, norm_rotate_and_shift, rotary_tables
 from nanochat.ops.loss import softcap, softcapped_cross_entropy
 from nanochat.ops.mlp import feed_forward
-from nanochat.ops.operators import embedding, look_up
+from nanochat.ops.operators import embedding, look_up, one_product
 from nanochat.ops.subword import SubwordEmbedding
 
 ROPE_BASE = 100_000  # RoPE: longer wavelengths than the usual 10,000
@@ -79,11 +79,6 @@ def bigram_rows(before, idx, rows: int):
     return (before * BIGRAM_HASH + idx) % rows
 
 
-def gated(x, gates):
-    """2 sigmoid(gates) * x: x (B, T, C) in G groups of channels, gates (B, T, G). Gates of 0 keep x."""
-    return (2 * torch.sigmoid(gates).unsqueeze(-1) * x.view(*gates.shape, -1)).view_as(x)
-
-
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
@@ -98,27 +93,14 @@ class Attention(nn.Module):
             self.value_gate = nn.Linear(C, config.num_heads, bias=False)
         self.head_gate = nn.Linear(C, config.num_heads, bias=False)
 
-    def queries_keys_and_gates(self, x):
-        """q, k (B, T, C) and gates (B, T, 2 H or more): of heads, then of value embeddings if there are some.
-
-        Compiled, it is one product: a GPU is slow at small ones, and at sizes that are no multiple of 8.
-        """
-        gates = [self.head_gate, self.value_gate] if hasattr(self, "value_gate") else [self.head_gate]
-        if not torch.compiler.is_compiling() or type(self.query) is not nn.Linear:  # eager, or fp8
-            return self.query(x), self.key(x), torch.cat([gate(x) for gate in gates], -1)
-        rows = torch.cat([linear.weight for linear in (self.query, self.key, *gates)])
-        rows = F.pad(rows, (0, 0, 0, -rows.size(0) % 8))
-        C = x.size(-1)
-        return F.linear(x, rows).split([C, C, rows.size(0) - 2 * C], -1)
-
     def forward(self, x, value_embedding, rotary, cache=None, visible=None):
-        (B, T, C), H = x.shape, self.num_heads
-        q, k, gates = self.queries_keys_and_gates(x)
+        B, T, C = x.shape
+        gates = [self.head_gate] if value_embedding is None else [self.head_gate, self.value_gate]
+        q, k, *gates = one_product(x, self.query, self.key, *gates)
         q, k, v = (part.view(B, T, self.num_heads, -1) for part in (q, k, self.value(x)))
-        gates = 2 * torch.sigmoid(gates)  # gates of 0 keep what they multiply
         # Value embedding (ResFormer): each head adds a row of the token itself, not mixed by earlier layers
         if value_embedding is not None:
-            v = v + gates[..., H : 2 * H, None] * value_embedding.view_as(v)
+            v = v + gated(value_embedding, gates[1]).view_as(v)
         # RoPE and QK norm: a score depends on distance and direction, and is at most 1.2^2 sqrt(D)
         rotary = *rotary, QK_SCALE
         q = norm_and_rotate(q, *rotary)
@@ -129,7 +111,7 @@ class Attention(nn.Module):
             k, v, visible = cache.append(k, v)
         y = self.attend(q, k, v, self.window, visible)  # (B, H, T, D)
         # Gated attention: a head that finds nothing can be silent
-        return self.out((gates[..., :H, None] * y.transpose(1, 2)).reshape(B, T, C))
+        return self.out(gated(y.transpose(1, 2), gates[0]).reshape(B, T, C))
 
 
 class MLP(nn.Module):
@@ -223,11 +205,8 @@ class GPT(nn.Module):
 
     def init_rotary(self):
         """Make the rotary tables on the device the model is on. No checkpoint holds them."""
-        D, device = self.config.head_dim, self.embedding.weight.device
-        frequencies = ROPE_BASE ** (-torch.arange(0, D, 2, dtype=torch.float32) / D)
-        positions = torch.arange(self.config.max_seq_len, dtype=torch.float32)
-        angles = torch.outer(positions, frequencies)  # (T, D / 2)
-        self.cos, self.sin = angles.cos().to(device), angles.sin().to(device)
+        config, device = self.config, self.embedding.weight.device
+        self.cos, self.sin = rotary_tables(config.max_seq_len, config.head_dim, ROPE_BASE, device)
 
     def tables(self):
         """The rows of embedding and head, (V, C) each, float32."""
@@ -287,26 +266,3 @@ class GPT(nn.Module):
         if targets is None:
             return softcap(self.head(x) if self.pieces is None else F.linear(x, head_rows))
         return softcapped_cross_entropy(x.flatten(0, 1), head_rows, targets.flatten(), reduction)
-
-    def parameter_counts(self) -> dict[str, int]:
-        """Parameters by role. Each token is multiplied with all of `matrices` and `head`."""
-        counts = {
-            "embedding": self.embedding.weight.numel(),
-            "bigrams": self.config.bigrams * self.embedding.weight.numel(),
-            "value_embeddings": sum(p.numel() for p in self.value_embeddings.parameters()),
-            "matrices": sum(p.numel() for p in self.blocks.parameters() if p.ndim >= 2),
-            "head": self.head.weight.numel(),
-            "pieces": sum(p.numel() for p in self.pieces.parameters()) if self.pieces else 0,
-        }
-        total = sum(p.numel() for p in self.parameters())
-        return counts | {"scalars": total - sum(counts.values()), "total": total}
-
-    def flops_per_token(self) -> int:
-        """FLOPs to train on one token, forward and backward.
-
-        6 for each parameter of a matrix multiplication (2 forward, 4 backward), and 12 * C * window for QK^T
-        and AV in each layer, not halved for causality: the count of PaLM (arXiv 2204.02311, appendix B).
-        """
-        counts = self.parameter_counts()
-        attended = sum(self.config.windows)
-        return 6 * (counts["matrices"] + counts["head"]) + 12 * self.config.width * attended

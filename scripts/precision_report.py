@@ -25,7 +25,7 @@ from nanochat.files import temporary_folder, user_path
 from nanochat.gpt import GPT
 from nanochat.machine import precision, runtime
 from nanochat.machine.precision import name_of
-from nanochat.plan import scaling
+from nanochat.plan import counts, scaling
 from nanochat.plan.memory import training_bytes
 from nanochat.terminal import gib
 
@@ -143,7 +143,7 @@ def costs() -> str:
 
 def cost_page(trained: list[dict], inferred: list[dict], dataset) -> str:
     """Both tables, and how to read them."""
-    parameters = scaling.on_meta(config).parameter_counts()["total"]
+    parameters = counts.parameter_counts(counts.on_meta(config))["total"]
     short = [f"{r['name']} made {r['steps']} of {measure_steps} steps" for r in trained if r["loss"] is None]
     parts = [
         "## What each precision costs here",

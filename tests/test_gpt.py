@@ -14,8 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from experiments.autocast_rules import autocast_on
 from nanochat import UserError, gpt
-from nanochat.gpt import GPT, MLP, Block, GPTConfig, gated
+from nanochat.gpt import GPT, MLP, Block, GPTConfig
 from nanochat.machine.precision import check_dtypes
+from nanochat.ops.elementwise import gated
+from nanochat.plan.counts import flops_per_token, parameter_counts
 
 PATTERNS = ["L", "SL", "SSSL", "S"]
 
@@ -43,7 +45,7 @@ def random_tokens(model, B=2, T=None, seed=1):
 @pytest.mark.parametrize("spelled", [False, True])
 def test_each_parameter_is_counted_in_one_role(spelled):
     model = make_model(spelled=spelled)
-    counts = model.parameter_counts()
+    counts = parameter_counts(model)
     total = counts.pop("total")
     assert sum(counts.values()) == total == sum(p.numel() for p in model.parameters())
     for role in ("embedding", "value_embeddings", "head"):
@@ -71,7 +73,7 @@ def test_flops_are_those_that_the_flop_counter_sees(window_pattern):
     C, T = model.config.width, model.config.max_seq_len
     forward, backward = counted_flops(model, 3)
     hidden = 12 * C * sum(window for window in model.config.windows if window < T)
-    assert forward + backward == 3 * T * (model.flops_per_token() + hidden)
+    assert forward + backward == 3 * T * (flops_per_token(model) + hidden)
     head = 4 * 3 * T * model.head.weight.numel()  # its gradients are made with the loss, in the forward pass
     assert backward + head == 2 * (forward - head)
 

@@ -1,4 +1,4 @@
-"""Norms, rotary positions and leaky ReLU squared.
+"""Norms, rotary positions, gates and leaky ReLU squared.
 
 Compiled code computes such a formula in one pass over memory. Eager code makes a pass for each operation; on
 a CPU these passes are a fifth of a step. So on a CPU the formulas here take fewer operations, and backward
@@ -20,6 +20,13 @@ def norm(x, dtype: torch.dtype | None = None):
         return _CompiledNorm.apply(x, dtype or x.dtype)
     n = _Norm.apply(x) if _by_hand(x) else F.rms_norm(x, (x.size(-1),))
     return n.to(dtype or x.dtype)
+
+
+def rotary_tables(length: int, head_dim: int, base: float, device: torch.device):
+    """cos and sin of the angles of `length` positions, (length, head_dim / 2) float32 each (RoPE)."""
+    frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+    return angles.cos().to(device), angles.sin().to(device)
 
 
 def norm_and_rotate(x, cos, sin, scale: float):
@@ -46,6 +53,11 @@ def norm_rotate_and_shift(x, cos, sin, scale: float, visible=None):
         return previous_token(norm_and_rotate(x, cos, sin, scale), visible)
     same = None if visible is None else same_document(visible, *x.shape[:2])[:, :, None, None]
     return _NormRotateShift.apply(x, cos, sin, scale, True, same)
+
+
+def gated(x, gates):
+    """2 sigmoid(gates) * x: x (B, T, C) or (B, T, G, C / G), gates (B, T, G). Gates of 0 keep x."""
+    return (2 * torch.sigmoid(gates).unsqueeze(-1) * x.view(*gates.shape, -1)).view_as(x)
 
 
 def squared_leaky_relu(x):

@@ -13,6 +13,7 @@ import torch
 from nanochat.gpt import GPTConfig
 from nanochat.ops import attention_blocks, loss
 from nanochat.plan import scaling
+from nanochat.plan.counts import on_meta, parameter_counts
 from nanochat.terminal import gib
 
 # Bytes that a token takes: for each channel in each layer, and for each channel once.
@@ -52,7 +53,7 @@ def training_bytes(
     ops/mlp.py are used. On a CPU a save copies weights and optimizer state to the same memory, attention
     keeps its weights (attention_blocks.py), and libraries and gaps count.
     """
-    counts, size = scaling.on_meta(config).parameter_counts(), torch.finfo(dtype).bits // 8
+    counts, size = parameter_counts(on_meta(config)), torch.finfo(dtype).bits // 8
     total, matrices = counts["total"], counts["matrices"]
     layer, once = KEPT[compiled, size]
     layer -= MLP_KERNEL * mlp_kernel

@@ -19,7 +19,7 @@ from nanochat.ops.attention import choose as choose_attention
 from nanochat.ops.attention import use as use_attention
 from nanochat.ops.fp8 import check_fp8, convert_to_fp8
 from nanochat.ops.kernels import Kernels
-from nanochat.plan import memory, scaling, trial
+from nanochat.plan import counts, memory, scaling, trial
 from nanochat.terminal import duration
 
 # Up to 4 times a text is about as good as new text; after some 16 it teaches little more (arXiv 2305.16264)
@@ -33,7 +33,7 @@ class Plan:
 
     config: GPTConfig
     hardware: Hardware
-    parameters: dict[str, int]  # by role, see GPT.parameter_counts
+    parameters: dict[str, int]  # by role, see counts.parameter_counts
     flops_per_token: int
     horizon: scaling.Horizon
     device_batch_size: int  # rows of a micro-batch
@@ -215,7 +215,7 @@ class Plan:
     def public_shards(self) -> int:
         """How many shards of climbmix hold the tokens of this run with the vocabulary that such text gets."""
         larger = replace(self.config, vocab_size=max(self.config.vocab_size, LARGEST_VOCABULARY))
-        growth = scaling.scaling_parameters(larger) / scaling.scaling_parameters(self.config)
+        growth = counts.scaling_parameters(larger) / counts.scaling_parameters(self.config)
         return PUBLIC["climbmix"].shards_for(round(self.tokens * growth))
 
     def warnings(self, accept: str) -> list[str]:
@@ -314,7 +314,7 @@ def _plan(
 ) -> Plan:  # fmt: skip
     """The plan for a horizon and rates, with the largest micro-batch. A resumed run keeps its rows if they
     still divide the batch."""
-    model = scaling.on_meta(config)
+    model = counts.on_meta(config)
     batch, device_batch_size = horizon.total_batch_size, settings["device_batch_size"]
     rows = scaling.rows_per_process(batch, config.max_seq_len, device_batch_size, hardware.world_size)
     if device_batch_size == -1:
@@ -324,8 +324,8 @@ def _plan(
     plan = Plan(
         config=config,
         hardware=hardware.with_peak_of(resolved),
-        parameters=model.parameter_counts(),
-        flops_per_token=model.flops_per_token(),
+        parameters=counts.parameter_counts(model),
+        flops_per_token=counts.flops_per_token(model),
         horizon=horizon,
         device_batch_size=device_batch_size,
         grad_accum_steps=rows // device_batch_size,

@@ -7,14 +7,12 @@ resolved: what a resumed run resolved at its first start (None or {}: a new run)
 """
 
 import bisect
-import functools
 import math
 from dataclasses import dataclass, replace
 
-import torch
-
 from nanochat import UserError
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPTConfig
+from nanochat.plan.counts import flops_per_token, on_meta, scaling_parameters
 
 REFERENCE_DEPTH = 12
 REFERENCE_BATCH = 2**19  # tokens
@@ -74,19 +72,6 @@ def aspect_ratio_for(settings: dict, vocab_size: int, flops: float, resolved: di
     width = bisect.bisect(range(1, WIDEST * depth), False, key=is_too_wide)
     heads = max(1, round(width / head_dim))
     return min(WIDEST, max(1, heads * head_dim // depth))
-
-
-@functools.lru_cache(8)  # a plan asks many times, and 512 layers take seconds
-def on_meta(config: GPTConfig) -> GPT:
-    """The model without memory behind it, to count its parameters and FLOPs. Do not change it."""
-    with torch.device("meta"):
-        return GPT(config)
-
-
-def scaling_parameters(config: GPTConfig) -> int:
-    """The parameters that a data:parameter ratio counts: matrices and head, which multiply every token."""
-    counts = on_meta(config).parameter_counts()
-    return counts["matrices"] + counts["head"]
 
 
 @dataclass(frozen=True)
@@ -164,7 +149,7 @@ def horizon_of(
     aspect_ratio = aspect_ratio_for(settings, vocab_size, 0 if steps > 0 else flops, resolved)
     sizes = settings["depth"], aspect_ratio, settings["head_dim"], settings["max_seq_len"]
     config = model_config(*sizes, vocab_size, settings["window_pattern"], settings["bigrams"])
-    horizon = derive_horizon(config, steps, flops, ratio, batch, on_meta(config).flops_per_token())
+    horizon = derive_horizon(config, steps, flops, ratio, batch, flops_per_token(on_meta(config)))
     if horizon.num_iterations > MOST_STEPS and not minutes:
         raise UserError(
             f"{horizon.reason} are {horizon.num_iterations:.3g} steps, and a run has at most "

@@ -21,7 +21,7 @@ from nanochat.gpt import GPTConfig
 from nanochat.machine.hardware import GPU, GPUS, Hardware
 from nanochat.machine.precision import name_of
 from nanochat.ops.fp8 import FP8_CAPABILITY
-from nanochat.plan import planning, scaling, wording
+from nanochat.plan import counts, planning, wording
 from nanochat.terminal import duration, gib
 from nanochat.zero import is_shared_out, share_out
 
@@ -64,7 +64,7 @@ def exchanged_bytes(config: GPTConfig, world_size: int, gradient_bytes: int = 4)
     Each gradient goes to the process that owns its weights (a reduce_scatter), and the new weights come back
     (an all_gather): (N - 1) / N of all of them each. Plain DDP's all_reduce in float32 sends as much.
     """
-    share = scaling.on_meta(config).parameter_counts()["total"] * (world_size - 1) / world_size
+    share = counts.parameter_counts(counts.on_meta(config))["total"] * (world_size - 1) / world_size
     return {"gradients": gradient_bytes * share, "weights": 4 * share}
 
 
@@ -95,7 +95,7 @@ def polar_factor_flops(rows: int, columns: int) -> int:
 def optimizer_flops(config: GPTConfig, world_size: int) -> int:
     """FLOPs of Muon in the process that has the most of them; AdamW has next to none."""
     # More processes than matrices change nothing, and make share_out slow
-    model = scaling.on_meta(config)
+    model = counts.on_meta(config)
     matrices = [p.shape for p in model.blocks.parameters() if p.ndim == 2 and is_shared_out(p.shape)]
     world_size = max(1, min(world_size, len(matrices)))
     owners, _ = share_out(matrices, [], world_size)

@@ -11,6 +11,7 @@ from nanochat.diagnostics import training_step
 from nanochat.diagnostics.precision_page import statements
 from nanochat.diagnostics.recorder import PHASES, Record, Recorder, record_step
 from nanochat.machine import precision
+from nanochat.plan.counts import flops_per_token
 
 
 def recorded(model, x, dtype=F32, call=None) -> Record:
@@ -91,7 +92,7 @@ def test_the_record_agrees_with_what_hooks_see_and_with_the_formula_for_flops():
         model(idx)
     recorded = {op.module: op.outputs[0] for op in recorder.ops if op.name == "mm"}
     assert recorded == seen and len(seen) == 2 * 8 + 1 + 1  # the layers, two gates each, one more, the head
-    assert sum(op.flops for op in recorder.ops) == model.flops_per_token() * idx.numel() // 3
+    assert sum(op.flops for op in recorder.ops) == flops_per_token(model) * idx.numel() // 3
 
 
 def test_the_loss_begins_after_the_heads_product_and_the_phases_follow_each_other(record):

@@ -3,6 +3,7 @@
 import pytest
 
 from experiments import peer_run, train_speed
+from nanochat.plan.counts import flops_per_token
 
 SETTINGS = {"depth": 1, "aspect_ratio": 64, "head_dim": 64, "max_seq_len": 100, "vocab_size": 512}
 SETTINGS |= {"window_pattern": "L", "device_batch_size": 2}
@@ -20,7 +21,7 @@ def test_a_variants_figures_are_of_all_its_steps_and_its_largest_memory():
     found = train_speed.figures(SETTINGS, turns, {"float32": 1e9}, "float32+compile")
     assert found["step_ms"] == 300 and found["mfu"] == 0.3  # the median of five steps
     assert found["tok_per_sec"] == pytest.approx(200 / 0.3)
-    flops = train_speed.model_of(SETTINGS).flops_per_token()
+    flops = flops_per_token(train_speed.model_of(SETTINGS))
     assert found["mfu_of_measured_peak"] == pytest.approx(200 / 0.3 * flops / 1e9)
     assert found["peak_memory_gib"] == 2 and found["first_step_s"] == 6
     assert found["loss"] == 0.4 and found["planned_memory_gib"] == 4 and found["planned_step_ms"] == 400

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from experiments import memory_count
 from nanochat.plan import scaling
+from nanochat.plan.counts import on_meta, parameter_counts
 from nanochat.plan.memory import advice, training_bytes
 
 
@@ -38,7 +39,7 @@ def test_the_estimate_holds_for_d12(dtype, is_compiled):
 
 def test_lasting_memory_by_kind_is_counted_in_bytes_a_parameter():
     model = config(4)
-    counts = scaling.on_meta(model).parameter_counts()
+    counts = parameter_counts(on_meta(model))
     total, matrices = counts["total"], counts["matrices"]
     alone = training_bytes(model, 2048, torch.float32, compiled=False)
     assert alone["weights"] == alone["gradients"] == 4 * total
@@ -54,7 +55,7 @@ def test_lasting_memory_by_kind_is_counted_in_bytes_a_parameter():
 def test_a_small_micro_batch_needs_the_memory_of_the_update_instead():
     needed = training_bytes(config(4), 1, torch.float32, compiled=True)
     late = needed["update"] + needed["activations"] + needed["logits"]
-    assert late == 4 * scaling.on_meta(config(4)).parameter_counts()["total"]
+    assert late == 4 * parameter_counts(on_meta(config(4)))["total"]
     assert training_bytes(config(4), 2**16, torch.float32, compiled=True)["update"] == 0
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from nanochat import UserError
 from nanochat.gpt import GPT
 from nanochat.plan import scaling
+from nanochat.plan.counts import flops_per_token, on_meta, scaling_parameters
 
 SIZES = {"aspect_ratio": 64, "head_dim": 128, "max_seq_len": 2048, "vocab_size": 32768, "window_pattern": "L"}
 FEW = settings(max_examples=25)
@@ -72,8 +73,8 @@ def test_the_width_is_the_one_that_reads_the_best_number_of_tokens_for_a_paramet
     assume(heads * head_dim <= 64 * depth)
     model = config(depth, aspect_ratio=1, head_dim=head_dim, vocab_size=4096, max_seq_len=512)
     model = replace(model, width=heads * head_dim, num_heads=heads)
-    tokens = scaling.BEST_RATIO * scaling.scaling_parameters(model)
-    flops = tokens * scaling.on_meta(model).flops_per_token()
+    tokens = scaling.BEST_RATIO * scaling_parameters(model)
+    flops = tokens * flops_per_token(on_meta(model))
     assert width(flops, depth, head_dim) == model.width
 
 
@@ -83,8 +84,8 @@ def test_the_width_is_64_a_layer_unless_flops_decide_the_run_or_somebody_says_ot
     assert width(1e10, before={"fp8": False}) == 256  # begun before there was a rule
     for depth in (4, 12, 24):  # as many tokens as the default asks for
         model = config(depth)
-        tokens = scaling.REFERENCE_RATIO * scaling.scaling_parameters(model)
-        flops = tokens * scaling.on_meta(model).flops_per_token()
+        tokens = scaling.REFERENCE_RATIO * scaling_parameters(model)
+        flops = tokens * flops_per_token(on_meta(model))
         given = {"aspect_ratio": -1, "depth": depth, "head_dim": 128, "max_seq_len": 2048}
         assert scaling.aspect_ratio_for(given, 32768, flops) == scaling.WIDEST
 
@@ -93,8 +94,8 @@ def test_scaling_parameters_are_those_that_every_token_is_multiplied_with():
     model = config(3, head_dim=64, vocab_size=100)
     built = GPT(model)
     linears = sum(m.weight.numel() for m in built.modules() if isinstance(m, torch.nn.Linear))
-    assert scaling.scaling_parameters(model) == linears
-    assert all(p.is_meta for p in scaling.on_meta(model).parameters())
+    assert scaling_parameters(model) == linears
+    assert all(p.is_meta for p in on_meta(model).parameters())
 
 
 # -- Horizon
@@ -102,7 +103,7 @@ def test_scaling_parameters_are_those_that_every_token_is_multiplied_with():
 
 def test_the_first_positive_one_of_iterations_flops_and_ratio_decides():
     model = config(4)
-    batch, parameters = 2**14, scaling.scaling_parameters(model)
+    batch, parameters = 2**14, scaling_parameters(model)
     given_steps = horizon(model, num_iterations=7, flops=1e18, ratio=20, batch=batch)
     by_flops = horizon(model, flops=1e15, ratio=20, batch=batch)
     by_ratio = horizon(model, ratio=20, batch=batch)
@@ -127,7 +128,7 @@ def test_a_horizon_of_more_steps_than_a_run_can_have_is_refused_and_minutes_are_
 def test_the_reference_model_at_its_own_horizon_gets_the_reference_batch():
     reference = horizon(config(12), ratio=12)
     assert reference.total_batch_size == scaling.REFERENCE_BATCH
-    tokens = 12 * scaling.scaling_parameters(config(12))
+    tokens = 12 * scaling_parameters(config(12))
     assert reference.d12_tokens == tokens
     assert abs(reference.tokens - tokens) <= reference.total_batch_size / 2
 
