@@ -209,6 +209,13 @@ def best_of_peer(runs: list[Run], depth: int) -> Run | None:
     return min(of_peer, key=bpb, default=None)
 
 
+def over_peer(run: Run, best: Run) -> np.ndarray:
+    """The bits per byte of each checkpoint of a run over those of the peer's after as many tokens. Between
+    two of its checkpoints it is read off a line in log tokens; before its first one it is nan."""
+    (tokens, _, values), (of_peer, _, theirs) = (zip(*r.result["points"], strict=True) for r in (run, best))
+    return np.array(values) / np.interp(np.log(tokens), np.log(of_peer), theirs, left=math.nan)
+
+
 def table(runs: list[Run]) -> str:
     """A row for each side, depth and batch; seeds are put together."""
     columns = "side, depth, tokens, tokens a step, seeds, bits per byte, over the peer's best, tokens/s"
@@ -245,9 +252,7 @@ def draw(runs: list[Run], batch: int, path: Path):
         by_tokens.plot(of_run, values, styles[run.depth], **how)
         by_seconds.plot(seconds, values, styles[run.depth], **how)
         if run.side == "ours" and run.depth in best:
-            of_peer, _, theirs = zip(*best[run.depth].result["points"], strict=True)
-            theirs = np.interp(np.log(of_run), np.log(of_peer), theirs, left=math.nan)
-            ratio.plot(of_run, values / theirs, styles[run.depth], **how)
+            ratio.plot(of_run, over_peer(run, best[run.depth]), styles[run.depth], **how)
     by_tokens.set(xlabel="tokens", ylabel="validation bits per byte", xlim=(0, None))
     by_seconds.set(xlabel="seconds in training steps", xlim=(0, None))
     ratio.set(xlabel="tokens", ylabel=f"over {SIDES['peer']}'s bits per byte", xlim=(0, None))

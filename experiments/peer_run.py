@@ -119,16 +119,20 @@ def _write_text(dataset: Dataset, folder: Path, cut: bool):
     os.rename(folder / val, folder / VALIDATION)
 
 
-def _write_tokenizer(tokenizer: Tokenizer, folder: Path):
-    """The peer's three files: tiktoken's object as a pickle, the bytes of each token; and ours as JSON."""
+def encoding_of(tokenizer: Tokenizer):
+    """Our tokenizer as the tiktoken.Encoding that the peer works with."""
     import tiktoken
 
-    folder.mkdir()
     ranks = {token: i for i, token in enumerate(tokenizer.tokens)}
-    encoding = tiktoken.Encoding(
+    return tiktoken.Encoding(
         "ours", pat_str=tokenizer.pattern, mergeable_ranks=ranks, special_tokens=tokenizer.special_tokens
     )
-    (folder / "tokenizer.pkl").write_bytes(pickle.dumps(encoding))
+
+
+def _write_tokenizer(tokenizer: Tokenizer, folder: Path):
+    """The peer's three files: `encoding_of` as a pickle, the bytes of each token; and ours as JSON."""
+    folder.mkdir()
+    (folder / "tokenizer.pkl").write_bytes(pickle.dumps(encoding_of(tokenizer)))
     torch.save(torch.from_numpy(tokenizer.token_bytes()).int(), folder / "token_bytes.pt")
     tokenizer.save(folder / "tokenizer.json")
 

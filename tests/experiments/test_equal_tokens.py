@@ -71,6 +71,7 @@ def test_ours_is_set_beside_the_best_of_the_peers_batches_at_the_same_depth(plac
         ("karpathy/nanochat", "6", "4.0000", "1.000"),
         ("this project", "4", "0.8000 ± 0.1414", "0.500"),
     ]
+    assert equal_tokens.over_peer(runs[3], runs[1]) == pytest.approx([1.7 / 2.6, 0.7 / 1.6])
     equal_tokens.draw(runs, 256, place / "tokens.png")
     assert (place / "tokens.png").stat().st_size > 5000
 
