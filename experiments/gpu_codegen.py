@@ -304,7 +304,7 @@ class Part(NamedTuple):
 def ours(job: dict) -> tuple[torch.nn.Module, list[Part]]:
     """Our model and its parts, as compiling.compile_parts compiles them."""
     from nanochat.gpt import GPT
-    from nanochat.ops import kernels, loss
+    from nanochat.ops import elementwise, kernels, loss
     from nanochat.plan import scaling
 
     kernels.use(job["kernels"])
@@ -327,15 +327,15 @@ def ours(job: dict) -> tuple[torch.nn.Module, list[Part]]:
 
     def block_part(i: int, times: int) -> Part:
         table = str(i) in model.value_embeddings
-        inputs = [x, x, x, *rotary]
+        inputs = [x, x, x, gate, *rotary]
         if table:
             inputs += [idx, model.value_embeddings[str(i)].weight]
         elif model.config.has_value_embedding(i):
             inputs += [x]
 
-        def run(parameters, x, branch, x0, cos, sin, *value):
+        def run(parameters, x, branch, x0, gate, cos, sin, *value):
             value = (value[1], value[0]) if table else value[0] if value else None
-            args = x, branch, x0, value, (cos, sin)
+            args = x, branch, x0, gate, value, (cos, sin)
             return torch.func.functional_call(model.blocks[i], parameters, args)
 
         return Part(f"block_{i}", in_bfloat16(run), model.blocks[i], inputs, times)
@@ -343,6 +343,7 @@ def ours(job: dict) -> tuple[torch.nn.Module, list[Part]]:
     B, T = job["device_batch_size"], job["max_seq_len"]
     idx = torch.empty(B, T, dtype=torch.int64)
     x = torch.empty(B, T, model.config.width, dtype=torch.bfloat16, requires_grad=True)
+    gate = torch.empty(B, T, 1, dtype=torch.bfloat16, requires_grad=True)
     rotary = [torch.empty(T, 1, model.config.head_dim, dtype=torch.bfloat16)] * 2
     tables = [model.embedding.weight, model.head.weight]
     nothing = torch.nn.Module()
@@ -359,6 +360,9 @@ def ours(job: dict) -> tuple[torch.nn.Module, list[Part]]:
     beginning.register_buffer("cos", model.cos)
     beginning.register_buffer("sin", model.sin)
     beginning.bigram_embedding = model.bigram_embedding
+    beginning.blocks = torch.nn.ModuleList(torch.nn.Module() for _ in model.blocks)
+    for mine, block in zip(beginning.blocks, model.blocks, strict=True):
+        mine.x_before_gate = block.x_before_gate
     parts = [Part("begin", in_bfloat16(begin), beginning, [*tables, idx])]
     parts += [block_part(layers[0], len(layers)) for layers in kinds.values()]
 
@@ -366,8 +370,13 @@ def ours(job: dict) -> tuple[torch.nn.Module, list[Part]]:
         return model.end(x, branch, head, targets, "mean", None)
 
     parts.append(Part("end", in_bfloat16(end), nothing, [x, x, tables[1], idx]))
-    gradients = [x.detach()] * job["depth"]
-    parts.append(Part("gradient_of_x0", lambda _, *args: sum(args), nothing, gradients))
+    L = job["depth"]
+    given = [x.detach(), *(torch.empty(()) for _ in range(L)), *[x.detach()] * L]
+
+    def of_shares(_, x0, *args):
+        return elementwise.gradients_of_shares(x0, args[:L], args[L:])
+
+    parts.append(Part("gradients_of_shares", of_shares, nothing, given))
     return model, parts
 
 

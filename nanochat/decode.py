@@ -17,7 +17,7 @@ from nanochat.gpt import GPT, QK_SCALE, bigram_rows
 from nanochat.machine.precision import small_model
 from nanochat.ops.attention import shift_keys
 from nanochat.ops.attention_backends import error_in_a_line, for_any_length
-from nanochat.ops.elementwise import SLOPE, gated, norm
+from nanochat.ops.elementwise import SLOPE, norm
 from nanochat.ops.fp8 import Float8Linear
 from nanochat.ops.loss import softcap
 
@@ -206,12 +206,9 @@ class DecodeStep:
             x = x + F.embedding(bigram_rows(before, idx, len(self.bigrams)), self.bigrams)
         x = x0 = norm(x).to(self.dtype)
         shares = (self.x0_scales[:, None, None] * x0).unbind(0)
-        gates_before = (x0[:, : self.x_before_gates.size(0)] @ self.x_before_gates).view(
-            B, len(self.layers), -1
-        )
+        before_gates = 2 * (x0[:, : self.x_before_gates.size(0)] @ self.x_before_gates).sigmoid()  # (B, L)
         for i, (qkvg, out, up, down, table) in enumerate(self.layers):
-            before = cache.layers[i].previous_token(x[:, None])  # (B, 1, C)
-            before = gated(before, gates_before[:, i : i + 1])[:, 0]  # (B, C)
+            before = before_gates[:, i : i + 1] * cache.layers[i].previous_token(x[:, None])[:, 0]  # (B, C)
             x = torch.addcmul(x + shares[i], self.x_before_scales[i], before)
             qkvg = norm(x) @ qkvg  # (B, 3 * C + H), with a value embedding (B, 3 * C + 2 * H)
             qk = norm(qkvg[:, : 2 * C].view(B, 2, H, C // H))

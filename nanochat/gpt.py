@@ -23,15 +23,21 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanochat.ops.attention import attention, previous_token, visible_from
-from nanochat.ops.elementwise import gated, norm, norm_and_rotate, norm_rotate_and_shift, rotary_tables
+from nanochat.ops.elementwise import (
+    gated,
+    norm,
+    norm_and_rotate,
+    norm_rotate_and_shift,
+    rotary_tables,
+    share,
+)
 from nanochat.ops.loss import softcap, softcapped_cross_entropy
 from nanochat.ops.mlp import feed_forward
 from nanochat.ops.operators import embedding, look_up, one_product
 from nanochat.ops.subword import SubwordEmbedding
 
 ROPE_BASE = 100_000  # RoPE: longer wavelengths than the usual 10,000
-GATED_CHANNELS = 16  # channels of the smeared stream that share one gate
-GATE_INPUTS = 16  # channels of the token's own embedding that these gates depend on
+GATE_INPUTS = 16  # channels of a token's embedding that the gates of the smear depend on
 BIGRAM_HASH = 40_503  # spreads pairs of tokens over the rows that they share: odd, near 2^16 / golden ratio
 QK_SCALE = 1.2  # on q and on k after their norm: attention a little sharper than 1 / sqrt(D) gives
 
@@ -133,22 +139,21 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.x0_scale = nn.Parameter(torch.empty(()))
         self.x_before_scale = nn.Parameter(torch.empty(config.width))
-        gates = config.width // math.gcd(config.width, GATED_CHANNELS)
-        self.x_before_gate = nn.Linear(min(GATE_INPUTS, config.width), gates, bias=False)
+        self.x_before_gate = nn.Linear(min(GATE_INPUTS, config.width), 1, bias=False)
 
-    def forward(self, x, branch, x0, value_embedding, rotary, cache=None, visible=None):
+    def forward(self, x, branch, x0, gate, value_embedding, rotary, cache=None, visible=None):
         """(x, branch) -> (x, branch): their sum is the residual stream, (B, T, C).
 
         The MLP's output is added where the next block begins: blocks are compiled one by one, and so the sum
-        is a part of the first kernel there. value_embedding: None, (B, T, C), or a table and idx.
+        is a part of the first kernel there. gate: of the smear, (B, T, 1). value_embedding: None, (B, T, C),
+        or a table and idx.
         """
         x = x + branch
         before = previous_token(x, visible) if cache is None else cache.previous_token(x)  # (B, T, C)
-        before = gated(before, self.x_before_gate(x0[..., :GATE_INPUTS]))
         # x0 residual: late layers still see the token itself
-        x = x + self.x0_scale.to(x.dtype) * x0
+        x = x + share(x0, self.x0_scale)
         # Smear: add a share of the stream of the token before, so pairs of tokens are seen without attention
-        x = torch.addcmul(x, self.x_before_scale.to(x.dtype), before)
+        x = torch.addcmul(x, self.x_before_scale.to(x.dtype), gated(before, gate))
         if isinstance(value_embedding, tuple):
             value_embedding = look_up(*value_embedding).to(x.dtype)
         x = x + self.attention(norm(x), value_embedding, rotary, cache, visible)
@@ -223,15 +228,15 @@ class GPT(nn.Module):
         """
         embedding_rows, head_rows = self.tables()
         visible = visible_from(documents)
-        x, branch, rows_of_head, *rotary = self.begin(embedding_rows, head_rows, idx, cache, visible)
-        for i, (block, x0) in enumerate(zip(self.blocks, self.for_each_block(x), strict=True)):
+        x, branch, gates, rows_of_head, *rotary = self.begin(embedding_rows, head_rows, idx, cache, visible)
+        for i, (block, x0, gate) in enumerate(zip(self.blocks, self.for_each_block(x), gates, strict=True)):
             value_embedding = None
             if str(i) in self.value_embeddings:
                 value_embedding = self.value_embeddings[str(i)].weight, idx
             elif self.config.has_value_embedding(i):
                 value_embedding = rows_of_head
             layer_cache = None if cache is None else cache.layers[i]
-            x, branch = block(x, branch, x0, value_embedding, rotary, layer_cache, visible)
+            x, branch = block(x, branch, x0, gate, value_embedding, rotary, layer_cache, visible)
         return self.end(x, branch, head_rows, targets, reduction, positions)
 
     def for_each_block(self, x0):
@@ -239,7 +244,8 @@ class GPT(nn.Module):
         return [x0] * len(self.blocks)
 
     def begin(self, embedding_rows, head_rows, idx, cache, visible):
-        """Before the blocks: x, branch, rows_of_head (B, T, C) each, and the rotary tables (T, 1, D)."""
+        """Before the blocks: x and branch (B, T, C), for each block the gate of its smear (B, T, 1),
+        rows_of_head (B, T, C), and the rotary tables (T, 1, D)."""
         places = slice(idx.size(1)) if cache is None else cache.places(idx.size(1))
         device, dtype = idx.device.type, embedding_rows.dtype
         if torch.is_autocast_enabled(device):  # so the residual stream runs in the compute dtype too
@@ -255,8 +261,9 @@ class GPT(nn.Module):
         cos, sin = torch.cat((cos, cos), -1).unsqueeze(-2), torch.cat((-sin, sin), -1).unsqueeze(-2)
         # The last layer's value embeddings are rows of the head: a token that is attended to raises its logit
         rows_of_head = norm(look_up(head_rows, idx), dtype)
+        gates = one_product(x[..., :GATE_INPUTS], *(block.x_before_gate for block in self.blocks))
         # 0 * x and not zeros: a branch without gradients would be compiled as another kind of block
-        return x, 0 * x, rows_of_head, cos, sin
+        return x, 0 * x, [gate.contiguous() for gate in gates], rows_of_head, cos, sin
 
     def end(self, x, branch, head_rows, targets, reduction, positions):
         """After the blocks: logits or the loss."""

@@ -17,7 +17,6 @@ shares with others; the token before the first is 0.
 
 # ruff: noqa: RUF012  (lists and dicts of a class, as transformers wants them)
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -30,8 +29,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 ROPE_BASE = 100_000
-GATED_CHANNELS = 16  # channels of the smeared stream that share one gate
-GATE_INPUTS = 16  # channels of the token's own embedding that these gates depend on
+GATE_INPUTS = 16  # channels of a token's embedding that the gates of the smear depend on
 BIGRAM_HASH = 40_503  # spreads pairs of tokens over rows
 QK_SCALE = 1.2  # on q and on k after their norm
 SLOPE = 0.5  # slope of the leaky ReLU below 0
@@ -189,8 +187,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.x0_scale = nn.Parameter(torch.zeros(()))
         self.x_before_scale = nn.Parameter(torch.zeros(config.width))
-        gates = config.width // math.gcd(config.width, GATED_CHANNELS)
-        self.x_before_gate = nn.Linear(min(GATE_INPUTS, config.width), gates, bias=False)
+        self.x_before_gate = nn.Linear(min(GATE_INPUTS, config.width), 1, bias=False)
 
     def forward(self, x, x0, value_embedding, row: Row, cache):
         stream = x
@@ -199,8 +196,7 @@ class Block(nn.Module):
             last = self.attention.last_stream(cache).to(x)
             before = torch.cat((last, x[:, :-1]), 1)
         before = before * row.follows[:, row.past :, None].to(x.dtype)
-        gates = 2 * torch.sigmoid(self.x_before_gate(x0[..., :GATE_INPUTS])).unsqueeze(-1)
-        before = (gates * before.view(*gates.shape[:-1], -1)).view_as(before)
+        before = 2 * torch.sigmoid(self.x_before_gate(x0[..., :GATE_INPUTS])) * before
         x = x + self.x0_scale * x0 + self.x_before_scale * before
         x = x + self.attention(norm(x), stream, value_embedding, row, cache)
         return x + self.mlp(norm(x))

@@ -58,9 +58,11 @@ def look_up(weight, idx):
     On a CPU compiled code would sum the gradient of a row in whatever order its threads arrive, so no two
     runs would be the same. PyTorch's own operator has one order, and is no slower (docs/benchmarks.md).
     """
-    if torch.compiler.is_compiling() and weight.device.type == "cpu":
+    if not torch.compiler.is_compiling():
+        return torch.embedding(weight, idx)
+    if weight.device.type == "cpu":
         return torch.ops.nanochat.rows_of_table(weight, idx)
-    return torch.embedding(weight, idx)
+    return weight[idx]  # unlike an embedding's rows, these are not kept: the backward pass reads them again
 
 
 register(
