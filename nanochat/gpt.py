@@ -30,6 +30,7 @@ from nanochat.ops.elementwise import (
     norm_rotate_and_shift,
     rotary_tables,
     share,
+    stream_and_norm,
 )
 from nanochat.ops.loss import softcap, softcapped_cross_entropy
 from nanochat.ops.mlp import feed_forward
@@ -156,7 +157,8 @@ class Block(nn.Module):
         x = torch.addcmul(x, self.x_before_scale.to(x.dtype), gated(before, gate))
         if isinstance(value_embedding, tuple):
             value_embedding = look_up(*value_embedding).to(x.dtype)
-        x = x + self.attention(norm(x), value_embedding, rotary, cache, visible)
+        x, normed = stream_and_norm(x)
+        x = x + self.attention(normed, value_embedding, rotary, cache, visible)
         return x, self.mlp(x)
 
 

@@ -22,6 +22,11 @@ def norm(x, dtype: torch.dtype | None = None):
     return n.to(dtype or x.dtype)
 
 
+def stream_and_norm(x):
+    """(x, norm(x)). Compiled code does not write x: from norm(x) it is computed again, rounded as finely."""
+    return _StreamAndNorm.apply(x) if torch.compiler.is_compiling() else (x, norm(x))
+
+
 def rotary_tables(length: int, head_dim: int, base: float, device: torch.device):
     """cos and sin of the angles of `length` positions, (length, head_dim / 2) float32 each (RoPE)."""
     frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
@@ -151,6 +156,22 @@ class _CompiledNorm(torch.autograd.Function):
         y, r = ctx.saved_tensors
         dn, n = dy.float(), y.float()
         return _cast(r * (dn - n * (dn * n).mean(-1, keepdim=True)), ctx.dtype), None
+
+
+class _StreamAndNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x32 = x.float()
+        r = torch.rsqrt(x32.square().mean(-1, keepdim=True) + EPS)
+        n = _cast(x32 * r, x.dtype)
+        ctx.save_for_backward(n, r)
+        return _cast(n.float() / r, x.dtype), n
+
+    @staticmethod
+    def backward(ctx, dx, dn):
+        n, r = ctx.saved_tensors
+        dn32, n32 = dn.float(), n.float()
+        return _cast(dx.float() + r * (dn32 - n32 * (dn32 * n32).mean(-1, keepdim=True)), n.dtype)
 
 
 class _NormRotateShift(torch.autograd.Function):
