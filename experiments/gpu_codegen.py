@@ -304,7 +304,7 @@ class Part(NamedTuple):
 def ours(job: dict) -> tuple[torch.nn.Module, list[Part]]:
     """Our model and its parts, as compiling.compile_parts compiles them."""
     from nanochat.gpt import GPT
-    from nanochat.ops import elementwise, kernels, loss
+    from nanochat.ops import kernels, loss
     from nanochat.plan import scaling
 
     kernels.use(job["kernels"])
@@ -327,15 +327,17 @@ def ours(job: dict) -> tuple[torch.nn.Module, list[Part]]:
 
     def block_part(i: int, times: int) -> Part:
         table = str(i) in model.value_embeddings
-        inputs = [x, x, x, gate, *rotary]
+        last = i == model.config.depth - 1
+        inputs = [x, x, gate, *rotary, *[x] * last]
         if table:
             inputs += [idx, model.value_embeddings[str(i)].weight]
         elif model.config.has_value_embedding(i):
             inputs += [x]
 
-        def run(parameters, x, branch, x0, gate, cos, sin, *value):
+        def run(parameters, x, branch, gate, cos, sin, *rest):
+            share, value = (rest[0], rest[1:]) if last else (None, rest)
             value = (value[1], value[0]) if table else value[0] if value else None
-            args = x, branch, x0, gate, value, (cos, sin)
+            args = x, branch, gate, share, value, (cos, sin)
             return torch.func.functional_call(model.blocks[i], parameters, args)
 
         return Part(f"block_{i}", in_bfloat16(run), model.blocks[i], inputs, times)
@@ -349,7 +351,13 @@ def ours(job: dict) -> tuple[torch.nn.Module, list[Part]]:
     nothing = torch.nn.Module()
     kinds = {}
     for i in range(job["depth"]):
-        kind = str(i) in model.value_embeddings, model.config.has_value_embedding(i), model.config.windows[i]
+        last = i == job["depth"] - 1
+        kind = (
+            last,
+            str(i) in model.value_embeddings,
+            model.config.has_value_embedding(i),
+            model.config.windows[i],
+        )
         kinds.setdefault(kind, []).append(i)
 
     def begin(own, *args):
@@ -359,7 +367,7 @@ def ours(job: dict) -> tuple[torch.nn.Module, list[Part]]:
     beginning = torch.nn.Module()
     beginning.register_buffer("cos", model.cos)
     beginning.register_buffer("sin", model.sin)
-    beginning.bigram_embedding = model.bigram_embedding
+    beginning.bigram_embedding, beginning.x0_scales = model.bigram_embedding, model.x0_scales
     beginning.blocks = torch.nn.ModuleList(torch.nn.Module() for _ in model.blocks)
     for mine, block in zip(beginning.blocks, model.blocks, strict=True):
         mine.x_before_gate = block.x_before_gate
@@ -370,13 +378,6 @@ def ours(job: dict) -> tuple[torch.nn.Module, list[Part]]:
         return model.end(x, branch, head, targets, "mean", None)
 
     parts.append(Part("end", in_bfloat16(end), nothing, [x, x, tables[1], idx]))
-    L = job["depth"]
-    given = [x.detach(), *(torch.empty(()) for _ in range(L)), *[x.detach()] * L]
-
-    def of_shares(_, x0, *args):
-        return elementwise.gradients_of_shares(x0, args[:L], args[L:])
-
-    parts.append(Part("gradients_of_shares", of_shares, nothing, given))
     return model, parts
 
 
@@ -418,7 +419,6 @@ def main():
         alive = len(own) + sum(is_parameter)
         for phase, graph in trace(run, [*own.values(), *others], alive).items():
             found, code = on_gpu(*graph, phase == "backward")
-            phase = "backward" if part.name.startswith("gradient") else phase
             kernels += [{"phase": phase, "part": part.name, **launch} for launch in found] * part.times
             if job["folder"]:
                 Path(job["folder"], f"{job['whose']}_{part.name}_{phase}.py").write_text(code)

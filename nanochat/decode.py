@@ -23,7 +23,7 @@ from nanochat.ops.loss import softcap
 
 # The parameters that DecodeStep knows, as they are called in gpt.py
 KNOWN = {"embedding", "value_embeddings", "head", "query", "key", "value", "out", "up", "down"}
-KNOWN |= {"bigram_embedding", "value_gate", "head_gate", "x_before_gate", "x0_scale", "x_before_scale"}
+KNOWN |= {"bigram_embedding", "value_gate", "head_gate", "x_before_gate", "x0_scales", "x_before_scale"}
 
 SMALL = 2**27  # parameters of a small model: half a gigabyte in float32
 
@@ -165,10 +165,8 @@ class DecodeStep:
         # The gates of the smear, of all layers in one: they depend on the embedding alone
         self.x_before_gates = self._matrix(torch.cat([block.x_before_gate.weight for block in model.blocks]))
         self.layers = [self._layer(model, i) for i in range(config.depth)]
-        self.x0_scales, self.x_before_scales = (
-            torch.stack([getattr(block, name).detach() for block in model.blocks]).to(dtype)
-            for name in ("x0_scale", "x_before_scale")
-        )
+        self.x0_scales = model.x0_scales.detach().to(dtype)
+        self.x_before_scales = torch.stack([b.x_before_scale.detach() for b in model.blocks]).to(dtype)
         # A rotation of (x1, x2) is x * (cos, cos) + (x2, x1) * (-sin, sin). QK_SCALE is part of both.
         self.cos = (QK_SCALE * torch.cat((model.cos, model.cos), -1)).to(dtype)  # (T, D)
         self.sin = (QK_SCALE * torch.cat((-model.sin, model.sin), -1)).to(dtype)
@@ -204,12 +202,14 @@ class DecodeStep:
         x = F.embedding(idx, self.embedding)  # (B, C)
         if self.bigrams is not None:
             x = x + F.embedding(bigram_rows(before, idx, len(self.bigrams)), self.bigrams)
-        x = x0 = norm(x).to(self.dtype)
-        shares = (self.x0_scales[:, None, None] * x0).unbind(0)
+        x0 = norm(x).to(self.dtype)
+        x, share = self.x0_scales[:, None, None] * x0
         before_gates = 2 * (x0[:, : self.x_before_gates.size(0)] @ self.x_before_gates).sigmoid()  # (B, L)
         for i, (qkvg, out, up, down, table) in enumerate(self.layers):
             before = before_gates[:, i : i + 1] * cache.layers[i].previous_token(x[:, None])[:, 0]  # (B, C)
-            x = torch.addcmul(x + shares[i], self.x_before_scales[i], before)
+            x = torch.addcmul(x, self.x_before_scales[i], before)
+            if i == len(self.layers) - 1:
+                x = x + share
             qkvg = norm(x) @ qkvg  # (B, 3 * C + H), with a value embedding (B, 3 * C + 2 * H)
             qk = norm(qkvg[:, : 2 * C].view(B, 2, H, C // H))
             qk = torch.addcmul(qk * cos, qk.roll(C // H // 2, -1), sin)

@@ -1,14 +1,16 @@
 """The model: a GPT in the nanochat line, as equations.
 
     x0 = norm(embedding[token] + bigram_embedding[token before, token])  B rows, T positions, C width
-    x += x0_scale * x0 + x_before_scale * gate(x0) * smear(x)         in each block,
+    x = x0_scales[0] * x0
+    x += x_before_scale * gate(x0) * smear(x)                         in each block,
     x += out(gate * attention(q, shifted k, v + value embedding))     then attention,
     x += down(leaky_relu(up(norm(x)))^2)                              then the MLP
     logits = 15 tanh(head @ norm(x) / 15)                             softcap (Gemma 2), V vocabulary
 
-No biases, norms without weights, untied embedding and head. Attention has H heads of size D. Parameters are
-float32; under `torch.autocast` the matrix multiplications and the residual stream run in autocast's dtype.
-docs/ablations.md has what the parts are worth.
+The last block begins with x += x0_scales[1] * x0. No biases, norms without weights, untied embedding and
+head. Attention has H heads of size D. Parameters are float32; under `torch.autocast` the matrix
+multiplications and the residual stream run in autocast's dtype. docs/ablations.md has what the parts are
+worth.
 
 To add a parameter: make it in a module, give it a value in `init_weights`, and use it in `forward`, with
 `.to(x.dtype)` where it meets x. The first matching row of PARAMETER_TABLE in optim.py says how it is trained.
@@ -29,7 +31,6 @@ from nanochat.ops.elementwise import (
     norm_and_rotate,
     norm_rotate_and_shift,
     rotary_tables,
-    share,
     stream_and_norm,
 )
 from nanochat.ops.loss import softcap, softcapped_cross_entropy
@@ -138,21 +139,20 @@ class Block(nn.Module):
         super().__init__()
         self.attention = Attention(config, layer)
         self.mlp = MLP(config)
-        self.x0_scale = nn.Parameter(torch.empty(()))
         self.x_before_scale = nn.Parameter(torch.empty(config.width))
         self.x_before_gate = nn.Linear(min(GATE_INPUTS, config.width), 1, bias=False)
 
-    def forward(self, x, branch, x0, gate, value_embedding, rotary, cache=None, visible=None):
+    def forward(self, x, branch, gate, share, value_embedding, rotary, cache=None, visible=None):
         """(x, branch) -> (x, branch): their sum is the residual stream, (B, T, C).
 
         The MLP's output is added where the next block begins: blocks are compiled one by one, and so the sum
-        is a part of the first kernel there. gate: of the smear, (B, T, 1). value_embedding: None, (B, T, C),
-        or a table and idx.
+        is a part of the first kernel there. gate: of the smear, (B, T, 1). share: of x0, (B, T, C), or
+        None. value_embedding: None, (B, T, C), or a table and idx.
         """
         x = x + branch
         before = previous_token(x, visible) if cache is None else cache.previous_token(x)  # (B, T, C)
-        # x0 residual: late layers still see the token itself
-        x = x + share(x0, self.x0_scale)
+        if share is not None:  # the last block still sees the token itself
+            x = x + share
         # Smear: add a share of the stream of the token before, so pairs of tokens are seen without attention
         x = torch.addcmul(x, self.x_before_scale.to(x.dtype), gated(before, gate))
         if isinstance(value_embedding, tuple):
@@ -171,6 +171,7 @@ class GPT(nn.Module):
         self.bigram_embedding = embedding(config.bigrams * V, C) if config.bigrams else None
         with_table = [i for i in range(config.depth) if config.has_table(i)]
         self.value_embeddings = nn.ModuleDict({str(i): embedding(V, C) for i in with_table})
+        self.x0_scales = nn.Parameter(torch.empty(2))  # the stream at its start, what the last block adds
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.depth))
         self.head = nn.Linear(C, V, bias=False)
         # Sub-word embeddings; `pieces` is their name in checkpoints
@@ -206,8 +207,8 @@ class GPT(nn.Module):
                 nn.init.zeros_(linear.weight)
             if hasattr(block.attention, "value_gate"):
                 nn.init.zeros_(block.attention.value_gate.weight)
-            nn.init.constant_(block.x0_scale, 0.1)
             nn.init.zeros_(block.x_before_scale)
+        nn.init.constant_(self.x0_scales, 0.1)
         self.init_rotary()
 
     def init_rotary(self):
@@ -230,23 +231,21 @@ class GPT(nn.Module):
         """
         embedding_rows, head_rows = self.tables()
         visible = visible_from(documents)
-        x, branch, gates, rows_of_head, *rotary = self.begin(embedding_rows, head_rows, idx, cache, visible)
-        for i, (block, x0, gate) in enumerate(zip(self.blocks, self.for_each_block(x), gates, strict=True)):
+        begun = self.begin(embedding_rows, head_rows, idx, cache, visible)
+        x, branch, share, gates, rows_of_head, *rotary = begun
+        for i, (block, gate) in enumerate(zip(self.blocks, gates, strict=True)):
             value_embedding = None
             if str(i) in self.value_embeddings:
                 value_embedding = self.value_embeddings[str(i)].weight, idx
             elif self.config.has_value_embedding(i):
                 value_embedding = rows_of_head
             layer_cache = None if cache is None else cache.layers[i]
-            x, branch = block(x, branch, x0, gate, value_embedding, rotary, layer_cache, visible)
+            own_share = share if i == self.config.depth - 1 else None
+            x, branch = block(x, branch, gate, own_share, value_embedding, rotary, layer_cache, visible)
         return self.end(x, branch, head_rows, targets, reduction, positions)
 
-    def for_each_block(self, x0):
-        """x0 as an input of each block."""
-        return [x0] * len(self.blocks)
-
     def begin(self, embedding_rows, head_rows, idx, cache, visible):
-        """Before the blocks: x and branch (B, T, C), for each block the gate of its smear (B, T, 1),
+        """Before the blocks: x, branch and share (B, T, C), for each block the gate of its smear (B, T, 1),
         rows_of_head (B, T, C), and the rotary tables (T, 1, D)."""
         places = slice(idx.size(1)) if cache is None else cache.places(idx.size(1))
         device, dtype = idx.device.type, embedding_rows.dtype
@@ -257,15 +256,16 @@ class GPT(nn.Module):
             before = previous_token(idx, visible) if cache is None else cache.previous_ids(idx)
             table = self.bigram_embedding.weight
             x = x + look_up(table, bigram_rows(before, idx, len(table)))
-        x = norm(x, dtype)
+        x0 = norm(x, dtype)
         # Not in a comprehension: there torch.compile takes T for a constant, and compiles once for each T
-        cos, sin = self.cos[places].to(x.dtype), self.sin[places].to(x.dtype)
+        cos, sin = self.cos[places].to(dtype), self.sin[places].to(dtype)
         cos, sin = torch.cat((cos, cos), -1).unsqueeze(-2), torch.cat((-sin, sin), -1).unsqueeze(-2)
         # The last layer's value embeddings are rows of the head: a token that is attended to raises its logit
         rows_of_head = norm(look_up(head_rows, idx), dtype)
-        gates = one_product(x[..., :GATE_INPUTS], *(block.x_before_gate for block in self.blocks))
+        gates = one_product(x0[..., :GATE_INPUTS], *(block.x_before_gate for block in self.blocks))
+        x, share = (scale * x0 for scale in self.x0_scales.to(dtype))
         # 0 * x and not zeros: a branch without gradients would be compiled as another kind of block
-        return x, 0 * x, [gate.contiguous() for gate in gates], rows_of_head, cos, sin
+        return x, 0 * x, share, [gate.contiguous() for gate in gates], rows_of_head, cos, sin
 
     def end(self, x, branch, head_rows, targets, reduction, positions):
         """After the blocks: logits or the loss."""

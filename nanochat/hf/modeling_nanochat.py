@@ -5,14 +5,15 @@
 It needs torch and transformers alone. B rows, T positions, C width, H heads, D head size, V vocabulary.
 
     x0 = norm(embedding[token] + bigram_embedding[token before, token])
-    x += x0_scale * x0 + x_before_scale * gate(x0) * smear(x)         in each block,
+    x = x0_scales[0] * x0
+    x += x_before_scale * gate(x0) * smear(x)                         in each block,
     x += out(gate * attention(q, shifted k, v + value embedding))     then attention,
     x += down(leaky_relu(up(norm(x)))^2)                              then the MLP
     logits = 15 tanh(head @ norm(x) / 15)
 
-Three parts look one position back. Smear adds the residual stream of the token before. Keys are shifted:
-position t has the key of t - 1. Before the first token both are zeros. A pair of tokens has a row, which it
-shares with others; the token before the first is 0.
+The last block begins with x += x0_scales[1] * x0. Three parts look one position back. Smear adds the residual
+stream of the token before. Keys are shifted: position t has the key of t - 1. Before the first token both are
+zeros. A pair of tokens has a row, which it shares with others; the token before the first is 0.
 """
 
 # ruff: noqa: RUF012  (lists and dicts of a class, as transformers wants them)
@@ -185,11 +186,10 @@ class Block(nn.Module):
         super().__init__()
         self.attention = Attention(config, layer)
         self.mlp = MLP(config)
-        self.x0_scale = nn.Parameter(torch.zeros(()))
         self.x_before_scale = nn.Parameter(torch.zeros(config.width))
         self.x_before_gate = nn.Linear(min(GATE_INPUTS, config.width), 1, bias=False)
 
-    def forward(self, x, x0, value_embedding, row: Row, cache):
+    def forward(self, x, x0, share, value_embedding, row: Row, cache):
         stream = x
         before = shift(x, 1)
         if row.past:
@@ -197,7 +197,9 @@ class Block(nn.Module):
             before = torch.cat((last, x[:, :-1]), 1)
         before = before * row.follows[:, row.past :, None].to(x.dtype)
         before = 2 * torch.sigmoid(self.x_before_gate(x0[..., :GATE_INPUTS])) * before
-        x = x + self.x0_scale * x0 + self.x_before_scale * before
+        x = x + self.x_before_scale * before
+        if share is not None:
+            x = x + share
         x = x + self.attention(norm(x), stream, value_embedding, row, cache)
         return x + self.mlp(norm(x))
 
@@ -225,6 +227,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         self.bigram_embedding = nn.Embedding(config.bigrams * V, C) if config.bigrams else None
         with_table = [i for i in range(config.depth) if config.has_table(i)]
         self.value_embeddings = nn.ModuleDict({str(i): nn.Embedding(V, C) for i in with_table})
+        self.x0_scales = nn.Parameter(torch.zeros(2))
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.depth))
         self.head = nn.Linear(C, V, bias=False)
         self.post_init()
@@ -266,7 +269,8 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         if self.bigram_embedding is not None:
             pairs = self.previous_ids(input_ids, row, cache) * BIGRAM_HASH + input_ids
             x = x + self.bigram_embedding(pairs % self.bigram_embedding.num_embeddings)
-        x = x0 = norm(x)
+        x0 = norm(x)
+        x, share = self.x0_scales[:, None, None, None] * x0
         rows_of_head = norm(F.embedding(input_ids, self.head.weight))
         for i, block in enumerate(self.blocks):
             value_embedding = None
@@ -274,7 +278,8 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
                 value_embedding = self.value_embeddings[str(i)](input_ids)
             elif self.config.has_value_embedding(i):
                 value_embedding = rows_of_head
-            x = block(x, x0, value_embedding, row, cache)
+            own_share = share if i == self.config.depth - 1 else None
+            x = block(x, x0, own_share, value_embedding, row, cache)
         logits = self.head(norm(x[:, -logits_to_keep:]))
         logits = SOFTCAP * torch.tanh(logits.float() / SOFTCAP)
         loss = None

@@ -11,7 +11,6 @@ import torch
 import torch.nn as nn
 
 from nanochat.machine import memory
-from nanochat.ops.elementwise import gradients_of_shares
 from nanochat.terminal import duration
 
 EAGER_STEPS = 10  # steps of a run on a CPU before it compiles
@@ -75,27 +74,7 @@ def compile_parts(model: nn.Module, dynamic: bool = False, backend: str | Callab
     compiled._modules = model._modules | {"blocks": blocks}
     for name in ("begin", "end"):
         setattr(compiled, name, torch.compile(getattr(model, name), **options))
-    sum_up = torch.compile(gradients_of_shares, **options)
-    scales = [block.x0_scale for block in model.blocks]
-    compiled.for_each_block = lambda x0: Shares.apply(x0, sum_up, *scales)
     return compiled
-
-
-class Shares(torch.autograd.Function):
-    """x0 as an input of each compiled block. The gradients of its shares (elementwise.share) are summed in
-    one pass over memory; PyTorch would add them one by one."""
-
-    @staticmethod
-    def forward(ctx, x0, sum_up: Callable, *scales):
-        ctx.sum_up = sum_up
-        ctx.save_for_backward(x0, *scales)
-        return tuple(x0.view_as(x0) for _ in scales)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        x0, *scales = ctx.saved_tensors
-        of_x0, *of_scales = ctx.sum_up(x0, scales, gradients)
-        return of_x0, None, *of_scales
 
 
 def compile_after(model: nn.Module, steps: int | None, calls: int = 1, say=lambda text: None) -> Callable:

@@ -65,25 +65,6 @@ def gated(x, gates):
     return (2 * torch.sigmoid(gates).unsqueeze(-1) * x.view(*gates.shape, -1)).view_as(x)
 
 
-def share(x0, scale):
-    """scale * x0: a block's share of the first embedding, x0 (B, T, C), scale 0-dim.
-
-    In compiled code x0's gradient comes without the factor, and scale has none: the same numbers then are the
-    gradient of the stream, which is written anyway. `gradients_of_shares` does the rest for all blocks.
-    """
-    if torch.compiler.is_compiling():
-        return _Share.apply(x0, scale)
-    return scale.to(x0.dtype) * x0
-
-
-def gradients_of_shares(x0, scales, gradients):
-    """The gradients of x0 and of each scale, from those of each block's share, (B, T, C)."""
-    gradients = [gradient.float() for gradient in gradients]
-    of_x0 = sum(scale * gradient for scale, gradient in zip(scales, gradients, strict=True))
-    rows = [(gradient * x0.float()).sum(-1) for gradient in gradients]  # in the same pass as of_x0
-    return of_x0.to(x0.dtype), *torch.stack(rows).sum((1, 2)).unbind()
-
-
 def squared_leaky_relu(x):
     """x^2 where x is positive, else (x / 2)^2. It may overwrite x."""
     if _by_hand(x):
@@ -214,16 +195,6 @@ def _before(x):
 def _after(x):
     """x (..., T, H, D) shifted left by one position."""
     return F.pad(x[..., 1:, :, :], (0, 0, 0, 0, 0, 1))
-
-
-class _Share(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x0, scale):
-        return scale.to(x0.dtype) * x0
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy, None
 
 
 class _SquaredLeakyReLU(torch.autograd.Function):
