@@ -23,6 +23,9 @@ from nanochat.data.sources import open_dataset
 from nanochat.machine import precision
 from nanochat.machine.precision import name_of
 
+what = "all"  # the number of a question, or all
+base_dir = "~/.cache/nanochat"  # where the embedded text is (environment: NANOCHAT_BASE_DIR)
+
 
 def embedded(base_dir: str):
     base = Path(base_dir).expanduser()
@@ -155,9 +158,6 @@ def show(value) -> str:
 
 
 if __name__ == "__main__":
-    what = "all"  # the number of a question, or all
-    base_dir = "~/.cache/nanochat"  # where the embedded text is (environment: NANOCHAT_BASE_DIR)
-
     configurator.configure(globals())
     torch.set_num_threads(1)  # sums in the order of the page's figures
     experiments = {

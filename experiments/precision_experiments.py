@@ -16,6 +16,8 @@ from nanochat.machine import precision
 from nanochat.machine.precision import name_of
 from nanochat.terminal import table
 
+what = "all"  # formats autocast walk inside accumulation attention casts underflow scaler updates
+
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 
 # ------------------------------------------------------------------------------------------------------
@@ -258,8 +260,6 @@ def updates() -> str:
 
 
 if __name__ == "__main__":
-    what = "all"  # formats autocast walk inside accumulation attention casts underflow scaler updates
-
     configurator.configure(globals())
     experiments = {
         "formats": formats,
