@@ -264,8 +264,9 @@ class GPT(nn.Module):
         rows_of_head = norm(look_up(head_rows, idx), dtype)
         gates = one_product(x0[..., :GATE_INPUTS], *(block.x_before_gate for block in self.blocks))
         x, share = (scale * x0 for scale in self.x0_scales.to(dtype))
+        gates = [gate.contiguous() for gate in gates]  # compiled blocks would copy parts of one tensor
         # 0 * x and not zeros: a branch without gradients would be compiled as another kind of block
-        return x, 0 * x, share, [gate.contiguous() for gate in gates], rows_of_head, cos, sin
+        return x, 0 * x, share, gates, rows_of_head, cos, sin
 
     def end(self, x, branch, head_rows, targets, reduction, positions):
         """After the blocks: logits or the loss."""

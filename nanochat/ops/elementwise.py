@@ -146,7 +146,7 @@ class _StreamAndNorm(torch.autograd.Function):
         r = torch.rsqrt(x32.square().mean(-1, keepdim=True) + EPS)
         n = _cast(x32 * r, x.dtype)
         ctx.save_for_backward(n, r)
-        return _cast(n.float() / r, x.dtype), n
+        return _cast(_cast(n, torch.float32) / r, x.dtype), n
 
     @staticmethod
     def backward(ctx, dx, dn):
