@@ -351,13 +351,8 @@ def ours(job: dict) -> tuple[torch.nn.Module, list[Part]]:
     nothing = torch.nn.Module()
     kinds = {}
     for i in range(job["depth"]):
-        last = i == job["depth"] - 1
-        kind = (
-            last,
-            str(i) in model.value_embeddings,
-            model.config.has_value_embedding(i),
-            model.config.windows[i],
-        )
+        values = str(i) in model.value_embeddings, model.config.has_value_embedding(i)
+        kind = values, model.config.windows[i], i == job["depth"] - 1
         kinds.setdefault(kind, []).append(i)
 
     def begin(own, *args):

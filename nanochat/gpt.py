@@ -208,7 +208,7 @@ class GPT(nn.Module):
             if hasattr(block.attention, "value_gate"):
                 nn.init.zeros_(block.attention.value_gate.weight)
             nn.init.zeros_(block.x_before_scale)
-        nn.init.constant_(self.x0_scales, 0.1)
+        self.x0_scales.copy_(torch.tensor([1.1, 0.1]))
         self.init_rotary()
 
     def init_rotary(self):

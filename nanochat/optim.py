@@ -26,7 +26,7 @@ from nanochat.zero import ShardedOptimizer
 # fmt: off
 PARAMETER_TABLE = [
     # name                     dimensions  method   lr                factor  betas         eps    decay
-    ("x0_scales",               (1,),      "adamw", "scalar_lr",      1.00,   (0.96, 0.95), 1e-3,  0.0),
+    ("x0_scales",               (1,),      "adamw", "scalar_lr",      1.00,   (0.96, 0.95), 1e-5,  0.0),
     ("blocks.*.x_before_scale", (1,),      "adamw", "scalar_lr",      1.00,   (0.96, 0.95), 1e-5,  0.0),
     ("value_embeddings.*",      (2,),      "adamw", "embedding_lr",   0.50,   (0.80, 0.95), 1e-10, 0.15),
     ("bigram_embedding.weight", (2,),      "adamw", "embedding_lr",   1.00,   (0.80, 0.95), 1e-10, 1.0),

@@ -153,7 +153,7 @@ def test_a_stream_reads_and_writes_in_turns_and_texts_may_end_at_different_token
 
 
 def test_what_a_prompt_gets_does_not_depend_on_the_others_of_its_batch():
-    model, seeds = make_model("SL"), [14, 18, 11, 19]
+    model, seeds = make_model("SL"), [13, 17, 11, 18]
     options = {"temperature": 0.9, "top_k": 20}
     options["stop_ids"] = set(generate(model, PROMPTS[2], 1, seed=11, **options))
     together = [[], [], [], []]

@@ -125,34 +125,39 @@ class _CompiledNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, dtype):
-        x32 = x.float()
-        r = torch.rsqrt(x32.square().mean(-1, keepdim=True) + EPS)
-        y = _cast(x32 * r, dtype)
+        y, r = _compiled_norm(x, dtype)
         ctx.dtype = x.dtype
         ctx.save_for_backward(y, r)
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        y, r = ctx.saved_tensors
-        dn, n = dy.float(), y.float()
-        return _cast(r * (dn - n * (dn * n).mean(-1, keepdim=True)), ctx.dtype), None
+        return _cast(_compiled_gradient(dy, *ctx.saved_tensors), ctx.dtype), None
 
 
 class _StreamAndNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        x32 = x.float()
-        r = torch.rsqrt(x32.square().mean(-1, keepdim=True) + EPS)
-        n = _cast(x32 * r, x.dtype)
+        n, r = _compiled_norm(x, x.dtype)
         ctx.save_for_backward(n, r)
         return _cast(_cast(n, torch.float32) / r, x.dtype), n
 
     @staticmethod
     def backward(ctx, dx, dn):
-        n, r = ctx.saved_tensors
-        dn32, n32 = dn.float(), n.float()
-        return _cast(dx.float() + r * (dn32 - n32 * (dn32 * n32).mean(-1, keepdim=True)), n.dtype)
+        return _cast(dx.float() + _compiled_gradient(dn, *ctx.saved_tensors), dx.dtype)
+
+
+def _compiled_norm(x, dtype):
+    """norm(x) in a dtype and r, both computed in float32."""
+    x = x.float()
+    r = torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+    return _cast(x * r, dtype), r
+
+
+def _compiled_gradient(dn, n, r):
+    """The gradient of x, float32, from that of n = norm(x)."""
+    dn, n = dn.float(), n.float()
+    return r * (dn - n * (dn * n).mean(-1, keepdim=True))
 
 
 class _NormRotateShift(torch.autograd.Function):

@@ -9,7 +9,7 @@ import experiments.precision_experiments as experiments
 def test_gradients_underflow_in_float16_without_scaling_and_in_nothing_else():
     figures = experiments.underflow_figures(64)
     lost, distance = ({name: f[i] for name, f in figures.items()} for i in (0, 1))
-    assert lost["float16"] > 0.0001 > 1000 * lost["bfloat16"]
+    assert lost["float16"] > 0.0002 > 1000 * lost["bfloat16"]
     assert lost["float16, loss x 65,536"] < lost["float16"] / 100
     assert distance["float16, loss x 65,536"] < distance["float16"] / 3
     assert distance["float16, loss x 65,536"] < distance["bfloat16"] / 3  # three more bits

@@ -90,7 +90,7 @@ def test_casts_are_counted_and_a_product_without_its_forward_product_is_not_pass
     said = [s for s in statements(Record(twice, record.parameters)) if "forward pass, each" in s]
     cast, number = len(record.parameters) - 1, len(record.parameters)  # the embedding is looked up in float32
     assert said[0].startswith(
-        f"{cast} of {number} parameters were cast to bfloat16 in the forward pass, each 1 to 2"
+        f"{cast} of {number} parameters were cast to bfloat16 in the forward pass, each 1 to 2 times"
     )
     orphan = Op("backward", "", "mm", (BF16, BF16), (BF16,), flops=8)
     assert "1 backward matmuls have no recorded forward matmul." in statements(Record([orphan]))
