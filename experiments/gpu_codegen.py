@@ -240,8 +240,8 @@ def on_gpu(graph, inputs, backward: bool) -> tuple[list[dict], str]:
     for node in graph.graph.nodes:
         if "device" in node.kwargs:
             node.kwargs = {**node.kwargs, "device": CUDA}
-        node.meta.pop("val", None)
-        node.meta.pop("tensor_meta", None)
+        for kept in ("val", "tensor_meta", "eager_input_vals"):
+            node.meta.pop(kept, None)
     graph.recompile()
     mode = FakeTensorMode()
     with mode, torch.no_grad():

@@ -22,7 +22,7 @@ PRODUCTS |= {"counted::attention", "counted::attention_backward"}
 # Our operators with a product in them: the arguments that they read beside its factors. Whatever they write
 # is the product's result.
 WITH_PRODUCT = {"nanochat::up_activated": (), "nanochat::down_activated_backward": ("z",)}
-WITH_PRODUCT |= {"nanochat::add_product_": ()}
+WITH_PRODUCT |= {"nanochat::add_product_": (), "nanochat::weight_gradient": ()}
 LOOK_UPS = {"aten::embedding", "aten::index", "aten::index_select", "aten::gather"}
 ONLY_WRITES = {"aten::copy_", "aten::zero_", "aten::fill_"}  # of operators that change their first argument
 NO_KERNEL = {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided"}
@@ -156,7 +156,8 @@ def _moved_by_kernel(graph, node) -> tuple[dict[str, int], dict[str, int]]:
             if found not in seen:
                 elements[d.name] += number
             seen.add(found)
-        whole = {name: int(graph.get_numel(name)) for name in elements}
+        changed = graph.scheduler.mutation_real_name  # {a tensor after a change in place: its name before}
+        whole = {name: int(graph.get_numel(changed.get(name, name))) for name in elements}
         return {name: min(n, whole[name]) * graph.get_dtype(name).itemsize for name, n in elements.items()}
 
     reads, writes = node.read_writes.reads, node.read_writes.writes

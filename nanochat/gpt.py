@@ -35,7 +35,8 @@ from nanochat.ops.elementwise import (
 )
 from nanochat.ops.loss import softcap, softcapped_cross_entropy
 from nanochat.ops.mlp import feed_forward
-from nanochat.ops.operators import embedding, look_up, one_product
+from nanochat.ops.operators import embedding, look_up
+from nanochat.ops.products import product, products
 from nanochat.ops.subword import SubwordEmbedding
 
 ROPE_BASE = 100_000  # RoPE: longer wavelengths than the usual 10,000
@@ -102,10 +103,12 @@ class Attention(nn.Module):
         self.head_gate = nn.Linear(C, config.num_heads, bias=False)
 
     def forward(self, x, value_embedding, rotary, cache=None, visible=None):
-        B, T, C = x.shape
+        """x + attention of norm(x), (B, T, C). value_embedding: (B, T, C), or None."""
+        (B, T, C), (x, normed) = x.shape, stream_and_norm(x)
         gates = [self.head_gate] if value_embedding is None else [self.head_gate, self.value_gate]
-        q, k, *gates = one_product(x, self.query, self.key, *gates)
-        q, k, v = (part.view(B, T, self.num_heads, -1) for part in (q, k, self.value(x)))
+        q, k, *gates = products(normed, self.query, self.key, *gates)
+        v = product(normed, self.value)
+        q, k, v = (part.view(B, T, self.num_heads, -1) for part in (q, k, v))
         # Value embedding (ResFormer): each head adds a row of the token itself, not mixed by earlier layers
         if value_embedding is not None:
             v = v + gated(value_embedding, gates[1]).view_as(v)
@@ -119,7 +122,7 @@ class Attention(nn.Module):
             k, v, visible = cache.append(k, v)
         y = self.attend(q, k, v, self.window, visible)  # (B, H, T, D)
         # Gated attention: a head that finds nothing can be silent
-        return self.out(gated(y.transpose(1, 2), gates[0]).reshape(B, T, C))
+        return product(gated(y.transpose(1, 2), gates[0]).reshape(B, T, C), self.out, added_to=x)
 
 
 class MLP(nn.Module):
@@ -157,8 +160,7 @@ class Block(nn.Module):
         x = torch.addcmul(x, self.x_before_scale.to(x.dtype), gated(before, gate))
         if isinstance(value_embedding, tuple):
             value_embedding = look_up(*value_embedding).to(x.dtype)
-        x, normed = stream_and_norm(x)
-        x = x + self.attention(normed, value_embedding, rotary, cache, visible)
+        x = self.attention(x, value_embedding, rotary, cache, visible)
         return x, self.mlp(x)
 
 
@@ -262,8 +264,10 @@ class GPT(nn.Module):
         cos, sin = torch.cat((cos, cos), -1).unsqueeze(-2), torch.cat((-sin, sin), -1).unsqueeze(-2)
         # The last layer's value embeddings are rows of the head: a token that is attended to raises its logit
         rows_of_head = norm(look_up(head_rows, idx), dtype)
-        gates = one_product(x0[..., :GATE_INPUTS], *(block.x_before_gate for block in self.blocks))
-        x, share = (scale * x0 for scale in self.x0_scales.to(dtype))
+        gates = products(x0[..., :GATE_INPUTS], *(block.x_before_gate for block in self.blocks))
+        # A scale for each position, so that its gradient is first summed over a position's channels
+        scales = self.x0_scales.to(dtype).expand(*idx.shape, 2).split(1, -1)
+        x, share = (scale * x0 for scale in scales)
         gates = [gate.contiguous() for gate in gates]  # compiled blocks would copy parts of one tensor
         # 0 * x and not zeros: a branch without gradients would be compiled as another kind of block
         return x, 0 * x, share, gates, rows_of_head, cos, sin

@@ -23,7 +23,7 @@ def norm(x, dtype: torch.dtype | None = None):
 
 
 def stream_and_norm(x):
-    """(x, norm(x)). Compiled code does not write x: from norm(x) it is computed again, rounded as finely."""
+    """(x, norm(x)). Compiled code computes x again from norm(x): then one kernel makes both."""
     return _StreamAndNorm.apply(x) if torch.compiler.is_compiling() else (x, norm(x))
 
 

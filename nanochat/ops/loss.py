@@ -11,7 +11,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from nanochat.ops import kernels, operators
+from nanochat.ops import kernels, operators, products  # noqa: F401  products registers add_product_
 
 SOFTCAP = 15.0  # logits are squashed into (-15, 15), so that no token's probability runs away
 # The gradient of a logit is about as small as a probability, and float16 keeps one digit of 1e-6. So it is
@@ -137,25 +137,6 @@ operators.register(
 def compiled_chunk_losses():
     """chunk_losses_in_one_pass, compiled: for the first number of rows, and for any other one once more."""
     return torch.compile(chunk_losses_in_one_pass)
-
-
-def _add_product(total, a, b):
-    """total (V, C) float32 += a (V, rows) @ b (rows, C), of 16 bit."""
-    total.addmm_(a.to(total.dtype), b.to(total.dtype))
-
-
-def _add_product_on_cuda(total, a, b):
-    """The product adds where its tiles are written, in float32; a sum of its own takes a pass over total."""
-    torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-
-
-operators.register(
-    "add_product_",
-    "(Tensor(a!) total, Tensor a, Tensor b) -> ()",
-    _add_product,
-    lambda total, a, b: None,
-    kernel=_add_product_on_cuda,
-)
 
 
 def head_gradients(gradient, x, weight, dx, dw, product, down: float):

@@ -13,7 +13,7 @@ backward pass r * du is written. With d = r * du @ up and n = norm(x), x has the
 import torch
 import torch.nn as nn
 
-from nanochat.ops import kernels, operators
+from nanochat.ops import kernels, operators, products  # noqa: F401  products registers weight_gradient
 from nanochat.ops.elementwise import EPS, SLOPE, norm, squared_leaky_relu
 
 
@@ -71,10 +71,11 @@ operators.register(
 
 
 class _MLP(torch.autograd.Function):
-    """x (N, C), up (F, C), down (C, F), all bfloat16 -> y (N, C)."""
+    """x (N, C) bfloat16, up (F, C), down (C, F) -> y (N, C)."""
 
     @staticmethod
     def forward(ctx, x, up, down):
+        up, down = up.to(x.dtype), down.to(x.dtype)
         r = torch.rsqrt(x.float().square().mean(-1) + EPS)
         z = torch.ops.nanochat.up_activated(x, up, r)
         ctx.save_for_backward(x, up, down, z, r)
@@ -86,13 +87,14 @@ class _MLP(torch.autograd.Function):
         r_du = torch.ops.nanochat.down_activated_backward(dy, down, z, r)
         d, n = (r_du @ up).float(), x.float() * r[:, None]
         dx = d - n * (d * n).mean(-1, keepdim=True)
-        return dx.to(x.dtype), r_du.T @ x, dy.T @ z
+        gradients = torch.ops.nanochat.weight_gradient(r_du, x), torch.ops.nanochat.weight_gradient(dy, z)
+        return dx.to(x.dtype), *gradients
 
 
 def mlp(x, up, down):
     """down(square of leaky ReLU of up(norm(x))): x (B, T, C), weights up (F, C) and down (C, F), of any dtype
     -> (B, T, C) bfloat16. For bfloat16 only, because of the packed activation."""
-    x, up, down = (tensor.to(torch.bfloat16) for tensor in (x, up, down))
+    x = x.to(torch.bfloat16)
     with torch.autocast(x.device.type, enabled=False):
         return _MLP.apply(x.flatten(0, 1), up, down).view_as(x)
 

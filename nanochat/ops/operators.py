@@ -6,7 +6,6 @@ two seconds.
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 LIBRARY = torch.library.Library("nanochat", "DEF")
 
@@ -36,20 +35,6 @@ def embedding(vocab_size: int, width: int) -> nn.Embedding:
     """A table (V, C) for `init_weights` to fill. nn.Embedding() would fill it first, and on the meta device
     torch loads its whole compiler for that, which takes a second or two."""
     return nn.Embedding.from_pretrained(torch.empty(vocab_size, width), freeze=False)
-
-
-def one_product(x, *linears: nn.Linear):
-    """x (..., C) through each of several nn.Linear (C to rows of its own): a list of (..., rows).
-
-    Compiled, it is one product: a GPU is slow at small ones, and at sizes that are no multiple of 8.
-    """
-    if not torch.compiler.is_compiling() or any(type(linear) is not nn.Linear for linear in linears):
-        return [linear(x) for linear in linears]  # eager, or fp8
-    weights = [linear.weight for linear in linears]
-    sizes = [weight.size(0) for weight in weights]
-    padding = -sum(sizes) % 8
-    rows = F.pad(torch.cat(weights), (0, 0, 0, padding))
-    return F.linear(x, rows).split([*sizes, padding], -1)[: len(linears)]
 
 
 def look_up(weight, idx):
