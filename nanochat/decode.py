@@ -13,13 +13,14 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from nanochat.gpt import GPT, QK_SCALE, bigram_rows
+from nanochat.gpt import GPT, QK_SCALE
 from nanochat.machine.precision import small_model
 from nanochat.ops.attention import shift_keys
 from nanochat.ops.attention_backends import error_in_a_line, for_any_length
 from nanochat.ops.elementwise import SLOPE, norm
 from nanochat.ops.fp8 import Float8Linear
 from nanochat.ops.loss import softcap
+from nanochat.ops.operators import bigram_rows
 
 # The parameters that DecodeStep knows, as they are called in gpt.py
 KNOWN = {"embedding", "value_embeddings", "head", "query", "key", "value", "out", "up", "down"}

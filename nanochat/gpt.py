@@ -35,13 +35,12 @@ from nanochat.ops.elementwise import (
 )
 from nanochat.ops.loss import softcap, softcapped_cross_entropy
 from nanochat.ops.mlp import feed_forward
-from nanochat.ops.operators import embedding, look_up
+from nanochat.ops.operators import bigram_rows, embedding, look_up
 from nanochat.ops.products import product, products
 from nanochat.ops.subword import SubwordEmbedding
 
 ROPE_BASE = 100_000  # RoPE: longer wavelengths than the usual 10,000
 GATE_INPUTS = 16  # channels of a token's embedding that the gates of the smear depend on
-BIGRAM_HASH = 40_503  # spreads pairs of tokens over the rows that they share: odd, near 2^16 / golden ratio
 QK_SCALE = 1.2  # on q and on k after their norm: attention a little sharper than 1 / sqrt(D) gives
 
 
@@ -80,14 +79,6 @@ class GPTConfig:
         return self.value_tables and self.has_value_embedding(layer) and layer < self.depth - 1
 
 
-def bigram_rows(before, idx, rows: int):
-    """Which of so many rows each pair of tokens has: before and idx (...) int64, the token before and itself.
-
-    Several pairs share a row (hashed n-gram embeddings, arXiv 1709.03933).
-    """
-    return (before * BIGRAM_HASH + idx) % rows
-
-
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
@@ -102,12 +93,11 @@ class Attention(nn.Module):
             self.value_gate = nn.Linear(C, config.num_heads, bias=False)
         self.head_gate = nn.Linear(C, config.num_heads, bias=False)
 
-    def forward(self, x, value_embedding, rotary, cache=None, visible=None):
-        """x + attention of norm(x), (B, T, C). value_embedding: (B, T, C), or None."""
-        (B, T, C), (x, normed) = x.shape, stream_and_norm(x)
+    def forward(self, x, normed, value_embedding, rotary, cache=None, visible=None):
+        """x + attention of normed = norm(x), (B, T, C) each. value_embedding: (B, T, C), or None."""
+        B, T, C = x.shape
         gates = [self.head_gate] if value_embedding is None else [self.head_gate, self.value_gate]
-        q, k, *gates = products(normed, self.query, self.key, *gates)
-        v = product(normed, self.value)
+        q, k, *gates, v = products(normed, (self.query, self.key, *gates), (self.value,))
         q, k, v = (part.view(B, T, self.num_heads, -1) for part in (q, k, v))
         # Value embedding (ResFormer): each head adds a row of the token itself, not mixed by earlier layers
         if value_embedding is not None:
@@ -160,7 +150,8 @@ class Block(nn.Module):
         x = torch.addcmul(x, self.x_before_scale.to(x.dtype), gated(before, gate))
         if isinstance(value_embedding, tuple):
             value_embedding = look_up(*value_embedding).to(x.dtype)
-        x = self.attention(x, value_embedding, rotary, cache, visible)
+        x, normed = stream_and_norm(x)
+        x = self.attention(x, normed, value_embedding, rotary, cache, visible)
         return x, self.mlp(x)
 
 
@@ -200,15 +191,15 @@ class GPT(nn.Module):
         for table in self.value_embeddings.values():
             nn.init.uniform_(table.weight, -bound, bound, generator=generator)
         for block in self.blocks:
-            for linear in (block.attention.query, block.attention.value):
+            attention, up = block.attention, block.mlp.up
+            for linear in (attention.query, attention.value):
                 nn.init.uniform_(linear.weight, -bound, bound, generator=generator)
-            block.attention.key.weight.copy_(block.attention.query.weight)
-            nn.init.uniform_(block.mlp.up.weight, -0.5 * bound, 0.5 * bound, generator=generator)
-            zeros = block.attention.out, block.mlp.down, block.attention.head_gate, block.x_before_gate
-            for linear in zeros:
+            attention.key.weight.copy_(attention.query.weight)
+            nn.init.uniform_(up.weight, -0.5 * bound, 0.5 * bound, generator=generator)
+            gates = [attention.head_gate, block.x_before_gate]
+            gates += [attention.value_gate] if hasattr(attention, "value_gate") else []
+            for linear in (attention.out, block.mlp.down, *gates):
                 nn.init.zeros_(linear.weight)
-            if hasattr(block.attention, "value_gate"):
-                nn.init.zeros_(block.attention.value_gate.weight)
             nn.init.zeros_(block.x_before_scale)
         self.x0_scales.copy_(torch.tensor([1.1, 0.1]))
         self.init_rotary()
@@ -264,7 +255,7 @@ class GPT(nn.Module):
         cos, sin = torch.cat((cos, cos), -1).unsqueeze(-2), torch.cat((-sin, sin), -1).unsqueeze(-2)
         # The last layer's value embeddings are rows of the head: a token that is attended to raises its logit
         rows_of_head = norm(look_up(head_rows, idx), dtype)
-        gates = products(x0[..., :GATE_INPUTS], *(block.x_before_gate for block in self.blocks))
+        gates = products(x0[..., :GATE_INPUTS], [block.x_before_gate for block in self.blocks])
         # A scale for each position, so that its gradient is first summed over a position's channels
         scales = self.x0_scales.to(dtype).expand(*idx.shape, 2).split(1, -1)
         x, share = (scale * x0 for scale in scales)

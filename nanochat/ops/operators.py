@@ -8,6 +8,7 @@ import torch
 import torch.nn as nn
 
 LIBRARY = torch.library.Library("nanochat", "DEF")
+BIGRAM_HASH = 40_503  # spreads pairs of tokens over the rows that they share: odd, near 2^16 / golden ratio
 
 
 def register(name: str, types: str, function, shapes, kernel=None):
@@ -35,6 +36,14 @@ def embedding(vocab_size: int, width: int) -> nn.Embedding:
     """A table (V, C) for `init_weights` to fill. nn.Embedding() would fill it first, and on the meta device
     torch loads its whole compiler for that, which takes a second or two."""
     return nn.Embedding.from_pretrained(torch.empty(vocab_size, width), freeze=False)
+
+
+def bigram_rows(before, idx, rows: int):
+    """Which of so many rows each pair of tokens has: before and idx (...) int64, the token before and itself.
+
+    Several pairs share a row (hashed n-gram embeddings, arXiv 1709.03933).
+    """
+    return (before * BIGRAM_HASH + idx) % rows
 
 
 def look_up(weight, idx):

@@ -10,51 +10,62 @@ import torch.nn.functional as F
 from nanochat.ops import kernels, operators
 
 
-def products(x, *linears: nn.Linear):
-    """x (..., C) through each of several nn.Linear (C to rows of its own): a list of (..., rows).
+def products(x, *groups: tuple[nn.Linear, ...]):
+    """x (..., C) through each nn.Linear (C to rows of its own) of the groups: a list of (..., rows).
 
-    Compiled, it is one product: a GPU is slow at small ones, and at sizes that are no multiple of 8.
+    Compiled, a group is one product: a GPU is slow at small ones, and at sizes that are no multiple of 8.
     """
+    linears = [linear for group in groups for linear in group]
     if not torch.compiler.is_compiling() or any(type(linear) is not nn.Linear for linear in linears):
         return [linear(x) for linear in linears]  # eager, or fp8
-    weights = [linear.weight for linear in linears]
-    sizes = [weight.size(0) for weight in weights]
-    padding = -sum(sizes) % 8
-    rows = F.pad(torch.cat(weights), (0, 0, 0, padding))
-    return _product(x, rows).split([*sizes, padding], -1)[: len(linears)]
+    weights = [torch.cat([linear.weight for linear in group]) for group in groups]
+    padding, found = [-len(weight) % 8 for weight in weights], []
+    padded = [F.pad(weight, (0, 0, 0, rows)) for weight, rows in zip(weights, padding, strict=True)]
+    for group, result, rows in zip(groups, _multiply(x, None, *padded), padding, strict=True):
+        sizes = [linear.weight.size(0) for linear in group]
+        found += result.split([*sizes, rows], -1)[:-1]
+    return found
 
 
-def product(x, linear: nn.Linear, added_to=None):
-    """linear(x), or added_to + linear(x). Compiled, the product itself adds."""
-    if torch.compiler.is_compiling() and type(linear) is nn.Linear:
-        return _product(x, linear.weight, added_to)
-    return linear(x) if added_to is None else added_to + linear(x)
+def product(x, linear: nn.Linear, added_to):
+    """added_to + linear(x). Compiled, the product itself adds."""
+    if not torch.compiler.is_compiling() or type(linear) is not nn.Linear:
+        return added_to + linear(x)
+    (result,) = _multiply(x, added_to, linear.weight)
+    return result
 
 
-def _product(x, weight, added_to=None):
+def _multiply(x, total, *weights):
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    total = None if added_to is None else added_to.to(x.dtype).flatten(0, -2)
-    return _Product.apply(x.flatten(0, -2), weight, total).view(*x.shape[:-1], -1)
+    total = None if total is None else total.to(x.dtype).flatten(0, -2)
+    return [y.view(*x.shape[:-1], -1) for y in _Products.apply(x.flatten(0, -2), total, *weights)]
 
 
-class _Product(torch.autograd.Function):
-    """x (N, C) @ weight.T, with (N, rows) added to it or None. The gradient of the weight is in float32."""
+class _Products(torch.autograd.Function):
+    """x (N, C) @ weight.T for each weight (rows, C). `total` (N, rows) or None is added to the first one.
+
+    The gradients of weights are in float32, and all products for that of x add to one tensor.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight, total):
-        weight = weight.to(x.dtype)
-        ctx.save_for_backward(x, weight)
+    def forward(ctx, x, total, *weights):
+        weights = [weight.to(x.dtype) for weight in weights]
+        ctx.save_for_backward(x, *weights)
         if total is None:
-            return x @ weight.T
+            return tuple(x @ weight.T for weight in weights)
         total = total.clone()  # compiled code writes it there at once
-        torch.ops.nanochat.add_product_(total, x, weight.T)
-        return total
+        torch.ops.nanochat.add_product_(total, x, weights[0].T)
+        return (total,)
 
     @staticmethod
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        return dy @ weight, torch.ops.nanochat.weight_gradient(dy, x), dy if ctx.needs_input_grad[2] else None
+    def backward(ctx, *dys):
+        x, *weights = ctx.saved_tensors
+        dx = dys[0] @ weights[0]
+        for dy, weight in zip(dys[1:], weights[1:], strict=True):
+            torch.ops.nanochat.add_product_(dx, dy, weight)
+        of_weights = [torch.ops.nanochat.weight_gradient(dy, x) for dy in dys]
+        return dx, dys[0] if ctx.needs_input_grad[1] else None, *of_weights
 
 
 def _add_product(total, a, b):
