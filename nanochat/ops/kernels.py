@@ -1,7 +1,7 @@
 """Which of the kernels written by hand are in use; `choose` decides once, at start.
 
 - "loss": the losses of a chunk of logits, and their gradient, with one read of the logits (loss.py)
-- "head": the product that gives the gradient of the head's weight adds to what is there, in float32 (loss.py)
+- "head": gradients of weights come from their products in float32, and the head's add up there (products.py)
 - "mlp": the products of the MLP with its norm and its activation (mlp.py)
 
 By default none is in use, as on a CPU: then loss.py and gpt.py compute the same in their plain way.
