@@ -39,18 +39,19 @@ def _multiply(x, total, *weights):
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     total = None if total is None else total.to(x.dtype).flatten(0, -2)
+    weights = weights if len(weights) == 2 else (*weights, None)
     return [y.view(*x.shape[:-1], -1) for y in _Products.apply(x.flatten(0, -2), total, *weights)]
 
 
 class _Products(torch.autograd.Function):
-    """x (N, C) @ weight.T for each weight (rows, C). `total` (N, rows) or None is added to the first one.
+    """x (N, C) @ weight.T for one or two weights (rows, C), plus `total` (N, rows) or None for the first one.
 
     The gradients of weights are in float32, and all products for that of x add to one tensor.
     """
 
     @staticmethod
-    def forward(ctx, x, total, *weights):
-        weights = [weight.to(x.dtype) for weight in weights]
+    def forward(ctx, x, total, weight, other):
+        weights = [w.to(x.dtype) for w in (weight, other) if w is not None]
         ctx.save_for_backward(x, *weights)
         if total is None:
             return tuple(x @ weight.T for weight in weights)
@@ -65,6 +66,7 @@ class _Products(torch.autograd.Function):
         for dy, weight in zip(dys[1:], weights[1:], strict=True):
             torch.ops.nanochat.add_product_(dx, dy, weight)
         of_weights = [torch.ops.nanochat.weight_gradient(dy, x) for dy in dys]
+        of_weights += [None] * (2 - len(dys))
         return dx, dys[0] if ctx.needs_input_grad[1] else None, *of_weights
 
 
