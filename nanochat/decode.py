@@ -96,15 +96,14 @@ class KVCache:
 
 
 class LayerCache:
-    """One layer's values v (B, H, slots, D), its keys k, and the smeared channels x (B, slots, channels) of
-    the stream that it reads. Keys and stream are shifted by one slot (attention.previous_token). The first
-    `length` slots are used."""
+    """One layer's values v (B, H, slots, D), its keys k, and the stream x (B, slots, C) that it reads. Keys
+    and stream are shifted by one slot (attention.previous_token). The first `length` slots are used."""
 
     def __init__(self, cache: KVCache):
         self.cache, self.length, self.x, self.k, self.v = cache, 0, None, None, None
 
     def previous_token(self, x):
-        """Add the stream's x (B, T, channels) of T new slots, before `append`; returns it shifted."""
+        """Add the stream x (B, T, C) of T new slots, before `append`; returns it shifted."""
         stop = self.length + x.size(1)
         if self.x is None:
             self.x = self._empty(x, max(stop, self.cache.slots) + 1)
@@ -208,11 +207,10 @@ class DecodeStep:
         x, share = self.x0_scales[:, None, None] * x0
         before_gates = 2 * (x0[:, : self.x_before_gates.size(0)] @ self.x_before_gates).sigmoid()  # (B, L)
         for i, (qkvg, out, up, down, table) in enumerate(self.layers):
+            before = before_gates[:, i : i + 1] * cache.layers[i].previous_token(x[:, None])[:, 0]  # (B, C)
+            x = torch.addcmul(x, self.x_before_scales[i], before)
             if i == len(self.layers) - 1:
                 x = x + share
-            first = x[:, : self.x_before_scales.size(1)]  # the channels of the smear, which change in place
-            before = cache.layers[i].previous_token(first[:, None])[:, 0]
-            first.addcmul_(self.x_before_scales[i], before_gates[:, i : i + 1] * before)
             qkvg = norm(x) @ qkvg  # (B, 3 * C + H), with a value embedding (B, 3 * C + 2 * H)
             qk = norm(qkvg[:, : 2 * C].view(B, 2, H, C // H))
             qk = torch.addcmul(qk * cos, qk.roll(C // H // 2, -1), sin)

@@ -2,7 +2,7 @@
 
     x0 = norm(embedding[token] + bigram_embedding[token before, token])  B rows, T positions, C width
     x = x0_scales[0] * x0
-    x[:C / 4] += x_before_scale * gate(x0) * smear(x)                 in each block,
+    x += x_before_scale * gate(x0) * smear(x)                         in each block,
     x += out(gate * attention(q, shifted k, v + value embedding))     then attention,
     x += down(leaky_relu(up(norm(x)))^2)                              then the MLP
     logits = 15 tanh(head @ norm(x) / 15)                             softcap (Gemma 2), V vocabulary
@@ -31,7 +31,6 @@ from nanochat.ops.elementwise import (
     norm_and_rotate,
     norm_rotate_and_shift,
     rotary_tables,
-    smear,
     stream_and_norm,
 )
 from nanochat.ops.loss import softcap, softcapped_cross_entropy
@@ -41,7 +40,6 @@ from nanochat.ops.products import product, products
 from nanochat.ops.subword import SubwordEmbedding
 
 ROPE_BASE = 100_000  # RoPE: longer wavelengths than the usual 10,000
-SMEARED = 4  # the smear is for one channel in so many
 GATE_INPUTS = 16  # channels of a token's embedding that the gates of the smear depend on
 QK_SCALE = 1.2  # on q and on k after their norm: attention a little sharper than 1 / sqrt(D) gives
 
@@ -134,7 +132,7 @@ class Block(nn.Module):
         super().__init__()
         self.attention = Attention(config, layer)
         self.mlp = MLP(config)
-        self.x_before_scale = nn.Parameter(torch.empty(math.ceil(config.width / SMEARED)))
+        self.x_before_scale = nn.Parameter(torch.empty(config.width))
         self.x_before_gate = nn.Linear(min(GATE_INPUTS, config.width), 1, bias=False)
 
     def forward(self, x, branch, gate, share, value_embedding, rotary, cache=None, visible=None):
@@ -145,10 +143,11 @@ class Block(nn.Module):
         None. value_embedding: None, (B, T, C), or a table and idx.
         """
         x = x + branch
+        before = previous_token(x, visible) if cache is None else cache.previous_token(x)  # (B, T, C)
         if share is not None:  # the last block still sees the token itself
             x = x + share
-        # Smear: some channels get a share of the token before, so pairs of tokens are seen without attention
-        x = smear(x, self.x_before_scale, gate, visible, cache)
+        # Smear: add a share of the stream of the token before, so pairs of tokens are seen without attention
+        x = torch.addcmul(x, self.x_before_scale.to(x.dtype), gated(before, gate))
         if isinstance(value_embedding, tuple):
             value_embedding = look_up(*value_embedding).to(x.dtype)
         x, normed = stream_and_norm(x)

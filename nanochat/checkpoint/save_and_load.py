@@ -37,8 +37,8 @@ from nanochat.files import replacing, user_path
 # are rows of the head. 5: heads and the smeared stream have gates. 6: the MLP's ReLU is leaky, blocks have no
 # residual_scale, and the config says whether value embeddings have tables. 7: the gates of the smeared stream
 # depend on 16 channels of the token's embedding. 8: there is one of them for each position, and
-# the first embedding has two scales. 9: a quarter of the stream's channels is smeared
-VERSION = 9
+# the first embedding has two scales
+VERSION = 8
 MANIFEST, STATE, MODEL = "manifest.json", "state.json", "model.safetensors"
 
 

@@ -6,7 +6,7 @@ It needs torch and transformers alone. B rows, T positions, C width, H heads, D 
 
     x0 = norm(embedding[token] + bigram_embedding[token before, token])
     x = x0_scales[0] * x0
-    x[:C / 4] += x_before_scale * gate(x0) * smear(x)                 in each block,
+    x += x_before_scale * gate(x0) * smear(x)                         in each block,
     x += out(gate * attention(q, shifted k, v + value embedding))     then attention,
     x += down(leaky_relu(up(norm(x)))^2)                              then the MLP
     logits = 15 tanh(head @ norm(x) / 15)
@@ -18,7 +18,6 @@ zeros. A pair of tokens has a row, which it shares with others; the token before
 
 # ruff: noqa: RUF012  (lists and dicts of a class, as transformers wants them)
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -32,7 +31,6 @@ from transformers.utils import can_return_tuple
 
 ROPE_BASE = 100_000
 GATE_INPUTS = 16  # channels of a token's embedding that the gates of the smear depend on
-SMEARED = 4  # the smear is for one channel in so many
 BIGRAM_HASH = 40_503  # spreads pairs of tokens over rows
 QK_SCALE = 1.2  # on q and on k after their norm
 SLOPE = 0.5  # slope of the leaky ReLU below 0
@@ -188,18 +186,20 @@ class Block(nn.Module):
         super().__init__()
         self.attention = Attention(config, layer)
         self.mlp = MLP(config)
-        self.x_before_scale = nn.Parameter(torch.zeros(math.ceil(config.width / SMEARED)))
+        self.x_before_scale = nn.Parameter(torch.zeros(config.width))
         self.x_before_gate = nn.Linear(min(GATE_INPUTS, config.width), 1, bias=False)
 
     def forward(self, x, x0, share, value_embedding, row: Row, cache):
-        stream = x = x if share is None else x + share
+        stream = x
         before = shift(x, 1)
         if row.past:
             last = self.attention.last_stream(cache).to(x)
             before = torch.cat((last, x[:, :-1]), 1)
-        before = before[..., : len(self.x_before_scale)] * row.follows[:, row.past :, None].to(x.dtype)
+        before = before * row.follows[:, row.past :, None].to(x.dtype)
         before = 2 * torch.sigmoid(self.x_before_gate(x0[..., :GATE_INPUTS])) * before
-        x = x + F.pad(self.x_before_scale * before, (0, x.size(-1) - before.size(-1)))
+        x = x + self.x_before_scale * before
+        if share is not None:
+            x = x + share
         x = x + self.attention(norm(x), stream, value_embedding, row, cache)
         return x + self.mlp(norm(x))
 

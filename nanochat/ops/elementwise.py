@@ -8,7 +8,6 @@ passes written by hand need only the result.
 import torch
 import torch.nn.functional as F
 
-from nanochat.ops import operators
 from nanochat.ops.attention import previous_token, same_document
 
 EPS = torch.finfo(torch.float32).eps  # added under the root of a norm, as F.rms_norm does
@@ -21,20 +20,6 @@ def norm(x, dtype: torch.dtype | None = None):
         return _CompiledNorm.apply(x, dtype or x.dtype)
     n = _Norm.apply(x) if _by_hand(x) else F.rms_norm(x, (x.size(-1),))
     return n.to(dtype or x.dtype)
-
-
-def smear(x, scale, gate, visible=None, cache=None):
-    """x (B, T, C), in whose first channels a share of the token before is added.
-
-    scale (channels,) and gate (B, T, 1) make the share: scale * 2 sigmoid(gate).
-    """
-    scale, gate = scale.to(x.dtype), 2 * torch.sigmoid(gate)
-    if cache is not None:
-        first = x[..., : len(scale)]
-        return x + F.pad(scale * gate * cache.previous_token(first), (0, x.size(-1) - len(scale)))
-    if visible is not None:
-        gate = gate * same_document(visible, *x.shape[:2]).unsqueeze(-1)
-    return _Smear.apply(x, scale, gate)
 
 
 def stream_and_norm(x):
@@ -135,28 +120,6 @@ def _cast(x, dtype):
     return x if x.dtype == dtype else x.to(dtype)
 
 
-class _Smear(torch.autograd.Function):
-    """Its backward pass changes only the smeared channels of the gradient."""
-
-    @staticmethod
-    def forward(ctx, x, scale, gate):
-        before = _before(x[..., : len(scale)], -2)
-        ctx.save_for_backward(before, scale, gate)
-        return x + F.pad(scale * (gate * before), (0, x.size(-1) - len(scale)))
-
-    @staticmethod
-    def backward(ctx, dy):
-        before, scale, gate = ctx.saved_tensors
-        first = dy[..., : len(scale)]
-        gated = gate * first
-        of_scale = (gated * before).sum((0, 1))
-        of_gate = (first * before * scale).sum(-1, keepdim=True)
-        dx = dy.clone()  # compiled code changes dy itself
-        add = torch.ops.nanochat.add_ if torch.compiler.is_compiling() else torch.Tensor.add_
-        add(dx[:, :-1, : len(scale)], (scale * gated)[:, 1:])
-        return dx, of_scale, of_gate
-
-
 class _CompiledNorm(torch.autograd.Function):
     """_Norm in float32, for compiled code. Its result is kept anyway, for a product; x is not."""
 
@@ -229,9 +192,9 @@ class _NormRotateShift(torch.autograd.Function):
         return _cast(dx, y.dtype), None, None, None, None, None
 
 
-def _before(x, dim=-3):
-    """x (..., T, H, D), or (..., T, C) if dim is -2, shifted right by one position."""
-    return F.pad(x.narrow(dim, 0, x.size(dim) - 1), (0, 0) * (-1 - dim) + (1, 0))
+def _before(x):
+    """x (..., T, H, D) shifted right by one position."""
+    return F.pad(x[..., :-1, :, :], (0, 0, 0, 0, 1, 0))
 
 
 def _after(x):
@@ -251,16 +214,6 @@ class _SquaredLeakyReLU(torch.autograd.Function):
         (h,) = ctx.saved_tensors  # its sign is that of x
         dh = torch.addcmul(h.new_zeros(()), h, dy, value=2)  # one pass for 2 * h * dy
         return torch.ops.aten.leaky_relu_backward(dh, h, SLOPE, True)
-
-
-def _add(total, part):
-    total.add_(part)
-
-
-# PyTorch's own add_, but compiled code that changes a part of a tensor with it does not write the whole again
-operators.register(
-    "add_", "(Tensor(a!) total, Tensor part) -> ()", _add, lambda total, part: None, kernel=_add
-)
 
 
 def _inverse_rms(x):

@@ -5,7 +5,6 @@ import torch
 from torch.autograd import gradcheck
 
 from nanochat.ops import elementwise
-from nanochat.ops.attention import previous_token
 
 SCALE = 1.2
 B, T, H, D = 2, 16, 3, 8
@@ -120,24 +119,3 @@ def test_a_vector_of_zeros_has_a_finite_gradient(name, dtype):
     y = FUNCTIONS[name](x)
     (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
     assert not y.any() and gradient.isfinite().all()
-
-
-@pytest.mark.parametrize("visible", [None, VISIBLE], ids=["rows", "documents"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_the_smear_adds_to_its_channels_what_the_token_before_has_there(visible, compiled):
-    x, dy = (draw(torch.float64, seed, spread=0).flatten(2) for seed in (0, 1))  # (B, T, H * D)
-    scale, gate = x[0, 0, :6].clone(), x[..., :1].flip(1).clone()
-    inputs = [part.requires_grad_() for part in (x, scale, gate)]
-
-    def plainly(x, scale, gate):
-        added = scale * 2 * torch.sigmoid(gate) * previous_token(x[..., :6], visible)
-        return torch.cat((x[..., :6] + added, x[..., 6:]), -1)
-
-    function = elementwise.smear
-    if compiled:
-        torch._dynamo.reset()
-        function = torch.compile(function, backend="aot_eager")
-    y, expected = function(*inputs, visible), plainly(*inputs)
-    torch.testing.assert_close(y, expected)
-    found, gradients = (torch.autograd.grad(result, inputs, dy) for result in (y, expected))
-    torch.testing.assert_close(found, gradients)
