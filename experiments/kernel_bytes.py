@@ -61,7 +61,7 @@ def _moved_by_call(schema, args, kwargs, result) -> tuple[dict[str, int], dict[s
     only_written = [a.name for a in changed if a.kwarg_only or schema.name in ONLY_WRITES]  # or an `out`
     reads = {name: size for name, size in sizes.items() if size and name not in only_written}
     writes = {a.name: sizes[a.name] for a in changed}
-    if schema.returns and not any(returned.alias_info for returned in schema.returns):
+    if not any(returned.alias_info for returned in schema.returns):
         writes |= {f"result{i}": _size(tensor) for i, tensor in enumerate(tensors_in(result))}
     if schema.name in LOOK_UPS:
         table = schema.arguments[0].name

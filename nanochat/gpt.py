@@ -31,6 +31,7 @@ from nanochat.ops.elementwise import (
     norm_and_rotate,
     norm_rotate_and_shift,
     rotary_tables,
+    scaled,
     stream_and_norm,
 )
 from nanochat.ops.loss import softcap, softcapped_cross_entropy
@@ -191,15 +192,15 @@ class GPT(nn.Module):
         for table in self.value_embeddings.values():
             nn.init.uniform_(table.weight, -bound, bound, generator=generator)
         for block in self.blocks:
-            attention, up = block.attention, block.mlp.up
-            for linear in (attention.query, attention.value):
+            for linear in (block.attention.query, block.attention.value):
                 nn.init.uniform_(linear.weight, -bound, bound, generator=generator)
-            attention.key.weight.copy_(attention.query.weight)
-            nn.init.uniform_(up.weight, -0.5 * bound, 0.5 * bound, generator=generator)
-            gates = [attention.head_gate, block.x_before_gate]
-            gates += [attention.value_gate] if hasattr(attention, "value_gate") else []
-            for linear in (attention.out, block.mlp.down, *gates):
+            block.attention.key.weight.copy_(block.attention.query.weight)
+            nn.init.uniform_(block.mlp.up.weight, -0.5 * bound, 0.5 * bound, generator=generator)
+            zeros = block.attention.out, block.mlp.down, block.attention.head_gate, block.x_before_gate
+            for linear in zeros:
                 nn.init.zeros_(linear.weight)
+            if hasattr(block.attention, "value_gate"):
+                nn.init.zeros_(block.attention.value_gate.weight)
             nn.init.zeros_(block.x_before_scale)
         self.x0_scales.copy_(torch.tensor([1.1, 0.1]))
         self.init_rotary()
@@ -256,9 +257,7 @@ class GPT(nn.Module):
         # The last layer's value embeddings are rows of the head: a token that is attended to raises its logit
         rows_of_head = norm(look_up(head_rows, idx), dtype)
         gates = products(x0[..., :GATE_INPUTS], [block.x_before_gate for block in self.blocks])
-        # A scale for each position, so that its gradient is first summed over a position's channels
-        scales = self.x0_scales.to(dtype).expand(*idx.shape, 2).split(1, -1)
-        x, share = (scale * x0 for scale in scales)
+        x, share = scaled(x0, self.x0_scales.to(dtype))
         gates = [gate.contiguous() for gate in gates]  # compiled blocks would copy parts of one tensor
         # 0 * x and not zeros: a branch without gradients would be compiled as another kind of block
         return x, 0 * x, share, gates, rows_of_head, cos, sin

@@ -65,6 +65,14 @@ def gated(x, gates):
     return (2 * torch.sigmoid(gates).unsqueeze(-1) * x.view(*gates.shape, -1)).view_as(x)
 
 
+def scaled(x, scales):
+    """[scale * x for each of the scales (n,)]. Compiled, their gradients are first summed over a position's
+    channels, in the kernel that reads them anyway."""
+    if torch.compiler.is_compiling():
+        scales = scales.expand(*x.shape[:-1], len(scales)).split(1, -1)
+    return [scale * x for scale in scales]
+
+
 def squared_leaky_relu(x):
     """x^2 where x is positive, else (x / 2)^2. It may overwrite x."""
     if _by_hand(x):

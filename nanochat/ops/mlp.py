@@ -13,8 +13,9 @@ backward pass r * du is written. With d = r * du @ up and n = norm(x), x has the
 import torch
 import torch.nn as nn
 
-from nanochat.ops import kernels, operators, products  # noqa: F401  products registers weight_gradient
+from nanochat.ops import kernels, operators
 from nanochat.ops.elementwise import EPS, SLOPE, norm, squared_leaky_relu
+from nanochat.ops.products import gradient_of_weight
 
 
 def packed_activation(u):
@@ -87,8 +88,7 @@ class _MLP(torch.autograd.Function):
         r_du = torch.ops.nanochat.down_activated_backward(dy, down, z, r)
         d, n = (r_du @ up).float(), x.float() * r[:, None]
         dx = d - n * (d * n).mean(-1, keepdim=True)
-        gradients = torch.ops.nanochat.weight_gradient(r_du, x), torch.ops.nanochat.weight_gradient(dy, z)
-        return dx.to(x.dtype), *gradients
+        return dx.to(x.dtype), gradient_of_weight(r_du, x), gradient_of_weight(dy, z)
 
 
 def mlp(x, up, down):

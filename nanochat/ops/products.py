@@ -1,6 +1,7 @@
 """Products of matrices, with what compiled code would otherwise do in kernels of their own beside them.
 
-Where the "head" kernel is in use (kernels.py), cuBLAS writes the gradients of weights in float32.
+A product adds to a tensor where that is summed next, and where the "head" kernel is in use (kernels.py) it
+writes the gradient of a weight in float32.
 """
 
 import torch
@@ -35,23 +36,31 @@ def product(x, linear: nn.Linear, added_to):
     return result
 
 
-def _multiply(x, total, *weights):
+def gradient_of_weight(dy, x):
+    """dy.T @ x, (rows, C), of dy (N, rows) and x (N, C): in float32, or float64 if x is."""
+    if "head" in kernels.IN_USE:
+        return torch.ops.nanochat.weight_gradient(dy, x)
+    return (dy.T @ x).to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _multiply(x, total, weight, second=None):
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     total = None if total is None else total.to(x.dtype).flatten(0, -2)
-    weights = weights if len(weights) == 2 else (*weights, None)
-    return [y.view(*x.shape[:-1], -1) for y in _Products.apply(x.flatten(0, -2), total, *weights)]
+    results = _Products.apply(x.flatten(0, -2), total, weight, second)
+    return [y.view(*x.shape[:-1], -1) for y in results]
 
 
 class _Products(torch.autograd.Function):
-    """x (N, C) @ weight.T for one or two weights (rows, C), plus `total` (N, rows) or None for the first one.
+    """x (N, C) @ weight.T, plus total (N, rows) or None, and the same with a second weight or None, without
+    total. Both products for the gradient of x add to one tensor.
 
-    The gradients of weights are in float32, and all products for that of x add to one tensor.
+    Not *weights: torch 2.13 cannot compile that for a model without gradients.
     """
 
     @staticmethod
-    def forward(ctx, x, total, weight, other):
-        weights = [w.to(x.dtype) for w in (weight, other) if w is not None]
+    def forward(ctx, x, total, weight, second):
+        weights = [w.to(x.dtype) for w in (weight, second) if w is not None]
         ctx.save_for_backward(x, *weights)
         if total is None:
             return tuple(x @ weight.T for weight in weights)
@@ -65,13 +74,13 @@ class _Products(torch.autograd.Function):
         dx = dys[0] @ weights[0]
         for dy, weight in zip(dys[1:], weights[1:], strict=True):
             torch.ops.nanochat.add_product_(dx, dy, weight)
-        of_weights = [torch.ops.nanochat.weight_gradient(dy, x) for dy in dys]
+        of_weights = [gradient_of_weight(dy, x) for dy in dys]
         of_weights += [None] * (2 - len(dys))
         return dx, dys[0] if ctx.needs_input_grad[1] else None, *of_weights
 
 
 def _add_product(total, a, b):
-    """total (V, C) += a (V, rows) @ b (rows, C), of 16 bit."""
+    """total (M, N) += a (M, K) @ b (K, N), whose dtype may be smaller."""
     total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
@@ -84,15 +93,13 @@ def _add_product_on_cuda(total, a, b):
 
 
 def _weight_gradient(dy, x):
-    """dy (N, rows), x (N, C) -> dy.T @ x, (rows, C), in float32 (in float64 if x is)."""
-    return (dy.T @ x).to(torch.promote_types(x.dtype, torch.float32))
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return dy.T.to(dtype) @ x.to(dtype)
 
 
 def _weight_gradient_on_cuda(dy, x):
-    """A product adds up in float32. So it is written, and no other kernel has to cast it."""
-    if x.dtype.itemsize > 2 or "head" not in kernels.IN_USE:
-        return _weight_gradient(dy, x)
-    return torch.mm(dy.T, x, out_dtype=torch.float32)
+    """A product adds up in float32, so that it is written and no other kernel has to cast it."""
+    return torch.mm(dy.T, x, out_dtype=torch.float32) if x.dtype.itemsize == 2 else dy.T @ x
 
 
 operators.register(

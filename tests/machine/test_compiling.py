@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine import compiling
+from nanochat.ops import kernels
 from nanochat.ops.attention import attention
 from nanochat.plan.planning import eager_steps
 
@@ -74,8 +75,9 @@ def loss_and_gradients(model, run, *arguments, **options):
 TOKENS = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("depth, pattern, spelled", [(4, "SL", False), (2, "L", True)])
-def test_compiled_parts_compute_what_the_model_computes(depth, pattern, spelled):
+@pytest.mark.parametrize("depth, pattern, spelled, used", [(4, "SL", False, {"head"}), (2, "L", True, set())])
+def test_compiled_parts_compute_what_the_model_computes(depth, pattern, spelled, used, monkeypatch):
+    monkeypatch.setattr(kernels, "IN_USE", used)
     model = make_model(depth, pattern, spelled)
     documents = attention.boundaries(TOKENS, 3) if pattern == "SL" else None
     found = [

@@ -115,7 +115,8 @@ LIMITED = f"""
 import resource, runpy, sys
 sys.path.insert(0, {str(ROOT)!r})
 size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, 2 * (size + 3 * 2**28,))
+limit = size + 3 * 2**28  # threads fit, a matrix does not
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 runpy.run_module("scripts.base_train", run_name="__main__", alter_sys=True)
 """
 
