@@ -129,6 +129,8 @@ class ReadsCuda(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function == torch.Tensor.device.__get__:
             return CUDA
+        if function == torch.Tensor.is_leaf.__get__:  # a parameter's stand-in is none
+            return True
         if function is torch.nn.functional.rms_norm and len(args) == 2:
             return CudasNorm.apply(*args)
         args, kwargs = tree_map(self._in_its_place, (args, kwargs or {}))
@@ -403,21 +405,28 @@ def main():
         # Parameters first: they are there in the backward pass, too
         is_parameter = [isinstance(tensor, torch.nn.Parameter) for tensor in part.tensors]
         order = sorted(range(len(part.tensors)), key=lambda i: not is_parameter[i])
-        others = [part.tensors[i] for i in order]
+        tensors = [*own.values(), *(part.tensors[i] for i in order)]
+        trained = [i for i, tensor in enumerate(tensors) if isinstance(tensor, torch.nn.Parameter)]
+        gradients = [torch.empty_like(tensors[i], requires_grad=False) for i in trained]
 
-        def run(*args, part=part, own=own, order=order):
-            mine, rest = args[: len(own)], args[len(own) :]
+        def run(*args, part=part, own=own, order=order, trained=trained):
+            for i, gradient in zip(trained, args[len(own) + len(order) :], strict=True):
+                args[i].grad = gradient  # of the micro-steps before
+            mine, rest = args[: len(own)], args[len(own) : len(own) + len(order)]
             return part.function(
                 dict(zip(own, mine, strict=True)), *[rest[order.index(i)] for i in range(len(rest))]
             )
 
         alive = len(own) + sum(is_parameter)
-        for phase, graph in trace(run, [*own.values(), *others], alive).items():
+        for phase, graph in trace(run, [*tensors, *gradients], alive).items():
             found, code = on_gpu(*graph, phase == "backward")
             kernels += [{"phase": phase, "part": part.name, **launch} for launch in found] * part.times
             if job["folder"]:
                 Path(job["folder"], f"{job['whose']}_{part.name}_{phase}.py").write_text(code)
-    gradients = [p.numel() * p.element_size() for p in model.parameters()]
+    # Not those of our tables: to them the backward graph adds rows
+    added_to = torch.nn.Embedding if job["whose"] == "ours" else ()
+    others = [module for module in model.modules() if not isinstance(module, added_to)]
+    gradients = [p.nbytes for module in others for p in module.parameters(recurse=False)]
     print(json.dumps({"kernels": kernels, "gradients": gradients}))
 
 

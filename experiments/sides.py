@@ -179,6 +179,9 @@ class Ours:
         attention.use(model, self.attention)
         groups = optim.parameter_groups(model, self.plan.rates, self.plan.weight_decay)
         self.optimizer = optim.MuonAdamW(groups, self.dtype, 0 if job["compile"] else None)
+        if not job.get("kept_gradients", True):
+            self.optimizer.kept_gradients.clear()
+            self.optimizer.zero_grad()
         self.scaler = precision.make_scaler(self.device, self.dtype)
         self.train_model = compile_parts(model) if job["compile"] else model
         self.rows, self.micro_steps = self.plan.device_batch_size, self.plan.grad_accum_steps

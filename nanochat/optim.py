@@ -57,7 +57,7 @@ class MuonAdamW(ShardedOptimizer):
 
     _step_supports_amp_scaling = True  # GradScaler gives us grad_scale and found_inf; nothing waits for them
     # Without torch's wrappers: at their first call they load the compiler, which takes a second or two
-    add_param_group, zero_grad = map(unwrap, (Optimizer.add_param_group, Optimizer.zero_grad))
+    add_param_group, _zero_grad = map(unwrap, (Optimizer.add_param_group, Optimizer.zero_grad))
 
     def __init__(
         self, groups, compute_dtype=torch.float32, compile_after: int | None = None, rank=0, world_size=1
@@ -67,6 +67,8 @@ class MuonAdamW(ShardedOptimizer):
         # Not float16: its range is too small for the products of the orthogonalization
         self.muon_dtype = torch.bfloat16 if compute_dtype == torch.bfloat16 else torch.float32
         self.muon_update, self.compile_after, self.steps = muon_update, compile_after, 0
+        self.kept_gradients = {p: torch.zeros_like(p) for p in self.cuts if world_size == 1}
+        self.zero_grad()
         for group in self.param_groups:
             group["initial_lr"], group["initial_weight_decay"] = group["lr"], group["weight_decay"]
             if group["method"] == "muon":
@@ -94,6 +96,12 @@ class MuonAdamW(ShardedOptimizer):
         group["scalars"] = [stacked.new_zeros(()) for _ in range(4)]
         for p, *state in zip(group["mine"], momentum, second_moment, strict=True):
             self.state[p] = {"momentum": state[0], "second_moment": state[1]}
+
+    def zero_grad(self, set_to_none: bool = True):
+        """In a single process the gradients of tables stay, as zeros: operators.look_up adds to them."""
+        self._zero_grad(set_to_none)
+        for p, gradient in self.kept_gradients.items():
+            p.grad = gradient.zero_()
 
     @torch.no_grad()
     def step(self):

@@ -5,6 +5,7 @@ two seconds.
 """
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 
 LIBRARY = torch.library.Library("nanochat", "DEF")
@@ -49,39 +50,48 @@ def bigram_rows(before, idx, rows: int):
 def look_up(weight, idx):
     """Rows of a table: weight (V, C), idx (B, T) int64 -> (B, T, C) in the dtype of weight.
 
-    On a CPU compiled code would sum the gradient of a row in whatever order its threads arrive, so no two
-    runs would be the same. PyTorch's own operator has one order, and is no slower (docs/benchmarks.md).
+    If weight.grad is there already (MuonAdamW keeps it), the backward pass adds to the rows in it that idx
+    names. Otherwise it writes a gradient of its own, mostly zeros, that autograd adds to the earlier ones; so
+    does DDP, which waits for it. On CUDA and MPS eager code uses PyTorch's own operators.
     """
-    if not torch.compiler.is_compiling():
+    on_cpu = weight.device.type == "cpu"
+    if not (on_cpu or torch.compiler.is_compiling()):
         return torch.embedding(weight, idx)
-    if weight.device.type == "cpu":
-        return torch.ops.nanochat.rows_of_table(weight, idx)
-    return weight[idx]  # unlike an embedding's rows, these are not kept: the backward pass reads them again
+    total = weight.grad if weight.is_leaf and not dist.is_initialized() else None
+    return _Rows.apply(weight, idx, total, on_cpu)
+
+
+class _Rows(torch.autograd.Function):
+    """look_up, with total = weight.grad or None."""
+
+    @staticmethod
+    def forward(ctx, weight, idx, total, on_cpu):
+        ctx.save_for_backward(idx)
+        ctx.rows, ctx.total, ctx.on_cpu = weight.size(0), total, on_cpu
+        if not torch.compiler.is_compiling():
+            return torch.embedding(weight, idx)
+        return weight[idx]  # compiled code would keep an embedding's rows; these it reads again
+
+    @staticmethod
+    def backward(ctx, dy):
+        (idx,) = ctx.saved_tensors
+        total = dy.new_zeros(ctx.rows, dy.size(-1)) if ctx.total is None else ctx.total
+        if ctx.on_cpu:
+            torch.ops.nanochat.add_rows_(total, idx, dy)
+        else:
+            total.index_put_((idx,), dy, accumulate=True)
+        return total if ctx.total is None else None, None, None, None
+
+
+def _add_rows(total, idx, rows):
+    """total (V, C) += rows (..., C), each at its idx (...).
+
+    On a CPU compiled code of its own would add a row's gradients in whatever order its threads arrive, so no
+    two runs would be the same. PyTorch's operator has one order.
+    """
+    total.index_add_(0, idx.flatten(), rows.flatten(0, -2))
 
 
 register(
-    "rows_of_table",
-    "(Tensor table, Tensor idx) -> Tensor",
-    torch.embedding,
-    lambda table, idx: table.new_empty(*idx.shape, table.size(1)),
+    "add_rows_", "(Tensor(a!) total, Tensor idx, Tensor rows) -> ()", _add_rows, lambda total, idx, rows: None
 )
-register(
-    "rows_of_table_backward",
-    "(Tensor gradient, Tensor idx, int rows) -> Tensor",
-    lambda gradient, idx, rows: torch.ops.aten.embedding_dense_backward(gradient, idx, rows, -1, False),
-    lambda gradient, idx, rows: gradient.new_empty(rows, gradient.size(-1)),
-)
-
-
-def _keep(ctx, inputs, output):
-    table, idx = inputs
-    ctx.rows = table.size(0)
-    ctx.save_for_backward(idx)
-
-
-def _gradients(ctx, gradient):
-    (idx,) = ctx.saved_tensors
-    return torch.ops.nanochat.rows_of_table_backward(gradient, idx, ctx.rows), None
-
-
-register_autograd("rows_of_table", _keep, _gradients)

@@ -69,8 +69,10 @@ def training_bytes(
         "sub-word rows": 16 * config.spelled * counts["head"],  # of both tables, and their gradients
         "gradient exchange": 2 * min(BUCKET_BYTES, 4 * total) if world_size > 1 else 0,
     }
-    # A compiled backward pass ends with its own gradients and those of earlier micro-steps in memory
-    late = max(4 * total * compiled, MUON_COPIES * 4 * matrices // 3 // world_size)
+    # A compiled backward pass ends with its own gradients and those of earlier micro-steps in memory. In a
+    # single process those of tables are added to at once
+    twice = total if world_size > 1 else matrices + counts["head"] + counts["pieces"]
+    late = max(4 * twice * compiled, MUON_COPIES * 4 * matrices // 3 // world_size)
     needed["update"] = max(0, late - needed["activations"] - needed["logits"])  # these are free by then
     if on_cpu:
         needed["attention"] = size * attention_weights(config, micro_batch_tokens // config.max_seq_len)

@@ -63,6 +63,9 @@ def _fits(plan, machine, model, boundaries, reduction) -> bool:
     try:
         # Several processes have the gradients a second time, in DDP's buckets
         buckets = [torch.empty_like(p) for p in model.parameters() if machine.world_size > 1]
+        for p in model.parameters():  # the optimizer keeps those of tables from step to step
+            if p.ndim == 2 and len(p) % plan.config.vocab_size == 0:
+                p.grad = torch.zeros_like(p)
         inputs, targets, documents = _made_up_batch(plan, machine, boundaries)
         for _ in range(min(2, plan.grad_accum_steps)):  # the second one finds the gradients of the first
             with precision.autocast(machine.device, plan.hardware.dtype):

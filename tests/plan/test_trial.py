@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import make_plan
 
-from nanochat import UserError
+from nanochat import UserError, optim
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine import compiling, precision, runtime
 from nanochat.ops import attention
@@ -89,6 +89,7 @@ def test_the_training_goes_on_with_the_code_that_the_trial_has_compiled(monkeypa
     assert trial._fits(plan, machine, model, boundaries, reduction)
     compiled_in_trial = stats["unique_graphs"]
     assert compiled_in_trial > 0
+    optim.MuonAdamW(optim.parameter_groups(model, plan.rates, plan.weight_decay))
     step = compile_parts(model)
     rows = torch.randint(64, (2, 17), dtype=torch.int32)
     inputs, targets = rows[:, :-1].to(torch.int64), rows[:, 1:].to(torch.int64)  # as TrainLoader does
