@@ -66,7 +66,7 @@ def fake_model(config: GPTConfig) -> GPT:
     for module in model.modules():
         for name, p in [(name, p) for name, p in module._parameters.items() if p is not None]:
             module._parameters[name] = torch.nn.Parameter(torch.empty(p.shape))
-    model.cos, model.sin = (torch.empty(config.max_seq_len, config.head_dim // 2) for _ in range(2))
+    model.cos, model.sin = (torch.empty(config.max_seq_len, 1, config.head_dim) for _ in range(2))
     return model
 
 

@@ -168,9 +168,7 @@ class DecodeStep:
         self.layers = [self._layer(model, i) for i in range(config.depth)]
         self.x0_scales = model.x0_scales.detach().to(dtype)
         self.x_before_scales = torch.stack([b.x_before_scale.detach() for b in model.blocks]).to(dtype)
-        # A rotation of (x1, x2) is x * (cos, cos) + (x2, x1) * (-sin, sin). QK_SCALE is part of both.
-        self.cos = (QK_SCALE * torch.cat((model.cos, model.cos), -1)).to(dtype)  # (T, D)
-        self.sin = (QK_SCALE * torch.cat((-model.sin, model.sin), -1)).to(dtype)
+        self.cos, self.sin = (QK_SCALE * model.cos).to(dtype), (QK_SCALE * model.sin).to(dtype)  # (T, 1, D)
 
     def _layer(self, model, i: int):
         """A layer's matrices (query, key, value and gates in one; out; up; down), and its value embedding."""

@@ -25,24 +25,17 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanochat.ops.attention import attention, previous_token, visible_from
-from nanochat.ops.elementwise import (
-    gated,
-    norm,
-    norm_and_rotate,
-    norm_rotate_and_shift,
-    rotary_tables,
-    scaled,
-    stream_and_norm,
-)
+from nanochat.ops.elementwise import gated, norm, norm_and_rotate, rotary_tables, scaled, stream_and_norm
 from nanochat.ops.loss import softcap, softcapped_cross_entropy
 from nanochat.ops.mlp import feed_forward
-from nanochat.ops.operators import bigram_rows, embedding, look_up
+from nanochat.ops.operators import bigram_rows, compute_dtype, embedding, look_up
 from nanochat.ops.products import product, products
 from nanochat.ops.subword import SubwordEmbedding
 
 ROPE_BASE = 100_000  # RoPE: longer wavelengths than the usual 10,000
 GATE_INPUTS = 16  # channels of a token's embedding that the gates of the smear depend on
 QK_SCALE = 1.2  # on q and on k after their norm: attention a little sharper than 1 / sqrt(D) gives
+ZERO_AT_START = "bigram_embedding.weight", "out.weight", "down.weight", "gate.weight", "x_before_scale"
 
 
 @dataclass(frozen=True)
@@ -104,10 +97,9 @@ class Attention(nn.Module):
         if value_embedding is not None:
             v = v + gated(value_embedding, gates[1]).view_as(v)
         # RoPE and QK norm: a score depends on distance and direction, and is at most 1.2^2 sqrt(D)
-        rotary = *rotary, QK_SCALE
-        q = norm_and_rotate(q, *rotary)
+        q = norm_and_rotate(q, *rotary, QK_SCALE)
         # Shifted keys: position t has the key of t - 1, so one layer copies what followed a token (induction)
-        k = norm_rotate_and_shift(k, *rotary, visible) if cache is None else norm_and_rotate(k, *rotary)
+        k = norm_and_rotate(k, *rotary, QK_SCALE, cache is None, visible)
         q, k, v = (part.to(v.dtype).transpose(1, 2) for part in (q, k, v))  # (B, H, T, D)
         if cache is not None:  # it shifts its keys itself
             k, v, visible = cache.append(k, v)
@@ -168,8 +160,7 @@ class GPT(nn.Module):
         self.x0_scales = nn.Parameter(torch.empty(2))  # the stream at its start, what the last block adds
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.depth))
         self.head = nn.Linear(C, V, bias=False)
-        # Sub-word embeddings; `pieces` is their name in checkpoints
-        self.pieces = SubwordEmbedding(V, C) if config.spelled else None
+        self.pieces = SubwordEmbedding(V, C) if config.spelled else None  # its name in checkpoints
         self.register_buffer("cos", None, persistent=False)
         self.register_buffer("sin", None, persistent=False)
 
@@ -178,15 +169,12 @@ class GPT(nn.Module):
         """Fill parameters and rotary tables in place, on the device the model is on.
 
         Queries, keys and values are uniform with standard deviation 1 / sqrt(C), an MLP's first matrix with
-        half of it. Keys begin equal to queries, so induction works before anything is learned. Gates are
-        zero: they multiply by 1. Rows of pairs are zero, and so are the matrices that write to the residual
-        stream: attention and MLP begin by adding nothing. A small head makes the first loss ln(V).
+        half of it. Keys begin equal to queries, so induction works before anything is learned. A small head
+        makes the first loss ln(V). With zeros gates multiply by 1, and attention, MLP and smear add nothing.
         """
         bound = math.sqrt(3 / self.config.width)  # uniform on [-b, b] has standard deviation b / sqrt(3)
         nn.init.normal_(self.embedding.weight, std=0.8, generator=generator)
         nn.init.normal_(self.head.weight, std=0.001, generator=generator)
-        if self.bigram_embedding is not None:
-            nn.init.zeros_(self.bigram_embedding.weight)
         if self.pieces is not None:
             self.pieces.init_weights(generator)
         for table in self.value_embeddings.values():
@@ -196,12 +184,8 @@ class GPT(nn.Module):
                 nn.init.uniform_(linear.weight, -bound, bound, generator=generator)
             block.attention.key.weight.copy_(block.attention.query.weight)
             nn.init.uniform_(block.mlp.up.weight, -0.5 * bound, 0.5 * bound, generator=generator)
-            zeros = block.attention.out, block.mlp.down, block.attention.head_gate, block.x_before_gate
-            for linear in zeros:
-                nn.init.zeros_(linear.weight)
-            if hasattr(block.attention, "value_gate"):
-                nn.init.zeros_(block.attention.value_gate.weight)
-            nn.init.zeros_(block.x_before_scale)
+        for p in [p for name, p in self.named_parameters() if name.endswith(ZERO_AT_START)]:
+            nn.init.zeros_(p)
         self.x0_scales.copy_(torch.tensor([1.1, 0.1]))
         self.init_rotary()
 
@@ -223,28 +207,22 @@ class GPT(nn.Module):
         indices into the B * T positions: logits (N, V) of these alone. With `documents`, from
         Attention.boundaries or their numbers (B, T) int64, a token sees its own document only.
         """
-        embedding_rows, head_rows = self.tables()
-        visible = visible_from(documents)
-        begun = self.begin(embedding_rows, head_rows, idx, cache, visible)
-        x, branch, share, gates, rows_of_head, *rotary = begun
-        for i, (block, gate) in enumerate(zip(self.blocks, gates, strict=True)):
-            value_embedding = None
-            if str(i) in self.value_embeddings:
-                value_embedding = self.value_embeddings[str(i)].weight, idx
-            elif self.config.has_value_embedding(i):
-                value_embedding = rows_of_head
+        tables, visible = self.tables(), visible_from(documents)
+        x, branch, share, gates, rows_of_head, *rotary = self.begin(*tables, idx, cache, visible)
+        layers = range(self.config.depth)
+        values = {i: rows_of_head for i in layers if self.config.has_value_embedding(i)}
+        values |= {int(i): (table.weight, idx) for i, table in self.value_embeddings.items()}
+        for i, block in enumerate(self.blocks):
+            own_share = share if i == layers[-1] else None
             layer_cache = None if cache is None else cache.layers[i]
-            own_share = share if i == self.config.depth - 1 else None
-            x, branch = block(x, branch, gate, own_share, value_embedding, rotary, layer_cache, visible)
-        return self.end(x, branch, head_rows, targets, reduction, positions)
+            x, branch = block(x, branch, gates[i], own_share, values.get(i), rotary, layer_cache, visible)
+        return self.end(x, branch, tables[1], targets, reduction, positions)
 
     def begin(self, embedding_rows, head_rows, idx, cache, visible):
         """Before the blocks: x, branch and share (B, T, C), for each block the gate of its smear (B, T, 1),
         rows_of_head (B, T, C), and the rotary tables (T, 1, D)."""
         places = slice(idx.size(1)) if cache is None else cache.places(idx.size(1))
-        device, dtype = idx.device.type, embedding_rows.dtype
-        if torch.is_autocast_enabled(device):  # so the residual stream runs in the compute dtype too
-            dtype = torch.get_autocast_dtype(device)
+        dtype = compute_dtype(embedding_rows)  # of the residual stream, too
         x = look_up(embedding_rows, idx)  # (B, T, C)
         if self.bigram_embedding is not None:
             before = previous_token(idx, visible) if cache is None else cache.previous_ids(idx)
@@ -253,7 +231,6 @@ class GPT(nn.Module):
         x0 = norm(x, dtype)
         # Not in a comprehension: there torch.compile takes T for a constant, and compiles once for each T
         cos, sin = self.cos[places].to(dtype), self.sin[places].to(dtype)
-        cos, sin = torch.cat((cos, cos), -1).unsqueeze(-2), torch.cat((-sin, sin), -1).unsqueeze(-2)
         # The last layer's value embeddings are rows of the head: a token that is attended to raises its logit
         rows_of_head = norm(look_up(head_rows, idx), dtype)
         gates = products(x0[..., :GATE_INPUTS], [block.x_before_gate for block in self.blocks])

@@ -28,36 +28,34 @@ def stream_and_norm(x):
 
 
 def rotary_tables(length: int, head_dim: int, base: float, device: torch.device):
-    """cos and sin of the angles of `length` positions, (length, head_dim / 2) float32 each (RoPE)."""
+    """(cos, cos) and (-sin, sin) of the angles of `length` positions, (length, 1, head_dim) float32 (RoPE).
+
+    Halves (a, b) of a query or key become (a, b) * (cos, cos) + (b, a) * (-sin, sin).
+    """
     frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
-    return angles.cos().to(device), angles.sin().to(device)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies).unsqueeze(1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), -1).to(device), torch.cat((-sin, sin), -1).to(device)
 
 
-def norm_and_rotate(x, cos, sin, scale: float):
+def norm_and_rotate(x, cos, sin, scale: float, shifted: bool = False, visible=None):
     """RMSNorm of x (B, T, H, D) times scale, then the rotary embedding. A rotation does not change the RMS.
 
     cos = (cos, cos) and sin = (-sin, sin), each (T, 1, D) in x's dtype, or (B, T, 1, D) if each row has
-    positions of its own.
+    positions of its own. shifted: then by one position, with zeros where a row, or a document of `visible`,
+    begins. Position t then has the key of t - 1, so one layer copies what followed a token (induction): a
+    query finds what followed a token like its own. With unshifted keys that takes two layers, and most of a
+    short run to learn (docs/ablations.md).
     """
-    if _by_hand(x):
-        return _NormAndRotate.apply(x, cos, sin, scale)
     if torch.compiler.is_compiling():
-        return _NormRotateShift.apply(x, cos, sin, scale, False, None)
-    return norm(x * cos + _swap_halves(x) * sin) * scale
-
-
-def norm_rotate_and_shift(x, cos, sin, scale: float, visible=None):
-    """`norm_and_rotate`, then shifted by one position: (B, T, H, D), zeros where a row or a document begins.
-
-    Position t then has the key of t - 1, so one layer copies what followed a token (induction): a query finds
-    what followed a token like its own. With unshifted keys that takes two layers, and most of a short run to
-    learn (docs/ablations.md).
-    """
-    if not torch.compiler.is_compiling():
-        return previous_token(norm_and_rotate(x, cos, sin, scale), visible)
-    same = None if visible is None else same_document(visible, *x.shape[:2])[:, :, None, None]
-    return _NormRotateShift.apply(x, cos, sin, scale, True, same)
+        divided = shifted and visible is not None
+        same = same_document(visible, *x.shape[:2])[:, :, None, None] if divided else None
+        return _NormRotateShift.apply(x, cos, sin, scale, shifted, same)
+    if _by_hand(x):
+        y = _NormAndRotate.apply(x, cos, sin, scale)
+    else:
+        y = norm(x * cos + _swap_halves(x) * sin) * scale
+    return previous_token(y, visible) if shifted else y
 
 
 def gated(x, gates):

@@ -23,6 +23,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanochat import UserError
+from nanochat.ops import operators
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # cuBLAS takes fp8 matrices whose sizes are multiples of it
@@ -96,8 +97,7 @@ class Float8Linear(nn.Linear):
     def forward(self, x):
         if not torch.is_grad_enabled():
             return F.linear(x, self.weight)
-        if torch.is_autocast_enabled(x.device.type):  # CUDA's autocast computes norms in float32
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = x.to(operators.compute_dtype(x))  # CUDA's autocast computes norms in float32
         return _Products.apply(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
 
 

@@ -41,8 +41,7 @@ def softcapped_cross_entropy(x, weight, targets, reduction="mean"):
     dtype, without autocast in that of x. `reduction` is that of F.cross_entropy. "none" with gradients keeps
     all logits, since the gradient of each loss is known only in the backward pass; else a chunk's are kept.
     """
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    x = x.to(operators.compute_dtype(x))
     compiled = torch.compiler.is_compiling()
     wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weight)]
     if reduction == "none":

@@ -1,4 +1,4 @@
-"""Make operators of PyTorch from functions: compiled code calls them as they are. `look_up` is the first one.
+"""Rows of tables; and how to make operators of PyTorch from functions, which compiled code calls as they are.
 
 torch.library.custom_op does the same, but its first call in eager mode loads torch's compiler, which takes
 two seconds.
@@ -31,6 +31,12 @@ def register_autograd(name: str, keep, gradients):
     Not a torch.autograd.Function: torch.compile would look inside.
     """
     torch.library.register_autograd(f"nanochat::{name}", gradients, setup_context=keep, lib=LIBRARY)
+
+
+def compute_dtype(x) -> torch.dtype:
+    """Autocast's dtype on the device of x, without autocast that of x."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def embedding(vocab_size: int, width: int) -> nn.Embedding:

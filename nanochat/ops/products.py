@@ -44,8 +44,7 @@ def gradient_of_weight(dy, x):
 
 
 def _multiply(x, total, weight, second=None):
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    x = x.to(operators.compute_dtype(x))
     total = None if total is None else total.to(x.dtype).flatten(0, -2)
     results = _Products.apply(x.flatten(0, -2), total, weight, second)
     return [y.view(*x.shape[:-1], -1) for y in results]
