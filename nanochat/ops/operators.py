@@ -58,7 +58,7 @@ def look_up(weight, idx):
 
     If weight.grad is there already (MuonAdamW keeps it), the backward pass adds to the rows in it that idx
     names. Otherwise it writes a gradient of its own, mostly zeros, that autograd adds to the earlier ones; so
-    does DDP, which waits for it. On CUDA and MPS eager code uses PyTorch's own operators.
+    it does in several processes, where DDP waits for it. Eager code on CUDA and MPS is PyTorch's own.
     """
     on_cpu = weight.device.type == "cpu"
     if not (on_cpu or torch.compiler.is_compiling()):
