@@ -14,7 +14,9 @@ from nanochat.gpt import GPT
 from nanochat.machine import precision, runtime
 from nanochat.machine.compiling import compile_parts
 from nanochat.machine.transfers import to_device
+from nanochat.optim import PARAMETER_TABLE, table_row
 from nanochat.plan import memory
+from nanochat.zero import is_shared_out
 
 
 def with_tried_micro_batch(plan, machine, divided_rows: bool, reduction: str):
@@ -63,8 +65,8 @@ def _fits(plan, machine, model, boundaries, reduction) -> bool:
     try:
         # Several processes have the gradients a second time, in DDP's buckets
         buckets = [torch.empty_like(p) for p in model.parameters() if machine.world_size > 1]
-        for p in model.parameters():  # the optimizer keeps those of tables from step to step
-            if p.ndim == 2 and len(p) % plan.config.vocab_size == 0:
+        for name, p in model.named_parameters():  # MuonAdamW keeps those of tables from step to step
+            if PARAMETER_TABLE[table_row(name, p)][2] == "adamw" and is_shared_out(p.shape):
                 p.grad = torch.zeros_like(p)
         inputs, targets, documents = _made_up_batch(plan, machine, boundaries)
         for _ in range(min(2, plan.grad_accum_steps)):  # the second one finds the gradients of the first

@@ -11,7 +11,7 @@ B, T, H, D = 2, 16, 3, 8
 FUNCTIONS = {
     "norm": lambda x: elementwise.norm(x),
     "norm_and_rotate": lambda x: elementwise.norm_and_rotate(x, *angles(x.dtype), SCALE),
-    "norm_rotate_and_shift": lambda x: elementwise.norm_and_rotate(x, *angles(x.dtype), SCALE, True),
+    "norm_and_rotate_shifted": lambda x: elementwise.norm_and_rotate(x, *angles(x.dtype), SCALE, True),
     "shift_in_documents": lambda x: elementwise.norm_and_rotate(x, *angles(x.dtype), SCALE, True, VISIBLE),
     "squared_leaky_relu": lambda x: elementwise.squared_leaky_relu(1 * x),
 }
