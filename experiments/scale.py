@@ -54,7 +54,7 @@ def row(depth: int, gpus: int) -> str:
     except UserError:  # the rows of the batch do not divide by the GPUs
         rows = simulate(depth, 1).plan.total_batch_size // DEFAULTS["max_seq_len"]
         return f"{first}{rows} rows are too few | | | | | | |"
-    plan, memory = found.plan, sum(found.memory.values())
+    plan, memory = found.plan, found.plan.expected_bytes
     fits = "" if memory <= plan.hardware.memory else ", too much"
     cells = [
         f"{plan.device_batch_size} x {plan.grad_accum_steps}",
@@ -103,7 +103,7 @@ def memory_of_one_row(depth: int) -> int:
     """Bytes of a process of 512 with one row of tokens."""
     batch = 512 * DEFAULTS["max_seq_len"]
     found = simulate(depth, 512, device_batch_size=1, total_batch_size=batch)
-    return sum(found.memory.values())
+    return found.plan.expected_bytes
 
 
 def deepest() -> int:

@@ -125,7 +125,6 @@ class Simulation:
 
     device: GPU
     plan: planning.Plan
-    memory: dict[str, int]  # bytes of a process, by kind
     exchange: dict[str, float]  # bytes of a process and step, by kind
     seconds: dict[str, float]  # seconds of a step, by kind; nothing overlaps
 
@@ -176,7 +175,7 @@ def simulate(settings: dict) -> Simulation:
         "optimizer": optimizer_flops(plan.config, world_size) / rate,
         "exchange": exchange_seconds(sum(exchange.values()), device, world_size),
     }
-    return Simulation(device, plan, plan.expected_memory, exchange, seconds)
+    return Simulation(device, plan, exchange, seconds)
 
 
 def check(settings: dict, device: GPU):
@@ -218,9 +217,8 @@ def page(settings: dict) -> str:
     vocabulary = f"with a vocabulary of {plan.config.vocab_size:,} tokens"
     sections["text"] = {"data": f"imagined: as much as is read once, {vocabulary}"}
     del sections["cost"], sections["training"]["epochs"], sections["machine"]["folder"]
-    total = sum(found.memory.values())
-    memory = {kind: gib(size) for kind, size in found.memory.items() if size}
-    memory["together"] = f"{gib(total)} of {gib(hardware.memory)} that are free"
+    memory = {kind: gib(size) for kind, size in plan.expected_memory.items() if size}
+    memory["together"] = f"{gib(plan.expected_bytes)} of {gib(hardware.memory)} that are free"
     sections["memory of a process"] = memory
     sent = ", ".join(f"{size / 1e9:.2f} GB of {kind}" for kind, size in found.exchange.items())
     parts = ", ".join(f"{1000 * seconds:.1f} ms {kind}" for kind, seconds in found.seconds.items() if seconds)
