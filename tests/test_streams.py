@@ -4,10 +4,9 @@ import os
 import re
 import signal
 import subprocess
-import time
 
 import pytest
-from helpers import python
+from helpers import python, wait_until
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals and pipes of POSIX")
 
@@ -33,12 +32,6 @@ open(sys.argv[1], "w").write(stop.name)
 """
 
 
-def wait_for(path, child):
-    while not path.exists():
-        assert child.poll() is None
-        time.sleep(0.05)
-
-
 @pytest.fixture
 def full_pipe():
     """The end of a pipe that takes nothing more: who reads it has stopped."""
@@ -61,7 +54,7 @@ def test_a_run_whose_reader_has_stopped_trains_saves_and_ends_at_a_signal(tmp_pa
     with open(tmp_path / "stderr", "w") as file:
         stderr = full_pipe if both else file
         with python(RUN, tmp_path / "saved", stdout=full_pipe, stderr=stderr) as child:
-            wait_for(tmp_path / "saved.trains", child)
+            wait_until((tmp_path / "saved.trains").exists, child)
             child.send_signal(getattr(signal, name))
             assert child.wait() == 0
     assert (tmp_path / "saved").read_text() == name
@@ -87,7 +80,7 @@ while True:
 def test_a_second_ctrl_c_ends_a_run_whose_reader_has_stopped(tmp_path, full_pipe):
     with python(NEVER_SAVES, tmp_path, stdout=full_pipe, stderr=full_pipe) as child:
         for file in ("trains", "asked"):
-            wait_for(tmp_path / file, child)
+            wait_until((tmp_path / file).exists, child)
             child.send_signal(signal.SIGINT)
         assert child.wait() == 130
 

@@ -4,13 +4,10 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import asdict
 
 import pytest
-from helpers import ROOT
+from helpers import python, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_report import write_records
@@ -43,15 +40,9 @@ while True:
 
 def test_a_writer_killed_at_any_moment_leaves_whole_records_in_order(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    child = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], env=environment)
-    try:
-        deadline = time.monotonic() + 300
-        while time.monotonic() < deadline and (not path.exists() or path.stat().st_size < 200_000):
-            time.sleep(0.001)
-    finally:
-        child.kill()
-    assert child.wait() == -signal.SIGKILL
+    with python(WRITER, tmp_path) as child:
+        wait_until(lambda: path.exists() and path.stat().st_size >= 200_000, child)
+    assert child.returncode == -signal.SIGKILL
     records = read_metrics(path)
     assert len(records) > 50
     steps = range(len(records) + 1)
