@@ -210,27 +210,6 @@ def test_every_valid_command_line_gives_the_values_and_sources_that_were_written
         assert record.sources[name] == sources.get(name, "default")
 
 
-numbers = st.integers(0, 99).map(str) | (st.floats(0.01, 99) | st.just(0.0)).map(repr)
-
-
-signs = st.sampled_from(["+", "-", "*", "/", "//"])
-
-
-sums = st.recursive(numbers, lambda part: st.builds("({} {} {})".format, part, signs, part), max_leaves=6)
-
-
-@many
-@given(sums)
-def test_arithmetic_gives_what_python_gives_on_the_command_line_and_in_files(text):
-    for argument in f"--rate={text}", write("sum.py", f"rate = {text}"):
-        try:
-            value = float(eval(text))
-        except ZeroDivisionError:
-            assert "too large" in errors_of(argument)[0]
-        else:
-            assert same(settings_of(argument).values["rate"], value)
-
-
 def test_the_environment_gives_a_default_that_files_and_command_line_replace(monkeypatch):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", "/environment")
     path = write("config.py", "base_dir = '/file'")
