@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from helpers import DATASET, Process, make_plan
+from helpers import DATASET, make_plan
 
 from nanochat import UserError
 from nanochat.plan import scaling
@@ -144,14 +144,11 @@ def test_a_run_that_is_hopeless_on_this_machine_is_warned_of():
     assert "stop it" not in make_plan(num_iterations=1000)[1]
 
 
-def test_a_plan_breaks_its_lines_at_words_and_a_run_shows_a_part_of_it(monkeypatch):
+def test_a_plan_breaks_its_lines_at_words(monkeypatch):
     _, long_lines = make_plan(data_tokens=10**6)
     monkeypatch.setenv("COLUMNS", "80")
     _, text = make_plan(data_tokens=10**6)
     assert text.split() == long_lines.split() and max(map(len, text.splitlines())) <= 80
-    process = Process(["scripts.base_train", "--plan", "--device=H100", "--depth=4"], COLUMNS="80")
-    said = process.communicate()[0]
-    assert 20 < max(map(len, said.splitlines())) <= 80 and "000,000,000,000" not in said
 
 
 def test_a_resumed_run_keeps_its_measured_peak_on_such_a_machine():
