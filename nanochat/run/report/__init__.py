@@ -3,7 +3,7 @@
 
 from nanochat.files import replacing
 from nanochat.run.report.charts import charts_of
-from nanochat.run.report.drawing import can_draw, png
+from nanochat.run.report.drawing import png
 from nanochat.run.report.pages import MOST_RUNS, comparison_page, run_page
 from nanochat.run.report.run_data import Run, find_runs, read_run, runs_in
 from nanochat.run.report.summary import markdown, table_of_runs
@@ -34,7 +34,7 @@ def write_files(run: Run, final: bool, price_per_hour: float | None = None):
     page, text = run_page(run, final, price_per_hour), markdown(run, final)
     contents = {"report.html": page.encode(), "report.md": text.encode()}
     drawn = [chart for chart in charts_of([run], [run.name]) if chart.id in ("chart-loss", "chart-val_bpb")]
-    if run.num_steps and drawn and can_draw():
+    if run.num_steps and drawn:
         contents["loss.png"] = png(drawn)
     for name, content in contents.items():
         with replacing(run.folder / name) as file:

@@ -1,6 +1,8 @@
-"""Charts as pictures, drawn by matplotlib: SVG for the page, PNG for report.md."""
+"""Charts as pictures, drawn by matplotlib: SVG for the page, PNG for report.md.
 
-import importlib.util
+matplotlib is imported before the first picture, since that is slow.
+"""
+
 import io
 import re
 
@@ -15,11 +17,6 @@ SIZE = (380, 210)  # of a chart, in its own units; about as many pixels on a pho
 COLORS = [f"#c0c0c{n}" for n in range(10)]  # stand for the page's --c0 to --c9, which dark mode changes
 LINES, MARKS = 8, 9  # colors of axes and of marks
 PAPER = [f"C{n}" for n in range(10)]  # matplotlib's own colors, for a picture file
-
-
-def can_draw() -> bool:
-    """Whether matplotlib is installed. It is imported before the first picture, since that is slow."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def svg(chart: Chart) -> str:

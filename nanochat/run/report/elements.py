@@ -12,7 +12,7 @@ from html import escape
 from importlib.resources import files
 
 from nanochat.run.report.charts import SPIKE, Chart, chosen_of
-from nanochat.run.report.drawing import LABELS, can_draw, svg
+from nanochat.run.report.drawing import LABELS, svg
 from nanochat.run.report.run_data import text
 
 RELOAD_S = 30  # seconds between two reloads of a running run's page
@@ -110,10 +110,9 @@ def figure(chart: Chart) -> str:
     legend += [(f"c9 {'spike' if kind == SPIKE else 'skipped'}", kind) for kind in chart.marks]
     legend = "".join(f'<li><i class="swatch {look}"></i>{e(name)}</li>' for look, name in legend)
     unit = e(chart.unit) + (", logarithmic" if chart.log else "")
-    drawn = svg(chart) if can_draw() else "<p>Without matplotlib there is no picture.</p>"
     return (
         f'<figure class="chart" id="{chart.id}"><figcaption><h3>{e(chart.title)}</h3> <small>{unit}</small>'
-        f'</figcaption>\n<ul class="legend">{legend}</ul>\n{drawn}\n{_values(chart)}</figure>'
+        f'</figcaption>\n<ul class="legend">{legend}</ul>\n{svg(chart)}\n{_values(chart)}</figure>'
     )
 
 
