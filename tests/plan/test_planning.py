@@ -159,13 +159,6 @@ def test_a_resumed_run_keeps_its_measured_peak_on_such_a_machine():
     assert elsewhere.hardware.peak_flops == 5e11
 
 
-def test_the_memory_of_a_cpu_run_counts_what_the_process_holds_already():
-    plan, _ = make_plan(num_iterations=10, total_batch_size=4096)
-    held = replace(plan, hardware=replace(plan.hardware, held=3 * 2**30))
-    assert held.numbers()["memory"] == plan.numbers()["memory"] + 3 * 2**30 == 3 * 2**30 + plan.expected_bytes
-    assert held.refusal("") == plan.refusal("") == ""  # it is not taken from what is free
-
-
 # -- A horizon in minutes
 
 

@@ -2,7 +2,6 @@
 
 import importlib
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from helpers import ROOT, run
 
 import configurator
 from nanochat import UserError
-from nanochat.plan import planning, scaling, simulation
+from nanochat.plan import scaling, simulation
 from nanochat.plan.simulation import known_device, simulate
 
 DEFAULTS = configurator.defaults(ROOT / "scripts" / "base_train.py")
@@ -39,14 +38,7 @@ def settings(**changes):
 # -- Counts
 
 
-def test_a_process_sends_its_share_of_all_gradients_and_all_weights_as_much_as_plain_ddp():
-    config = simulate(settings()).plan.config
-    sent = simulation.exchanged_bytes(config, 8)
-    assert sent == {"gradients": 4 * D12 * 7 / 8, "weights": 4 * D12 * 7 / 8}
-    assert sum(sent.values()) == 2 * 7 / 8 * 4 * D12  # a ring's all_reduce of the float32 gradients
-    assert sum(simulation.exchanged_bytes(config, 8, gradient_bytes=2).values()) == 6 * D12 * 7 / 8
-    assert sum(simulation.exchanged_bytes(config, 1).values()) == 0
-    # Rings over all adapters: a machine's 8 GPUs send through 8 of them, to another machine
+def test_a_gpu_sends_over_its_link_and_to_another_machine_over_all_8_adapters():
     assert simulation.exchange_rate(H100, 8) == 450e9 and simulation.exchange_rate(H100, 64) == 8 * 50e9
 
 
@@ -61,21 +53,12 @@ def test_the_optimizers_time_is_that_of_the_process_with_the_most_matrices():
     assert simulation.optimizer_flops(tiny, 64) == 0
 
 
-def test_the_plan_is_the_one_that_planning_makes_for_that_hardware():
+def test_the_plan_is_made_for_that_hardware():
     found = simulate(settings(depth=20, world_size=64))
     hardware = found.plan.hardware
     assert (hardware.device_type, hardware.world_size, hardware.dtype) == ("cuda", 64, torch.bfloat16)
     assert hardware.peak_flops == 64 * 989e12 and 77 * 2**30 < hardware.memory < 80 * 2**30
-
-    class Text:
-        vocab_size, text_bytes, more_text = V, 0, ""
-
-        def estimated_tokens(self, tokenizer):
-            return 10**15
-
-    plan = planning.derive(settings(depth=20, world_size=64), Text(), Text(), hardware)
-    plan = replace(plan, compiled=True, compile_reason=found.plan.compile_reason)
-    assert found.plan == plan.with_largest_micro_batch()
+    assert found.plan == found.plan.with_largest_micro_batch() and found.plan.compiled
     assert found.plan.device_batch_size * found.plan.grad_accum_steps * 64 * T == found.plan.total_batch_size
     assert simulate(settings(vocab_size=4096)).plan.config.vocab_size == 4096
 
@@ -88,7 +71,7 @@ def test_the_time_of_a_step_is_its_flops_and_bytes_at_the_stated_efficiencies():
     flops = 6 * (MATRICES + V * C) + 12 * C * L * T
     computing = flops * 2**19 / (8 * 0.41 * 989e12)
     optimizer = simulation.optimizer_flops(found.plan.config, 8) / (0.41 * 989e12)
-    exchange = 2 * 4 * D12 * 7 / 8 / (0.7 * 450e9)
+    exchange = 2 * 4 * D12 * 7 / 8 / (0.7 * 450e9)  # gradients and weights: as much as DDP's all_reduce
     assert found.seconds == pytest.approx(
         {"forward and backward": computing, "optimizer": optimizer, "exchange": exchange}
     )
@@ -128,10 +111,8 @@ def test_the_page_has_memory_by_kind_and_the_price_of_the_run():
         ({"device": "H1000"}, r"device 'H1000' is not in the table .* give one of B200, H200, H100"),
         ({"device": None}, r"--world_size .* a cluster .* --device, such as H100"),
         ({"plan": False}, r"--device .* add --plan"),
-        ({"world_size": 48}, r"total_batch_size 524288 is not a multiple .* use 491520 or 589824"),
         ({"dtype": "float32"}, r"the simulation of H100 computes in bfloat16; leave out --dtype"),
         ({"device": "A100", "fp8": True}, r"A100 cannot multiply in fp8; .* one of B200, H200, H100, L40S"),
-        ({"head_dim": 3}, r"give an even number"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_imagined_is_one_sentence(change, sentence):
