@@ -63,7 +63,7 @@ def rules(tokens: float) -> dict[str, float]:
     """What the dial gives a run of so many tokens."""
     config = config_of(12)
     ratio = tokens / scaling_parameters(config)
-    horizon = scaling.derive_horizon(config, -1, -1, ratio, -1, 1)
+    horizon = scaling.derive_horizon(config, -1, -1, ratio, -1)
     found = scaling.scaled_rates(DEFAULTS, config.width, horizon)
     rate = found.rates["matrix_lr"]
     return {

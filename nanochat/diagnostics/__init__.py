@@ -42,6 +42,6 @@ def scaled_rates(defaults: dict, config, batch_tokens: int, steps: int) -> tuple
 
     defaults: {setting: value}, of configurator.defaults("scripts/base_train.py").
     """
-    horizon = scaling.derive_horizon(config, steps, -1, -1, batch_tokens, 0)
+    horizon = scaling.derive_horizon(config, steps, -1, -1, batch_tokens)
     scaled = scaling.scaled_rates(defaults, config.width, horizon)
     return scaled.rates, scaled.weight_decay

@@ -96,7 +96,6 @@ def derive_horizon(
     target_flops: float,
     target_param_data_ratio: float,
     total_batch_size: int,
-    flops_per_token: int,
 ) -> Horizon:
     """The number of steps, from the first of the three that is positive, and the batch if it is -1.
 
@@ -109,8 +108,8 @@ def derive_horizon(
     if num_iterations > 0:
         tokens, reason = None, "num_iterations is given"
     elif target_flops > 0:
-        tokens = target_flops / flops_per_token
-        reason = f"{target_flops:.3g} FLOPs / {flops_per_token:.3g} a token"
+        flops = flops_per_token(on_meta(config))
+        tokens, reason = target_flops / flops, f"{target_flops:.3g} FLOPs / {flops:.3g} a token"
     elif target_param_data_ratio > 0:
         tokens = target_param_data_ratio * scaling_parameters(config)
         reason = f"{target_param_data_ratio:g} tokens for each of {scaling_parameters(config):,} parameters"
@@ -149,7 +148,7 @@ def horizon_of(
     aspect_ratio = aspect_ratio_for(settings, vocab_size, 0 if steps > 0 else flops, resolved)
     sizes = settings["depth"], aspect_ratio, settings["head_dim"], settings["max_seq_len"]
     config = model_config(*sizes, vocab_size, settings["window_pattern"], settings["bigrams"])
-    horizon = derive_horizon(config, steps, flops, ratio, batch, flops_per_token(on_meta(config)))
+    horizon = derive_horizon(config, steps, flops, ratio, batch)
     if horizon.num_iterations > MOST_STEPS and not minutes:
         raise UserError(
             f"{horizon.reason} are {horizon.num_iterations:.3g} steps, and a run has at most "

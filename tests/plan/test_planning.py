@@ -122,7 +122,7 @@ def test_a_resumed_run_keeps_its_micro_batch_while_it_divides_the_rows():
 
 def test_the_rates_are_the_settings_times_the_factors_of_the_rules():
     plan, _ = make_plan(num_iterations=100, total_batch_size=4096, matrix_lr=1.0, embedding_lr=2.0)
-    horizon = scaling.derive_horizon(plan.config, 100, -1, 12.0, 4096, plan.flops_per_token)
+    horizon = scaling.derive_horizon(plan.config, 100, -1, 12.0, 4096)
     scale = scaling.rate_scale(4096, 100 * 4096, horizon.d12_tokens)
     assert plan.rates["matrix_lr"] == scale
     assert plan.rates["embedding_lr"] == pytest.approx(2 * scale)

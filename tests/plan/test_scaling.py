@@ -21,8 +21,8 @@ def config(depth=4, **changes):
     return scaling.model_config(depth, **{**SIZES, **changes})
 
 
-def horizon(model, num_iterations=-1, flops=-1.0, ratio=-1.0, batch=-1, flops_per_token=10**9):
-    return scaling.derive_horizon(model, num_iterations, flops, ratio, batch, flops_per_token)
+def horizon(model, num_iterations=-1, flops=-1.0, ratio=-1.0, batch=-1):
+    return scaling.derive_horizon(model, num_iterations, flops, ratio, batch)
 
 
 # -- Width
@@ -98,7 +98,7 @@ def test_the_first_positive_one_of_iterations_flops_and_ratio_decides():
     by_flops = horizon(model, flops=1e15, ratio=20, batch=batch)
     by_ratio = horizon(model, ratio=20, batch=batch)
     assert (given_steps.num_iterations, given_steps.tokens) == (7, 7 * batch)
-    assert by_flops.num_iterations == round(1e15 / 1e9 / batch)
+    assert by_flops.num_iterations == round(1e15 / flops_per_token(on_meta(model)) / batch)
     assert by_ratio.num_iterations == round(20 * parameters / batch)
     with pytest.raises(UserError, match="num_iterations"):
         horizon(model, batch=batch)
