@@ -106,7 +106,7 @@ def derive_horizon(
     reference = model_config(*sizes, config.window_pattern)
     d12_tokens = REFERENCE_RATIO * scaling_parameters(reference)
     if num_iterations > 0:
-        tokens, reason = None, "num_iterations is given"
+        tokens, reason = tokens_of_steps(num_iterations, d12_tokens), "num_iterations is given"
     elif target_flops > 0:
         flops = flops_per_token(on_meta(config))
         tokens, reason = target_flops / flops, f"{target_flops:.3g} FLOPs / {flops:.3g} a token"
@@ -120,13 +120,10 @@ def derive_horizon(
         )
     batch_reason = "as asked for"
     if total_batch_size == -1:
-        if tokens is None:
-            total_batch_size = best_batch_for_iterations(num_iterations, d12_tokens, T)
-        else:
-            total_batch_size = best_batch(tokens, d12_tokens, T)
+        total_batch_size = best_batch(tokens, d12_tokens, T)
         exponent = batch_exponent(total_batch_size, REFERENCE_BATCH)
         batch_reason = f"B ~ D^{exponent} from d12's 2^19"
-    if tokens is not None:
+    if num_iterations <= 0:
         num_iterations = max(1, round(tokens / total_batch_size))
         reason += ", which is less than one step" if tokens < total_batch_size else ""
     return Horizon(num_iterations, total_batch_size, d12_tokens, reason, batch_reason)
@@ -214,11 +211,12 @@ def best_batch(tokens: float, d12_tokens: float, max_seq_len: int) -> int:
     return max_seq_len * 2 ** max(0, round(math.log2(best / max_seq_len)))
 
 
-def best_batch_for_iterations(num_iterations: int, d12_tokens: float, max_seq_len: int) -> int:
-    """The same for a given number of steps: B = 2**19 * (steps * B / d12_tokens)**exponent, solved for B."""
-    exponent = batch_exponent(num_iterations * REFERENCE_BATCH, d12_tokens)
-    scale = REFERENCE_BATCH * (num_iterations / d12_tokens) ** exponent
-    return best_batch(num_iterations * scale ** (1 / (1 - exponent)), d12_tokens, max_seq_len)
+def tokens_of_steps(steps: int, d12_tokens: float) -> float:
+    """The horizon of a number of steps with its best batch: B = 2**19 * (steps * B / d12_tokens)**exponent,
+    solved for B, times the steps."""
+    exponent = batch_exponent(steps * REFERENCE_BATCH, d12_tokens)
+    scale = REFERENCE_BATCH * (steps / d12_tokens) ** exponent
+    return steps * scale ** (1 / (1 - exponent))
 
 
 def rows_per_process(total_batch_size: int, max_seq_len: int, device_batch_size: int, world_size: int) -> int:

@@ -145,7 +145,7 @@ def test_with_the_steps_given_the_batch_is_the_best_one_for_the_tokens_it_makes(
         ratio = steps * middle / d12_tokens
         grows = 2**19 * min(ratio**0.383, ratio**0.77) > middle
         low, high = (middle, high) if grows else (low, middle)
-    batch = scaling.best_batch_for_iterations(steps, d12_tokens, T)
+    batch = scaling.best_batch(scaling.tokens_of_steps(steps, d12_tokens), d12_tokens, T)
     assert batch == T or abs(math.log2(batch / low)) <= 0.5 + 1e-6
     assert batch >= T and batch % T == 0
 
