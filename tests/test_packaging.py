@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, python_m
+from helpers import ROOT, TINY, python_m
 
 # pip does the same, but fetches setuptools first
 BUILD = [sys.executable, "-c", "from setuptools import build_meta; build_meta.build_wheel('wheel')"]
@@ -65,16 +65,9 @@ def test_an_installed_copy_trains_with_its_recipe_chats_and_reports_in_an_empty_
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
     here = tmp_path / "empty"
     here.mkdir()
-    few = ["--target_minutes=-1", "--num_iterations=2", "--vocab_size=300", "--max_seq_len=64", "--depth=2"]
-    few += [
-        f"--data={corpus}",
-        "--device_batch_size=1",
-        "--total_batch_size=256",
-        "--eval_tokens=512",
-        "--core_metric_every=-1",
-    ]
+    few = [*TINY, f"--data={corpus}", "--target_minutes=-1"]
     for line, says in {
-        ("scripts.base_train", "runs/laptop.py", *few): "step 2/2",
+        ("scripts.base_train", "runs/laptop.py", *few): "step 8/8",
         ("scripts.chat", "--prompt=alpha", "--max_tokens=4"): "laptop",
         ("scripts.report", "laptop"): "report.html",
     }.items():

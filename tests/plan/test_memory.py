@@ -98,12 +98,8 @@ def test_where_one_row_does_not_fit_shorter_rows_or_a_smaller_depth_are_named():
     plan = plan_of(depth=16, device_batch_size=1)
     memory = plan.expected_bytes // 3
     depth = int(re.search(r"--depth to (\d+)", advice(plan, memory))[1])
-
-    def needs(depth):
-        smaller = plan_of(depth=depth, device_batch_size=1)
-        return smaller.expected_bytes
-
-    assert needs(depth) <= memory < needs(depth + 1)
+    fits, too_deep = (plan_of(depth=d, device_batch_size=1).expected_bytes for d in (depth, depth + 1))
+    assert fits <= memory < too_deep
     deep = plan_of(depth=60, aspect_ratio=64, device_batch_size=1)
     assert "--depth to" in advice(deep, 8 * 2**30)
     longer = plan_of(max_seq_len=4096, total_batch_size=24 * 4096, device_batch_size=12)
