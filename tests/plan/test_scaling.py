@@ -56,15 +56,6 @@ def width(flops, depth=4, head_dim=64, vocab_size=4096, before=None, **changes):
     return config(depth, aspect_ratio=ratio, head_dim=head_dim, vocab_size=vocab_size, max_seq_len=512).width
 
 
-@MANY
-@given(st.floats(1, 1e24), st.integers(1, 40), st.sampled_from([2, 32, 64, 128]))
-def test_fewer_flops_never_make_a_model_wider_nor_wider_than_64_a_layer(flops, depth, head_dim):
-    found, widest = width(flops, depth, head_dim), config(depth, head_dim=head_dim).width
-    assert width(1e30, depth, head_dim) == widest
-    assert width(flops / 2, depth, head_dim) <= found <= width(2 * flops, depth, head_dim) <= widest
-    assert found % head_dim == 0
-
-
 @MANY  # an aspect ratio is a whole number, so a model of more layers than a head has channels can lose a head
 @given(st.integers(1, 12), st.integers(2, 32), st.sampled_from([32, 64, 128]))
 def test_the_width_is_the_one_that_reads_the_best_number_of_tokens_for_a_parameter(heads, depth, head_dim):

@@ -3,7 +3,6 @@
 import os
 
 import pytest
-from helpers import run
 from run.test_report import make_run, write_records
 
 from nanochat import UserError
@@ -69,6 +68,3 @@ def test_what_is_no_run_is_refused_with_a_sentence(folders, tmp_path, report):
     ):
         with pytest.raises(UserError, match=words):
             report(*arguments, f"--base_dir={tmp_path}")
-    os.unlink(f"{folders[0]}/metrics.jsonl")
-    os.mkfifo(f"{folders[0]}/metrics.jsonl")
-    assert "error: " in run(["scripts.report", folders[0]], status=2)
