@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nanochat.run.report.run_data import Run, number
+from nanochat.run.report.run_data import Run, number, numbers_of
 
 BINS = 400  # points of a curve at most; each stands for a bin of steps
 MAX_MARKS = 300
@@ -188,14 +188,6 @@ def position_chart(run: Run) -> Chart:
 
 
 def loss_by_position(record: dict) -> dict[str, float]:
-    """{bucket: nats} of an evaluation, in the order of positions; {} if it has none."""
-    found = record.get("loss_by_position")
-    found = found if isinstance(found, dict) else {}
-    good = {k: number(v) for k, v in found.items() if _end_of(k) and number(v) is not None}
-    return dict(sorted(good.items(), key=lambda item: _end_of(item[0]))[:32])
-
-
-def _end_of(label: str) -> int | None:
-    """The last position of a bucket such as "17-64"."""
-    found = re.fullmatch(r"[0-9]{1,12}-([0-9]{1,12})", label)
-    return int(found[1]) if found else None
+    """{bucket, such as "17-64": nats} of an evaluation, in the order of positions; {} if it has none."""
+    found = numbers_of(record, "loss_by_position")
+    return {bucket: nats for bucket, nats in found.items() if re.fullmatch("[0-9]+-[0-9]+", bucket)}

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from nanochat.run.report import charts, elements, summary
 from nanochat.run.report.elements import card, code, e, figure, grid, table
-from nanochat.run.report.run_data import Run, number, text
-from nanochat.run.report.summary import plan_lines, shown_value, task_scores
+from nanochat.run.report.run_data import Run, number, numbers_of, text
+from nanochat.run.report.summary import plan_lines, shown_value
 from nanochat.terminal import duration, short
 
 MOST_RUNS = 24  # beside each other
@@ -61,10 +61,10 @@ def _header(run: Run, final: bool) -> str:
 
 
 def _tasks(run: Run, key: str) -> str:
-    shown = [r for r in charts.chosen_of(run.tasks, MOST_COLUMNS) if task_scores(r, key)]
-    names = dict.fromkeys(name for r in reversed(shown) for name in task_scores(r, key))
+    shown = [r for r in charts.chosen_of(run.tasks, MOST_COLUMNS) if numbers_of(r, key)]
+    names = dict.fromkeys(name for r in reversed(shown) for name in numbers_of(r, key))
     head = ["task", *(f"step {r['step']:,}" for r in shown)]
-    rows = [[name, *(_percent(task_scores(r, key).get(name)) for r in shown)] for name in names]
+    rows = [[name, *(_percent(numbers_of(r, key).get(name)) for r in shown)] for name in names]
     return card(table(head, rows, summary.TASKS[key], numbers=True))
 
 

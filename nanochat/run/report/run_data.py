@@ -142,6 +142,13 @@ def number(value) -> float | None:
     return float(value)
 
 
+def numbers_of(record: dict, key: str) -> dict[str, float]:
+    """{name: number} of an object in a record, of bounded length; {} if it has none."""
+    found = record.get(key)
+    pairs = list(found.items())[:64] if isinstance(found, dict) else []
+    return {text(name)[:80]: float(value) for name, value in pairs if number(value) is not None}
+
+
 def text(value) -> str:
     """A plain value as a text of bounded length. Control characters are replaced: they could hide text."""
     cut = str(value)[:MAX_TEXT] if isinstance(value, str) or number(value) is not None else ""

@@ -9,7 +9,7 @@ import numpy as np
 
 import configurator
 from nanochat.run.report import charts
-from nanochat.run.report.run_data import Run, number, text
+from nanochat.run.report.run_data import Run, number, numbers_of, text
 from nanochat.terminal import counted, duration, fenced, gib, short, table
 
 # Settings that the command to repeat a run leaves out: it uses another folder
@@ -125,13 +125,6 @@ def _costs(run: Run, price_per_hour):
         yield "cost", shown, "", f"time in steps at {price:,.2f} an hour"
 
 
-def task_scores(record: dict, key: str) -> dict[str, float]:
-    """{task: score} of a record. key: of TASKS."""
-    scores = record.get(key) if isinstance(record.get(key), dict) else {}
-    named = {text(name)[:80]: number(score) for name, score in list(scores.items())[:64]}
-    return {name: score for name, score in named.items() if score is not None}
-
-
 # ------------------------------------------------------------------------------------------------------
 # How the run was made
 
@@ -200,7 +193,7 @@ def markdown(run: Run, final: bool) -> str:
         rows = [[label, f"{loss:.4f}"] for label, loss in by.items()]
         parts += ["## Loss by position", table([["tokens of context", "nats per token"], *rows])]
     for key, what in TASKS.items():
-        if scores := task_scores(run.tasks[-1], key) if run.tasks else {}:
+        if scores := numbers_of(run.tasks[-1], key) if run.tasks else {}:
             rows = [[_line(name), f"{100 * score:.1f} %"] for name, score in scores.items()]
             parts += [f"## {what}, at step {run.tasks[-1]['step']:,}", table([["task", "score"], *rows])]
     if run.samples:
