@@ -246,12 +246,6 @@ def rate_scale(total_batch_size: int, tokens: float, d12_tokens: float) -> float
     return min(2.0, scale)
 
 
-def head_width_scale(width: int) -> float:
-    """The factor of the head's rate, 1 / width from 768: a step changes a logit by a sum over the width (muP,
-    arXiv 2203.03466). Embeddings, scalars and Muon need no such factor (docs/scale.md)."""
-    return REFERENCE_WIDTH / width
-
-
 def scaled_weight_decay(
     weight_decay: float, scale: float, total_batch_size: int, tokens: float, d12_tokens: float
 ) -> float:
@@ -278,7 +272,9 @@ def scaled_rates(settings: dict, width: int, horizon: Horizon) -> ScaledRates:
     """The rates of the settings, {name: value}, carried over from d12 to a model of that width."""
     run = horizon.total_batch_size, horizon.tokens, horizon.d12_tokens
     scale = rate_scale(*run)
-    head_scale = head_width_scale(width)
+    # A step changes a logit by a sum over the width (muP, arXiv 2203.03466). Embeddings, scalars and Muon
+    # need no such factor (docs/scale.md)
+    head_scale = REFERENCE_WIDTH / width
     rates = {
         "embedding_lr": settings["embedding_lr"] * scale,
         "unembedding_lr": settings["unembedding_lr"] * scale * head_scale,

@@ -183,9 +183,8 @@ D12_TOKENS = 1.3e9
 
 
 def test_rates_and_decay_hold_as_they_stand_at_the_reference():
-    assert scaling.rate_scale(2**19, D12_TOKENS, D12_TOKENS) == scaling.head_width_scale(768) == 1
+    assert scaling.rate_scale(2**19, D12_TOKENS, D12_TOKENS) == 1
     assert scaling.scaled_weight_decay(0.2, 1.0, 2**19, D12_TOKENS, D12_TOKENS) == 0.2
-    assert scaling.head_width_scale(4 * 768) == pytest.approx(1 / 4)
 
 
 @given(BATCHES, TOKENS)
