@@ -118,10 +118,8 @@ def refusal(plan) -> str:
 
 def advice(plan, memory: int) -> str:
     """What to lower, and to which value, so that a process needs at most `memory` bytes."""
-    rows = plan.device_batch_size * plan.grad_accum_steps
-    for n in range(plan.device_batch_size - 1, 0, -1):
-        if rows % n == 0 and plan.with_rows(n).expected_bytes <= memory:
-            return f"lower --device_batch_size to {n}"
+    if rows := plan.most_rows(plan.device_batch_size - 1, memory):
+        return f"lower --device_batch_size to {rows}"
     one_row, config = plan.with_rows(1), plan.config
     rows_too = " and --device_batch_size to 1" if plan.device_batch_size > 1 else ""
 

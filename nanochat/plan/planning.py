@@ -5,6 +5,7 @@ how attention is computed, rows of a micro-batch. `resolved` is what a resumed r
 ({}: a new run). It stays, so that the run goes on with the same bits.
 """
 
+import math
 from dataclasses import asdict, dataclass, replace
 
 from nanochat import UserError
@@ -150,18 +151,22 @@ class Plan:
         micro_steps = self.device_batch_size * self.grad_accum_steps // rows
         return replace(self, device_batch_size=rows, grad_accum_steps=micro_steps)
 
+    def most_rows(self, limit: int, free: float = math.inf) -> int:
+        """The largest number of rows of a micro-batch, up to a limit, that divides the rows of a process and
+        needs at most `free` bytes; 0 if there is none."""
+        rows = self.device_batch_size * self.grad_accum_steps
+        divisors = (n for n in range(min(rows, limit), 0, -1) if rows % n == 0)
+        return next((n for n in divisors if self.with_rows(n).expected_bytes <= free), 0)
+
     def with_largest_micro_batch(self) -> "Plan":
         """The plan with as many rows a micro-batch as the estimate allows, unless the number is given."""
         if self.rows_are_given:
             return self
-        on_cuda, rows = self.hardware.device_type == "cuda", self.device_batch_size * self.grad_accum_steps
+        on_cuda = self.hardware.device_type == "cuda"
         # On a GPU a trial corrects a choice that is too large (trial.py)
         allowed = (0.9 if on_cuda else 0.8) * self.hardware.memory
         most_tokens = 2**16 if on_cuda else 2**12  # larger micro-batches are not faster (docs/benchmarks.md)
-        for n in range(min(rows, most_tokens // self.config.max_seq_len), 1, -1):
-            if rows % n == 0 and self.with_rows(n).expected_bytes <= allowed:
-                return self.with_rows(n)
-        return self.with_rows(1)
+        return self.with_rows(self.most_rows(most_tokens // self.config.max_seq_len, allowed) or 1)
 
     def factors_for(self, steps: float) -> tuple[float, float]:
         """Factors of learning rates and weight decay if the run makes `steps` steps in all. A run in minutes

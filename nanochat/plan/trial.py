@@ -34,7 +34,7 @@ def with_tried_micro_batch(plan, machine, divided_rows: bool, reduction: str):
     while not all(machine.all_gather(_fits(plan, machine, model, boundaries, reduction))):
         gc.collect()  # the failed step's tensors hang on its exception
         _empty_cache(machine)
-        if not (rows := smaller(plan)):
+        if not (rows := plan.most_rows(plan.device_batch_size // 2)):
             raise UserError(out_of_memory(plan))
         machine.print(
             f"out of memory with {plan.device_batch_size} rows a micro-batch; going on with {rows} and the "
@@ -50,12 +50,6 @@ def _empty_cache(machine):
     if machine.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(machine.device)  # the run's peak is not that of the trial
-
-
-def smaller(plan) -> int:
-    """The largest number of rows, at most half of the plan's, that divides those of a process; 0 if none."""
-    rows = plan.device_batch_size * plan.grad_accum_steps
-    return next((n for n in range(plan.device_batch_size // 2, 0, -1) if rows % n == 0), 0)
 
 
 def _fits(plan, machine, model, boundaries, reduction) -> bool:
@@ -109,7 +103,7 @@ def explanation(plan):
 
 def out_of_memory(plan) -> str:
     """What to do when memory runs out in a run with that plan, in one sentence."""
-    if rows := smaller(plan):
+    if rows := plan.most_rows(plan.device_batch_size // 2):
         return (
             f"out of memory with {plan.device_batch_size} rows a micro-batch; give the same command with "
             f"--device_batch_size={rows}: it goes on from the newest checkpoint, with the same batch"
