@@ -15,7 +15,10 @@ from pathlib import Path
 import configurator
 from nanochat import UserError
 from nanochat.files import replacing, user_path
-from nanochat.run import report
+from nanochat.run.report import write_files
+from nanochat.run.report.pages import MOST_RUNS, comparison_page, run_page
+from nanochat.run.report.run_data import find_runs, read_run, runs_in
+from nanochat.run.report.summary import table_of_runs
 from nanochat.terminal import printable
 
 out: str | None = None  # file to write (none = the run's report.html; comparison.html here for several runs)
@@ -36,37 +39,37 @@ def reason(error: OSError) -> str:
 def list_runs():
     """Print the runs under base_dir."""
     runs = []
-    for folder in report.runs_in(base_path):
+    for folder in runs_in(base_path):
         try:
-            runs.append(report.read_run(folder, warn))
+            runs.append(read_run(folder, warn))
         except OSError as error:
             warn(f"warning: {folder} is left out ({reason(error)})")
-    print(printable(report.table_of_runs(runs)) if runs else f"there is no run under {base_path}")
+    print(printable(table_of_runs(runs)) if runs else f"there is no run under {base_path}")
 
 
 def write_page() -> Path:
     """Write the page of the named runs; returns its path."""
     path = user_path("out", out) if out else Path("comparison.html")
     price = price_per_hour if price_per_hour >= 0 else None
-    run, *others = runs = [report.read_run(folder, warn) for folder in folders]
+    run, *others = runs = [read_run(folder, warn) for folder in folders]
     final = run.state != "running"
     if not others and not out:
-        report.write_files(run, final, price)
+        write_files(run, final, price)
         return run.folder / "report.html"
-    page = report.comparison_page(runs, price) if others else report.run_page(run, final, price)
+    page = comparison_page(runs, price) if others else run_page(run, final, price)
     with replacing(path) as file:
         file.write(page.encode())
     return path
 
 
 base_path = user_path("base_dir", base_dir)
-found = [report.find_runs(name, base_path) for name in settings.arguments]
+found = [find_runs(name, base_path) for name in settings.arguments]
 folders = list(dict.fromkeys(folder for same in found for folder in same))
 for several in (same for same in found if len(same) > 1):
     both = " and ".join(str(folder.relative_to(base_path)) for folder in several)
     print(f"{several[0].name} is {both}: both are shown")
-if len(folders) > report.MOST_RUNS:
-    raise UserError(f"{len(folders)} runs are too many for a page; name 1 to {report.MOST_RUNS}")
+if len(folders) > MOST_RUNS:
+    raise UserError(f"{len(folders)} runs are too many for a page; name 1 to {MOST_RUNS}")
 if not folders:
     list_runs()
 else:

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanochat.run.metrics import Metrics
-from nanochat.run.report import charts, elements, read_run, run_page, summary, write_report
+from nanochat.run.report import charts, elements, summary, write_report
+from nanochat.run.report.pages import run_page
+from nanochat.run.report.run_data import read_run
 
 SAMPLES = [
     "def f(x):\n    return x",

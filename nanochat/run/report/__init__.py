@@ -4,14 +4,9 @@
 from nanochat.files import replacing
 from nanochat.run.report.charts import charts_of
 from nanochat.run.report.drawing import png
-from nanochat.run.report.pages import MOST_RUNS, comparison_page, run_page
-from nanochat.run.report.run_data import Run, find_runs, read_run, runs_in
-from nanochat.run.report.summary import markdown, table_of_runs
-
-__all__ = [
-    "MOST_RUNS", "comparison_page", "find_runs", "read_run", "run_page", "runs_in", "table_of_runs",
-    "write_files", "write_report",
-]  # fmt: skip
+from nanochat.run.report.pages import run_page
+from nanochat.run.report.run_data import Run, read_run
+from nanochat.run.report.summary import markdown
 
 
 def write_report(folder, final: bool, say=print):
