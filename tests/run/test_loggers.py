@@ -67,28 +67,18 @@ def log_to(folder, names: str, before="", **variables) -> str:
 
 
 def read_wandb(path):
-    """The records of a .wandb file: LevelDB's log format, each message a protocol buffer.
-
-    After 7 bytes of header come blocks of 32768 bytes; a piece is a checksum (4 bytes), its length (2), its
-    kind (1 whole, 2 first, 3 middle, 4 last) and its bytes; a block's last bytes, where no piece fits, are
-    void.
-    """
+    """The records of a .wandb file: after 7 bytes of header, a checksum (4 bytes), the length (2), the kind
+    (1: whole) and a protocol buffer each. Only larger files have records in several pieces."""
     from wandb.proto import wandb_internal_pb2
 
-    data, at, message = path.read_bytes(), 7, b""
-    assert data.startswith(b":W&B")
-    while at + 7 <= len(data):
-        if (left := 32768 - at % 32768) < 7:
-            at += left
-            continue
-        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        message += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(message)
-            message = b""
-            yield record
+    data, at = path.read_bytes(), 7
+    assert data.startswith(b":W&B") and len(data) <= 32768
+    while at < len(data):
+        end = at + 7 + int.from_bytes(data[at + 4 : at + 6], "little")
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data[at + 7 : end])
+        at = end
+        yield record
 
 
 def check_wandb(folder):
