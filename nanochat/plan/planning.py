@@ -42,8 +42,8 @@ class Plan:
     scaled: scaling.ScaledRates
     warmup_steps: int
     data_tokens: int  # about how many tokens the training text has
-    data_bytes: int  # and how many bytes (0: unknown)
     horizon_is_given: bool  # in steps; then no number of epochs is too many
+    data_bytes: int = 0  # of the training text (0: unknown)
     rows_are_given: bool = False  # device_batch_size comes from the user, or from the checkpoint of this run
     compiled: bool = False  # whether the model is compiled
     compile_reason: str = ""
@@ -313,12 +313,9 @@ def derive_continued(
     )
 
 
-def _plan(
-    settings, config, hardware, horizon, scaled, resolved, *,
-    data_tokens, data_bytes=0, horizon_is_given, more_text="",
-) -> Plan:  # fmt: skip
+def _plan(settings, config, hardware, horizon, scaled, resolved, **more) -> Plan:
     """The plan for a horizon and rates, with the largest micro-batch. A resumed run keeps its rows if they
-    still divide the batch."""
+    still divide the batch. more: the fields of a Plan that derive and derive_continued give it."""
     model = counts.on_meta(config)
     batch, device_batch_size = horizon.total_batch_size, settings["device_batch_size"]
     rows = scaling.rows_per_process(batch, config.max_seq_len, device_batch_size, hardware.world_size)
@@ -336,12 +333,9 @@ def _plan(
         grad_accum_steps=rows // device_batch_size,
         scaled=scaled,
         warmup_steps=scaling.warmup_steps(settings, horizon),
-        data_tokens=data_tokens,
-        data_bytes=data_bytes,
-        horizon_is_given=horizon_is_given,
         rows_are_given=given,
         fp8=settings.get("fp8", False),
-        more_text=more_text,
+        **more,
     )
     return plan.with_largest_micro_batch()
 
