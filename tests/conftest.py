@@ -72,6 +72,14 @@ def run_script(monkeypatch, capsys):
 
 
 @pytest.fixture
+def first_process(monkeypatch):
+    """The test is the first process of a machine, without a base folder, and may change sys.excepthook."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    for name in ("NANOCHAT_BASE_DIR", "LOCAL_RANK", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
 def tree(tmp_path) -> Path:
     """A copy of the sources to edit."""
     from helpers import copy_sources  # it imports torch

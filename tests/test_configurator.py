@@ -5,7 +5,6 @@ import io
 import json
 import math
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -70,13 +69,7 @@ DEFAULTS = {name: default for name, (default, _) in KINDS.items()}
 VARIABLES = {name: name for name in KINDS} | {"plan": "plan_only"}  # in the script
 OTHERS = {"_private": 5, "computed": 3, "listed": [1, 2], "unknown_type": None, "after": "not yet"}
 many = settings(max_examples=300)
-
-
-@pytest.fixture(autouse=True)
-def surroundings(monkeypatch):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    for name in ("NANOCHAT_BASE_DIR", "LOCAL_RANK", "RANK"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("first_process")
 
 
 @pytest.fixture(scope="module", autouse=True)

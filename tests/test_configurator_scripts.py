@@ -67,13 +67,10 @@ Training
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """A folder with the script train.py, in which the test runs, as the first process of a machine."""
+def folder(tmp_path, monkeypatch, first_process):
+    """A folder with the script train.py, in which the test runs."""
     (tmp_path / "train.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    for name in ("NANOCHAT_BASE_DIR", "LOCAL_RANK", "RANK"):
-        monkeypatch.delenv(name, raising=False)
     return tmp_path
 
 

@@ -22,13 +22,7 @@ NUMBERS = {  # script -> its numeric settings
     script: {name: s for name, s in configurator._declared_settings(path).items() if {int, float} & {*s.kind}}
     for script, path in SCRIPTS.items()
 }
-
-
-@pytest.fixture(autouse=True)
-def surroundings(monkeypatch):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # a script sets its own
-    for name in ("NANOCHAT_BASE_DIR", "LOCAL_RANK", "RANK"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("first_process")
 
 
 def refusal(script, *argv):
@@ -92,7 +86,6 @@ def plan(corpus):
         out = io.StringIO()
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
             patch.setattr(sys, "argv", [*arguments, *more])
-            patch.setattr(sys, "excepthook", sys.excepthook)
             patch.setattr(hardware, "peak_flops", lambda *_: (1e12, "not measured"))
             with pytest.raises((SystemExit, UserError)) as end:
                 runpy.run_module("scripts.base_train", run_name="__main__")
