@@ -65,9 +65,12 @@ def run_script(monkeypatch, capsys):
         runpy.run_module(f"scripts.{name}", run_name="__main__")
         return capsys.readouterr()
 
-    handler, hook = signal.getsignal(signal.SIGINT), sys.excepthook  # which scripts change
+    # Scripts change these
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    hook = sys.excepthook
     yield run_script
-    signal.signal(signal.SIGINT, handler)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     sys.excepthook = hook
 
 

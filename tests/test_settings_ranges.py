@@ -4,9 +4,6 @@ import contextlib
 import functools
 import io
 import random
-import runpy
-import signal
-import sys
 
 import pytest
 from helpers import ROOT, command
@@ -76,25 +73,20 @@ def accepted(script):
                 assert said.startswith(f"error: --{name}=") and said.count("\n") == 2, (argument, said)
 
 
-@pytest.fixture(scope="module")
-def plan(corpus):
-    """A function that runs base_train --plan in this process; it returns the last line of what it printed."""
-    arguments = command(corpus, corpus / "never", "--plan", "--depth=1", "--eval_every=-1")
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+@pytest.fixture
+def plan(corpus, run_script, capsys, monkeypatch):
+    """A function that runs base_train --plan in this process; it returns what it printed, or its error."""
+    arguments = command(corpus, corpus / "never", "--plan", "--depth=1", "--eval_every=-1")[1:]
+    monkeypatch.setattr(hardware, "peak_flops", lambda *_: (1e12, "not measured"))
 
     def plan(*more):
-        out = io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
-            patch.setattr(sys, "argv", [*arguments, *more])
-            patch.setattr(hardware, "peak_flops", lambda *_: (1e12, "not measured"))
-            with pytest.raises((SystemExit, UserError)) as end:
-                runpy.run_module("scripts.base_train", run_name="__main__")
-        assert not isinstance(end.value, SystemExit) or (end.value.code == 0 and "memory" in out.getvalue())
-        return out.getvalue() if isinstance(end.value, SystemExit) else str(end.value)
+        with pytest.raises((SystemExit, UserError)) as end:
+            run_script("base_train", *arguments, *more)
+        printed = capsys.readouterr().out
+        assert not isinstance(end.value, SystemExit) or (end.value.code == 0 and "memory" in printed)
+        return printed if isinstance(end.value, SystemExit) else str(end.value)
 
-    yield plan
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    return plan
 
 
 @pytest.fixture(autouse=True)
