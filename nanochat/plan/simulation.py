@@ -42,11 +42,10 @@ FREE_MEMORY = 0.97  # share of the memory that a process finds free; assumed
 def known_device(name: str) -> GPU:
     """The entry of GPUS for a name as people type it: H100, rtx4090, "NVIDIA A100". UserError with the names
     that there are."""
-    known = [gpu for gpu in GPUS if gpu.memory]
-    for device in known:
-        if _shortened(device.name) == _shortened(name):
-            return device
-    names = ", ".join(device.name for device in known)
+    known = {_shortened(gpu.name): gpu for gpu in GPUS if gpu.memory}
+    if device := known.get(_shortened(name)):
+        return device
+    names = ", ".join(gpu.name for gpu in known.values())
     raise UserError(f"device {name!r} is not in the table of GPUs; give one of {names}")
 
 

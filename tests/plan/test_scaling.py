@@ -49,11 +49,11 @@ def test_sizes_that_no_model_can_have_are_refused_in_one_sentence(setting, value
     assert "\n" not in str(refusal.value)
 
 
-def width(flops, depth=4, head_dim=64, vocab_size=4096, before=None, **changes):
+def width(flops, depth=4, head_dim=64, before=None, **changes):
     """The width with which a run of so many FLOPs begins, if nobody gives an aspect ratio."""
     given = {"aspect_ratio": -1, "depth": depth, "head_dim": head_dim, "max_seq_len": 512} | changes
-    ratio = scaling.aspect_ratio_for(given, vocab_size, flops, before)
-    return config(depth, aspect_ratio=ratio, head_dim=head_dim, vocab_size=vocab_size, max_seq_len=512).width
+    ratio = scaling.aspect_ratio_for(given, 4096, flops, before)
+    return config(depth, aspect_ratio=ratio, head_dim=head_dim, vocab_size=4096, max_seq_len=512).width
 
 
 @MANY  # an aspect ratio is a whole number, so a model of more layers than a head has channels can lose a head

@@ -48,9 +48,9 @@ def open_screen(monkeypatch, columns=120, streams=("stdout", "stderr")) -> Scree
     return screen
 
 
-def open_console(first_step: int, num_iterations: int, enabled=True, minutes=0.0, **remembered) -> Console:
+def open_console(first_step: int, num_iterations: int, enabled=True, **remembered) -> Console:
     plan = types.SimpleNamespace(
-        horizon=types.SimpleNamespace(minutes=minutes),
+        horizon=types.SimpleNamespace(minutes=0.0),
         num_iterations=num_iterations,
         total_batch_size=1000,
         expected_memory={"weights": 0, "optimizer state": 0},
@@ -59,9 +59,9 @@ def open_console(first_step: int, num_iterations: int, enabled=True, minutes=0.0
     return Console(first_step, enabled, loop, Clock(plan, loop, None, first_step), bytes_per_token=4.0)
 
 
-def make(console: Console, clock, step: int, loss=3.0, seconds=0.25, pause=0.0):
-    """Let a step pass, after a pause, and tell the console of it."""
-    clock.now += pause + seconds
+def make(console: Console, clock, step: int, loss=3.0, seconds=0.25):
+    """Let a step pass, and tell the console of it."""
+    clock.now += seconds
     console.step(
         {
             "step": step,
