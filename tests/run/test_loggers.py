@@ -5,6 +5,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -220,27 +221,23 @@ def test_a_folder_named_like_a_missing_package_is_no_package(tmp_path, monkeypat
 
 @pytest.mark.parametrize("fails", ["start", "write", "finish"])
 def test_a_logger_that_fails_is_told_once_and_ends_nothing(tmp_path, monkeypatch, capsys, fails):
-    calls = []
+    calls = {"wandb": [], "trackio": []}
 
-    def made(name):
-        def call(what):
-            calls.append((name, what))
-            if (name, what) == ("wandb", fails):
-                raise RuntimeError("no\nin detail")
+    def call(name, what, *_):
+        calls[name].append(what)
+        if (name, what) == ("wandb", fails):
+            raise RuntimeError("no\nin detail")
+        return SimpleNamespace(write=partial(call, name, "write"), finish=partial(call, name, "finish"))
 
-        call("start")
-        return SimpleNamespace(write=lambda *_: call("write"), finish=lambda *_: call("finish"))
-
-    for name in "wandb", "trackio":
-        monkeypatch.setitem(loggers.KINDS, name, lambda *_, name=name: made(name))
+    for name in calls:
+        monkeypatch.setitem(loggers.KINDS, name, partial(call, name, "start"))
     records = [{"step": step, "loss": 1.0} for step in range(3)]
     log = Metrics(tmp_path, Loggers(["wandb", "trackio"], "a run", tmp_path, {}, LoopState(), 0))
     for record in records:
         log.write(record)
     log.close()
     whole = ["start", *["write"] * 3, "finish"]
-    assert [what for name, what in calls if name == "trackio"] == whole
-    assert [what for name, what in calls if name == "wandb"] == whole[: whole.index(fails) + 1]
+    assert calls == {"trackio": whole, "wandb": whole[: whole.index(fails) + 1]}
     assert read_metrics(tmp_path / "metrics.jsonl") == records
     said = capsys.readouterr().err
     assert said.startswith("warning: wandb has failed (RuntimeError: no)") and said.count("\n") == 1

@@ -34,10 +34,10 @@ def write_records(folder, *records):
     log.close()
 
 
-def make_run(folder, steps=40, every=10, samples=(), plan=()):
-    records = []
+def make_run(folder, samples=(), plan=()):
+    records, steps = [], 40
     for step in range(steps):
-        if step % every == 0:
+        if step % 10 == 0:
             records.append({"step": step, "val_bpb": 3 - step / steps, "tokens": step * 512})
         record = {"step": step, "loss": 8.0 - step / 10, "data_wait_s": 0.001, "tokens": (step + 1) * 512}
         record |= {"flops": (step + 1) * 10**9, "train_time_s": 9 + 0.1 * step}
