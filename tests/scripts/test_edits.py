@@ -100,12 +100,6 @@ def test_what_is_missing_for_a_new_parameter_is_said_by_name(tree, corpus, tmp_p
     assert re.search(says, run_tree(tree, command(corpus, tmp_path / "run", ONCE), status=2))
 
 
-def test_our_optimizer_names_a_parameter_that_the_model_never_uses(tree, corpus, tmp_path):
-    change_model(tree, make=f"self.unused = {VECTOR}", begin="nn.init.zeros_(block.unused)")
-    printed = run_tree(tree, command(corpus, tmp_path / "run", ONCE), status=2)
-    assert "blocks.0.unused, blocks.1.unused got no gradient" in printed
-
-
 def test_a_checkpoint_from_before_a_change_of_the_model_is_refused_by_name(tree, corpus, tmp_path):
     out = tmp_path / "run"
     run_tree(tree, command(corpus, out, ONCE, "--num_iterations=2"))
