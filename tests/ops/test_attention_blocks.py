@@ -92,11 +92,6 @@ def test_tokens_behind_a_cache_and_masks_without_gradients_do_not_go_by_blocks(m
         chosen(q, k, v, 6, visible)
 
 
-def choose(dtype, T=512, resolved=None):
-    config = GPTConfig(2, 64, 2, 20, T, "SL")
-    return choices.choose(config, FakeMachine("cpu"), dtype, True, True, resolved or {})
-
-
 @pytest.mark.parametrize(
     ("dtype", "T", "expected"),
     [
@@ -108,13 +103,7 @@ def choose(dtype, T=512, resolved=None):
     ],
 )
 def test_a_cpu_takes_blocks_where_they_are_faster(dtype, T, expected):
-    chosen = choose(dtype, T)
+    config = GPTConfig(2, 64, 2, 20, T, "SL")
+    chosen = choices.choose(config, FakeMachine("cpu"), dtype, compiled=True, documents=True, resolved={})
     assert (chosen.full, chosen.window, chosen.documents) == expected
     assert f"{expected[0]} for full layers" in chosen.reason and "not:" not in chosen.reason
-
-
-def test_a_resumed_run_keeps_the_attention_of_its_first_start():
-    before = {"full": "sdpa", "window": "banded", "documents": "mask", "flash": ""}
-    assert choose(torch.bfloat16, resolved={"attention": before}).resolved == before
-    chosen = choose(torch.bfloat16)
-    assert choose(torch.bfloat16, resolved={"attention": chosen.resolved}).resolved == chosen.resolved
