@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 import nanochat.ops.loss
 from nanochat.ops import kernels
+from nanochat.ops.kernels import distance
 from nanochat.ops.loss import SOFTCAP, softcap, softcapped_cross_entropy
 
 
@@ -53,10 +54,6 @@ def in_chunks_of(monkeypatch):
 def way(request, monkeypatch):
     """Both ways of a chunk; on a CPU the operators of the kernels have a plain implementation."""
     monkeypatch.setattr(kernels, "IN_USE", {"loss", "head"} if request.param == "kernel" else set())
-
-
-def distance(found, expected):
-    return ((found.double() - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
