@@ -6,10 +6,10 @@ import re
 import shutil
 
 import pytest
+import test_gpt
 import torch
 
 from nanochat import UserError
-from nanochat.gpt import GPT, GPTConfig
 from nanochat.gradients import clip_grad_norm_
 from nanochat.muon import POLAR_EXPRESS, orthogonalize
 from nanochat.optim import PARAMETER_TABLE, MuonAdamW, parameter_groups, table_row
@@ -177,9 +177,7 @@ def test_adamw_is_torchs_over_several_steps_of_changing_rate():
 
 
 def tiny_model():
-    model = GPT(GPTConfig(depth=3, width=32, num_heads=2, vocab_size=61, max_seq_len=16))
-    model.init_weights(torch.Generator().manual_seed(0))
-    return model
+    return test_gpt.make_model(3, 32, 2, 61, 16, stir=0)
 
 
 def make_optimizer(model):

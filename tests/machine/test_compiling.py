@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import ROOT, make_plan
+from test_gpt import make_model
 from torch._dynamo.utils import counters
 
-from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine import compiling
 from nanochat.ops import kernels
 from nanochat.ops.attention import attention
@@ -54,17 +54,6 @@ def test_a_compiled_run_begins_eager_where_it_can_wait_and_memory_suffices():
     assert eager_steps(fits, "auto", {"compiled": True}) == 0  # of an earlier version
 
 
-def make_model(depth, window_pattern="L", spelled=False):
-    """A model whose blocks all do something: fresh ones add zeros."""
-    model = GPT(GPTConfig(depth, 32, 2, 61, 16, window_pattern, spelled, bigrams=2))
-    generator = torch.Generator().manual_seed(0)
-    model.init_weights(generator)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.2 * torch.randn(p.shape, generator=generator))
-    return model
-
-
 def loss_and_gradients(model, run, *arguments, **options):
     model.zero_grad()
     loss = run(*arguments, **options)
@@ -78,7 +67,7 @@ TOKENS = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(1))
 @pytest.mark.parametrize("depth, pattern, spelled, used", [(4, "SL", False, {"head"}), (2, "L", True, set())])
 def test_compiled_parts_compute_what_the_model_computes(depth, pattern, spelled, used, monkeypatch):
     monkeypatch.setattr(kernels, "IN_USE", used)
-    model = make_model(depth, pattern, spelled)
+    model = make_model(depth, 32, 2, 61, 16, pattern, spelled=spelled)
     documents = attention.boundaries(TOKENS, 3) if pattern == "SL" else None
     found = [
         loss_and_gradients(model, run, TOKENS, TOKENS.clone(), documents=documents)
@@ -93,7 +82,7 @@ def test_the_code_does_not_grow_with_the_depth():
     for depth in (4, 6):
         torch.compiler.reset()
         counters.clear()
-        model = make_model(depth)
+        model = make_model(depth, 32, 2, 61, 16)
         loss_and_gradients(model, compiling.compile_parts(model, backend="eager"), TOKENS, TOKENS.clone())
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] == graphs[1]
