@@ -9,13 +9,12 @@ import math
 from pathlib import Path
 
 import pytest
+import test_gpt
 import torch
 import torch.nn as nn
-from helpers import command, run
 
 from nanochat import UserError, optim
 from nanochat.decode import decode_step
-from nanochat.gpt import GPT, GPTConfig
 from nanochat.ops import fp8
 from nanochat.ops.fp8 import E4M3, E5M2, Float8Linear, check_fp8, convert_to_fp8, quantize
 from nanochat.plan.counts import flops_per_token
@@ -43,13 +42,8 @@ def products(x, weight, grad):
     return y.detach(), x.grad, linear.weight.grad
 
 
-def make_model(**sizes):
-    config = GPTConfig(
-        **({"depth": 2, "width": 128, "num_heads": 2, "vocab_size": 256, "max_seq_len": 64} | sizes)
-    )
-    model = GPT(config)
-    model.init_weights(torch.Generator().manual_seed(0))
-    return model
+def make_model(depth=2, width=128, num_heads=2):
+    return test_gpt.make_model(depth, width, num_heads, 256, 64, stir=0)
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -224,12 +218,6 @@ def test_what_does_not_go_together_is_refused(monkeypatch, change, says):
     check_fp8(**fine, resolved={"fp8": True})
     with pytest.raises(UserError, match=says):
         check_fp8(**fine | {"resolved": {"fp8": True}} | change)
-
-
-def test_base_train_refuses_fp8_on_a_cpu(corpus, tmp_path):
-    said = run(command(corpus, tmp_path / "run", "--fp8"), status=2)
-    assert "--fp8 needs an NVIDIA GPU of compute capability 8.9 or higher" in said
-    assert "this run is on cpu" in said
 
 
 @pytest.mark.slow
