@@ -26,8 +26,8 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def cpu_native_dtypes() -> list[str]:
-    """The dtypes that this CPU multiplies in hardware; only float32 if torch is too old to say."""
-    has = getattr(torch.cpu, "get_capabilities", dict)()
+    """The dtypes that this CPU multiplies in hardware."""
+    has = torch.cpu.get_capabilities()
     native = [name for name, any_of in CPU_INSTRUCTIONS.items() if any(has.get(word) for word in any_of)]
     return [*native, "float32"]
 

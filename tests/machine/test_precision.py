@@ -1,10 +1,10 @@
-"""Which dtype is chosen on which device, and that parameters, gradients and optimizer state stay float32."""
+"""Which dtype is chosen on which device, and when gradients are scaled."""
 
 import pytest
+import test_gpt
 import torch
 
 from nanochat import UserError
-from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine import precision
 from nanochat.optim import MuonAdamW, parameter_groups
 
@@ -31,16 +31,13 @@ def test_auto_on_cuda_is_bfloat16_from_compute_capability_8_and_float16_before(
         (["amx_tile", "amx_bf16", "avx512_fp16"], ["bfloat16", "float16"]),
         (["neon", "fp16_arith", "bf16", "i8mm"], ["bfloat16", "float16"]),
         (["avx2", "avx512_f", "avx512_vnni", "f16c"], []),  # f16c converts and does not multiply
-        (None, []),  # a torch that does not say
     ],
 )
 def test_a_cpu_computes_in_bfloat16_where_its_instructions_do_and_says_what_would_be_slow(
     monkeypatch, instructions, native
 ):
-    known = dict.fromkeys(torch.cpu.get_capabilities(), False) | dict.fromkeys(instructions or [], True)
+    known = dict.fromkeys(torch.cpu.get_capabilities(), False) | dict.fromkeys(instructions, True)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known)
-    if instructions is None:
-        monkeypatch.delattr(torch.cpu, "get_capabilities")
     dtype, reason = precision.resolve_dtype("auto", CPU)
     assert dtype == (torch.bfloat16 if "bfloat16" in native else torch.float32)
     assert ("without" in reason) == ("bfloat16" not in native)
@@ -80,44 +77,27 @@ def test_float32_is_float32_and_where_torch_was_told_to_round_its_products_the_r
         torch.set_float32_matmul_precision("highest")
 
 
-def make_model():
-    model = GPT(GPTConfig(depth=2, width=32, num_heads=2, vocab_size=61, max_seq_len=16))
-    model.init_weights(torch.Generator().manual_seed(0))
-    return model, MuonAdamW(parameter_groups(model, RATES, weight_decay=0.1), torch.bfloat16)
-
-
-def train_one_step(model, optimizer, scaler, dtype):
+def train_one_step(scaler, dtype):
+    """The gradients of a step, by name."""
+    model = test_gpt.make_model(2, 32, 2, 61, 16, stir=0)
+    optimizer = MuonAdamW(parameter_groups(model, RATES, weight_decay=0.1), torch.bfloat16)
     idx = torch.randint(61, (4, 16), generator=torch.Generator().manual_seed(0))
     with precision.autocast(CPU, dtype):
-        logits, loss = model(idx), model(idx, idx.roll(-1, 1))
+        loss = model(idx, idx.roll(-1, 1))
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
     gradients = {name: p.grad for name, p in model.named_parameters()}
     scaler.step(optimizer)
     scaler.update()
-    optimizer.zero_grad()
-    return logits, loss, gradients
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_training_step_keeps_everything_that_lasts_in_float32(dtype):
-    model, optimizer = make_model()
-    scaler = precision.make_scaler(CPU, dtype)
-    for _ in range(2):  # the second step has gradients everywhere
-        logits, loss, gradients = train_one_step(model, optimizer, scaler, dtype)
-        assert logits.dtype == loss.dtype == torch.float32
-        assert {g.dtype for g in gradients.values()} == {torch.float32}
-        assert {p.dtype for p in model.parameters()} == {torch.float32}
-        assert {s.dtype for s in optimizer.named_state().values()} == {torch.float32}
+    return gradients
 
 
 def test_the_scaler_works_in_float16_alone_and_passes_everything_through_otherwise():
     gradients = {}
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        model, optimizer = make_model()
         scaler = precision.make_scaler(CPU, dtype)
         assert scaler.is_enabled() == (dtype == torch.float16)
-        *_, gradients[dtype] = train_one_step(model, optimizer, scaler, dtype)
+        gradients[dtype] = train_one_step(scaler, dtype)
     for dtype in (torch.float16, torch.bfloat16):  # unscaled, they are the gradients of float32, roughly
         for name, exact in gradients[torch.float32].items():
             if exact.ndim == 2:  # the scalars' are sums that nearly cancel
