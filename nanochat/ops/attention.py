@@ -315,9 +315,6 @@ def errors(name: str, kind: str, shape, window: int, device, dtype) -> tuple[flo
         backends.make_block_mask(T, window, device)
         function = torch.compile(function, dynamic=False)
     found = _forward_and_backward(function, q, k, v, window, visible, weights)
-    if device.type == "mps":  # it has no float64
-        q, k, v, weights = q.cpu(), k.cpu(), v.cpu(), weights.cpu()
-        documents = None if documents is None else documents.cpu()
     qkv, weights = (x.double() for x in (q, k, v)), weights.double()
     expected = _forward_and_backward(_in_float64, *qkv, window, documents, weights)
     pairs = [(a.to(b), b) for a, b in zip(found, expected, strict=True)]

@@ -131,8 +131,6 @@ def activate_flash(version: str) -> str:
 
     Returns why that failed, or "". The user installs the package.
     """
-    if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
-        return "" if not version else f"torch {torch.__version__} cannot take it"
     try:
         if version:
             torch.nn.attention.activate_flash_attention_impl(version)
