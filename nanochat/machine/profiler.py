@@ -35,8 +35,7 @@ class StepProfiler:
         self._profile = torch.profiler.profile(activities=activities, record_shapes=True)
         self._open = contextlib.ExitStack()
         self._open.enter_context(named_kernels())
-        self._profile.start()
-        self._open.callback(self._profile.stop)
+        self._open.enter_context(self._profile)
         if on_gpu:  # the first kernel under a profiler waits until the profiler is ready
             torch.zeros(1, device=self._machine.device)
         self._machine.synchronize()
