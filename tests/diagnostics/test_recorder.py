@@ -14,19 +14,19 @@ from nanochat.machine import precision
 from nanochat.plan.counts import flops_per_token
 
 
-def recorded(model, x, dtype=F32, call=None) -> Record:
+def recorded(model, x, dtype) -> Record:
     """A forward pass and, if there is something to differentiate, a backward pass of the sum."""
     recorder = Recorder(model)
     with recorder.recording():
         with recorder.at("forward"), precision.autocast(CPU, dtype):
-            y = (call or model)(x)
+            y = model(x)
         with recorder.at("backward"):
             y.sum().backward()
     return Record(recorder.ops)
 
 
-def products(record: Record, phase=None) -> list:
-    return [op for op in record.ops if op.flops and phase in (None, op.phase)]
+def products(record: Record, phase) -> list:
+    return [op for op in record.ops if op.flops and op.phase == phase]
 
 
 # -- Models with a dtype placed by hand in each layer
