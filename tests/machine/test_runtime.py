@@ -85,18 +85,12 @@ def test_free_memory_is_within_a_containers_limit_and_counts_its_file_cache_as_f
 TWO = """
 import json, sys, time
 from pathlib import Path
-import nanochat
 from nanochat.machine import runtime
 
 sys.stdout = sys.stderr
 folder = Path(sys.argv[1])
 machine = runtime.start("cpu", seed=0)
 out = {"world_size": machine.world_size}
-machine.check_same({"seed": 42, "data": ["a", "b"]})
-try:
-    machine.check_same({"seed": 42, "sample_every": [-1, 3][machine.rank], "depth": [4, 5][machine.rank]})
-except nanochat.UserError as error:
-    out["refused"] = str(error)
 out["sum"] = machine.all_sum([machine.rank + 0.5, 2.0**40 + machine.rank])
 out["gather"] = machine.all_gather({"rank": machine.rank, "text": "x" * (10 + machine.rank)})
 machine.print("only once")
@@ -111,7 +105,7 @@ machine.close()
 """
 
 
-def test_two_processes_sum_gather_compare_and_wait_for_the_first(tmp_path):
+def test_two_processes_sum_gather_and_wait_for_the_first(tmp_path):
     (tmp_path / "two.py").write_text(TWO)
     statuses, printed = run_plain([tmp_path / "two.py", tmp_path])
     assert statuses == [0, 0], printed
@@ -119,7 +113,6 @@ def test_two_processes_sum_gather_compare_and_wait_for_the_first(tmp_path):
     for rank in range(2):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert found["world_size"] == 2
-        assert found["refused"].startswith("process 1 has sample_every 3, process 0 has -1; give")
         assert found["sum"] == [2.0, 2.0**41 + 1]
         assert found["gather"] == [{"rank": 0, "text": "x" * 10}, {"rank": 1, "text": "x" * 11}]
         assert found["found0"] and found["found1"], "the second process did not wait"
@@ -233,10 +226,6 @@ def test_a_known_gpu_has_the_peak_of_its_data_sheet(name, tflops, monkeypatch):
     assert peak == tflops * 1e12 and "data sheet" in source
 
 
-class Measured(Exception):
-    pass
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -246,13 +235,9 @@ class Measured(Exception):
     ],
 )
 def test_a_gpu_or_dtype_that_is_not_in_the_table_is_measured(name, dtype, monkeypatch):
-    def measure(*args, **kwargs):
-        raise Measured
-
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    monkeypatch.setattr(torch, "randn", measure)
-    with pytest.raises(Measured):
-        hardware.peak_flops(torch.device("cuda", 0), dtype)
+    monkeypatch.setattr(hardware, "measured_flops", lambda device, dtype: (1e12, "measured"))
+    assert hardware.peak_flops(torch.device("cuda", 0), dtype) == (1e12, "measured")
 
 
 # -- Speed
