@@ -4,7 +4,6 @@ import json
 import random
 import re
 import shutil
-import time
 
 import pytest
 from helpers import (
@@ -19,8 +18,6 @@ from helpers import (
     run_tree,
     wait_for_step,
 )
-
-from nanochat import checkpoint
 
 FORMATS = ("messages", "minimind")
 
@@ -112,26 +109,6 @@ def test_other_processes_and_micro_batches_give_the_same_losses(
     assert losses(tmp_path / "run") == pytest.approx(losses(undisturbed[0]), abs=1e-4)
 
 
-@pytest.mark.slow
-def test_a_run_killed_at_10_random_moments_equals_an_undisturbed_one_bit_for_bit(base, chats, tmp_path):
-    long = ["--num_iterations=3000", "--warmdown_ratio=0", "--save_every=20", "--eval_every=-1"]
-    draw, out, kills = random.Random(3), tmp_path / "killed", 0
-    while kills < 10:
-        process = Process(mid(base, chats, out, *long))
-        before = checkpoint.newest_in_words(out)
-        while checkpoint.newest_in_words(out) == before and process.poll() is None:
-            time.sleep(0.01)
-        time.sleep(draw.uniform(0, 0.3))
-        process.kill()
-        assert process.wait() == -9, "it ended before the last kill"
-        kills += 1
-    newest = max(checkpoint.checkpoints_in(out))
-    end = [f"--num_iterations={newest + 5}", "--warmdown_ratio=0", "--save_every=20", "--eval_every=-1"]
-    run(mid(base, chats, out, *end))
-    run(mid(base, chats, tmp_path / "calm", *end))
-    assert losses(out) == losses(tmp_path / "calm")
-
-
 def test_an_overflow_in_float16_is_skipped_and_training_goes_on(base, chats, tree, tmp_path):
     multiply_loss(tree, "1e30 if step == 3 else 1", script="mid_train")
     out = tmp_path / "run"
@@ -169,19 +146,17 @@ def test_the_optimizer_state_of_the_base_run_can_be_taken_over(base, chats, undi
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "sentence"),
+    ("part", "name", "sentence"),
     [
-        (("identity", "total_batch_size"), ..., "give --total_batch_size"),
-        (("resolved", "rates"), ..., "does not say its learning rates"),
-        (("identity", "model"), {"depth": "x"}, "holds no model that this nanochat knows"),
+        ("identity", "total_batch_size", "give --total_batch_size"),
+        ("resolved", "rates", "does not say its learning rates"),
     ],
 )
-def test_a_strange_base_checkpoint_is_a_sentence(base, chats, tmp_path, place, value, sentence):
+def test_a_base_checkpoint_that_lacks_something_is_a_sentence(base, chats, tmp_path, part, name, sentence):
     crafted = tmp_path / "crafted"
     shutil.copytree(base / "step_000008", crafted)
     state = json.loads((crafted / "state.json").read_text())
-    part, name = place
-    state[part].pop(name) if value is ... else state[part].update({name: value})
+    del state[part][name]
     craft(crafted, {"state.json": json.dumps(state).encode()})
     more = ["--total_batch_size=-1", f"--source={crafted}"]
     assert sentence in run(mid(base, chats, tmp_path / "run", *more), status=2)
@@ -193,15 +168,8 @@ def test_show_prints_the_conversations_with_their_targets(base, chats, tmp_path)
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("more", "sentence"),
-    [
-        (["--source=nowhere"], "no checkpoint at nowhere"),
-        (["--total_batch_size=100"], "total_batch_size 100 is not a multiple"),
-    ],
-)
-def test_bad_settings_end_in_one_sentence_and_status_2(base, chats, tmp_path, more, sentence):
-    assert sentence in run(mid(base, chats, tmp_path / "run", *more), status=2)
+def test_a_source_that_is_not_there_ends_in_one_sentence_and_status_2(base, chats, tmp_path):
+    assert "no checkpoint at nowhere" in run(mid("nowhere", chats, tmp_path / "run"), status=2)
 
 
 def test_other_conversations_in_the_same_folder_are_refused_and_nothing_is_lost(base, chats, undisturbed):
