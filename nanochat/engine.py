@@ -4,7 +4,6 @@ token costs a forward pass of that token only."""
 import codecs
 import contextlib
 import itertools
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,10 +73,8 @@ def _last_saved(run: Path) -> float:
     """When a run's last checkpoint was written, in seconds since 1970."""
     times = [0.0]
     for folder in checkpoints_in(run).values():
-        try:
-            times.append(os.path.getmtime(folder))
-        except OSError:  # the run that writes here has just deleted it
-            continue
+        with contextlib.suppress(OSError):  # the run that writes here has just deleted it
+            times.append(folder.stat().st_mtime)
     return max(times)
 
 

@@ -28,12 +28,12 @@ def make_model(depth=3, width=48, num_heads=3, max_seq_len=256, stir=0.2, **more
     return model.eval().requires_grad_(False)
 
 
-def save(folder: Path, model: GPT, **identity) -> Path:
-    """A run's folder with a checkpoint of the model after 7 updates."""
+def save(folder: Path, model: GPT, /, step: int = 7, **identity) -> Path:
+    """A run's folder with a checkpoint of the model."""
     identity = {"model": asdict(model.config), "tokenizer": TOKENIZER.fingerprint} | identity
-    state = {"identity": identity, "num_iterations": 7, "resolved": {}}
+    state = {"identity": identity, "num_iterations": step, "resolved": {}}
     files = {"tokenizer.json": TOKENIZER.to_bytes()}
-    checkpoint.save(folder, 7, model=model.state_dict(), optimizer={}, state=state, files=files)
+    checkpoint.save(folder, step, model=model.state_dict(), optimizer={}, state=state, files=files)
     return folder
 
 
