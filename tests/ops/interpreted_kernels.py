@@ -6,7 +6,6 @@ has no products of bfloat16, so those get float32, and it cuts bfloat16 results 
 
 import json
 import os
-import sys
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -79,4 +78,3 @@ if __name__ == "__main__":
             }
         )
     )
-    sys.exit(0)

@@ -79,12 +79,12 @@ def test_zero_has_no_slope_and_what_is_not_a_number_stays_so():
     assert mlp.slope_of_activation(z)[:4].abs().max() < 1e-19
 
 
-def problem(B=3, T=7, C=16, dtype=torch.bfloat16):
-    """x (B, T, C) in the dtype, weights in float32, and a gradient of the result."""
+def problem(B=3, T=7, C=16):
+    """x (B, T, C) in bfloat16, weights in float32, and a gradient of the result."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(B, T, C, generator=generator).to(dtype).requires_grad_()
+    x = torch.randn(B, T, C, generator=generator).bfloat16().requires_grad_()
     up, down = (torch.randn(*s, generator=generator) / 4 for s in ((4 * C, C), (C, 4 * C)))
-    return x, up.requires_grad_(), down.requires_grad_(), torch.randn(B, T, C, generator=generator).to(dtype)
+    return x, up.requires_grad_(), down.requires_grad_(), torch.randn(B, T, C, generator=generator).bfloat16()
 
 
 @pytest.mark.parametrize("way", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
