@@ -6,11 +6,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import torch
+import test_gpt
 
 from nanochat import checkpoint
 from nanochat.data.tokenizer import train
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT
 from nanochat.ops.subword import register_subwords
 
 TOKENIZER = train(["naïve café 東京 🙂🙃 straße, print(alpha)\n" * 20], 320, exact=False)
@@ -18,13 +18,9 @@ TOKENIZER = train(["naïve café 東京 🙂🙃 straße, print(alpha)\n" * 20],
 
 def make_model(depth=3, width=48, num_heads=3, max_seq_len=256, stir=0.2, **more) -> GPT:
     """A model with noise in all parameters, none of which is zero then."""
-    config = GPTConfig(depth, width, num_heads, TOKENIZER.vocab_size, max_seq_len, **more)
-    model, generator = GPT(config), torch.Generator().manual_seed(0)
-    model.init_weights(generator)
+    sizes = depth, width, num_heads, TOKENIZER.vocab_size, max_seq_len
+    model = test_gpt.make_model(*sizes, stir=stir, **{"bigrams": 0} | more)
     register_subwords(model, TOKENIZER)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(stir * torch.randn(p.shape, generator=generator))
     return model.eval().requires_grad_(False)
 
 

@@ -23,12 +23,12 @@ PATTERNS = ["L", "SL", "SSSL", "S"]
 
 
 def make_model(
-    depth=4, width=48, num_heads=3, vocab_size=67, max_seq_len=32, window_pattern="L", stir=0.2, spelled=False
+    depth=4, width=48, num_heads=3, vocab_size=67, max_seq_len=32, window_pattern="L", stir=0.2, **more
 ):
     """A model as initialised, plus noise of deviation `stir`: the zero projections of a fresh one hide
     whatever its blocks do wrong."""
     sizes = depth, width, num_heads, vocab_size, max_seq_len
-    model = GPT(GPTConfig(*sizes, window_pattern, spelled, bigrams=2))
+    model = GPT(GPTConfig(*sizes, window_pattern, **{"bigrams": 2} | more))
     generator = torch.Generator().manual_seed(0)
     model.init_weights(generator)
     with torch.no_grad():
