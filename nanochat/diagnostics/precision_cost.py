@@ -36,9 +36,7 @@ PROMPT = 16  # tokens that the generated ones follow
 def build(config, device, seed, dtype=torch.float32):
     with torch.device("meta"):
         model = cast_weights(GPT(config), dtype)
-    model.to_empty(device=device)
-    model.init_weights(torch.Generator(device).manual_seed(seed))
-    return model
+    return runtime.materialize(model, device, seed)
 
 
 class Training:

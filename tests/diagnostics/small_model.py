@@ -2,12 +2,13 @@
 
 import torch
 from helpers import ROOT
+from test_gpt import make_model
 
 import configurator
 from nanochat import optim
 from nanochat.diagnostics import scaled_rates
 from nanochat.diagnostics.recorder import Record, record_step
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT
 from nanochat.machine import precision
 
 CPU = torch.device("cpu")
@@ -15,10 +16,8 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DEFAULTS = configurator.defaults(ROOT / "scripts" / "base_train.py")
 
 
-def gpt(depth=2, width=32) -> GPT:
-    model = GPT(GPTConfig(depth=depth, width=width, num_heads=2, vocab_size=64, max_seq_len=16))
-    model.init_weights(torch.Generator().manual_seed(0))
-    return model
+def gpt() -> GPT:
+    return make_model(2, 32, 2, 64, 16, stir=0, bigrams=0)
 
 
 def optimizer_of(model: GPT, dtype=F32) -> optim.MuonAdamW:
@@ -26,8 +25,8 @@ def optimizer_of(model: GPT, dtype=F32) -> optim.MuonAdamW:
     return optim.MuonAdamW(optim.parameter_groups(model, rates, decay), dtype)
 
 
-def record_gpt(dtype, **size) -> Record:
-    model = gpt(**size)
+def record_gpt(dtype) -> Record:
+    model = gpt()
     idx = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
     scaler = precision.make_scaler(CPU, dtype)
     return record_step(model, optimizer_of(model, dtype), scaler, dtype, idx, idx, [1, 2, 3], max_tokens=2)
