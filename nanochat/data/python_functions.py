@@ -15,6 +15,7 @@ import sysconfig
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from inspect import Parameter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,7 +40,7 @@ class Function:
     class_name: str  # "" for a function
     name: str
     bound: str  # the first parameter of a method, such as "self"; "" if a call passes all parameters
-    parameters: tuple[str, ...]  # the others as they are written, "*" and "/" included
+    signature: tuple[Parameter, ...]  # the others
     summary: str  # the first sentence of its docstring, or ""
 
     @property
@@ -47,11 +48,15 @@ class Function:
         """Such as json.JSONEncoder.encode."""
         return ".".join(part for part in (self.module, self.class_name, self.name) if part)
 
-    def signature(self) -> inspect.Signature:
-        """The signature of a function with these parameters. Defaults are literals: no other code runs."""
-        namespace = {}
-        exec(f"def function({', '.join(self.parameters)}): pass", {"__builtins__": {}}, namespace)
-        return inspect.signature(namespace["function"])
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The parameters of a call as they are written, "*" and "/" included."""
+        written, kinds = [*map(str, self.signature)], [parameter.kind for parameter in self.signature]
+        if Parameter.KEYWORD_ONLY in kinds and Parameter.VAR_POSITIONAL not in kinds:
+            written.insert(kinds.index(Parameter.KEYWORD_ONLY), "*")
+        if Parameter.POSITIONAL_ONLY in kinds:
+            written.insert(kinds.count(Parameter.POSITIONAL_ONLY), "/")
+        return tuple(written)
 
 
 def read_functions(root: Path | None = None) -> list[Function]:
@@ -102,39 +107,30 @@ def _functions(body: list[ast.stmt], module: str, class_name: str) -> Iterator[F
         if isinstance(node, ast.ClassDef) and not class_name and not node.name.startswith("_"):
             yield from _functions(node.body, module, node.name)
         elif isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-            bound, *parameters = _parameters(node, bool(class_name))
+            function = Function(module, class_name, node.name, *_signature(node, class_name), _summary(node))
+            parameters = function.parameters
             plain = all(text.isascii() and text.isprintable() for text in (node.name, *parameters))
             if plain and parameters and len(", ".join(parameters)) <= LONGEST_PARAMETERS:
-                yield Function(module, class_name, node.name, bound, tuple(parameters), _summary(node))
+                yield function
 
 
-def _parameters(node: ast.FunctionDef, method: bool) -> list[str]:
-    """`Function.bound`, then the other parameters, as text; [""] if the text alone does not give them."""
+def _signature(node: ast.FunctionDef, class_name: str) -> tuple[str, tuple[Parameter, ...]]:
+    """`Function.bound` and `Function.signature`; ("", ()) if the text alone does not give them."""
     decorators = {getattr(d, "id", getattr(d, "attr", "?")) for d in node.decorator_list}
-    if not decorators <= KEPT_DECORATORS:
-        return [""]
-    a = node.args
-    if not all(_is_literal(default) for default in (*a.defaults, *a.kw_defaults) if default is not None):
-        return [""]
-    positional = [*a.posonlyargs, *a.args]
-    defaults = [None] * (len(positional) - len(a.defaults)) + [ast.unparse(d) for d in a.defaults]
-    named = [x.arg if d is None else f"{x.arg}={d}" for x, d in zip(positional, defaults, strict=True)]
-    bound, positional_only = "", len(a.posonlyargs)
-    if method and "staticmethod" not in decorators:
-        if not named or defaults[0] is not None:
-            return [""]
-        bound, named, positional_only = named[0], named[1:], max(0, positional_only - 1)
-    if positional_only:
-        named.insert(positional_only, "/")
-    if a.vararg:
-        named.append(f"*{a.vararg.arg}")
-    elif a.kwonlyargs:
-        named.append("*")
-    for x, d in zip(a.kwonlyargs, a.kw_defaults, strict=True):
-        named.append(x.arg if d is None else f"{x.arg}={ast.unparse(d)}")
-    if a.kwarg:
-        named.append(f"**{a.kwarg.arg}")
-    return [bound, *named]
+    defaults = [default for default in (*node.args.defaults, *node.args.kw_defaults) if default is not None]
+    if not decorators <= KEPT_DECORATORS or not all(map(_is_literal, defaults)):
+        return "", ()
+    for argument in ast.walk(node.args):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    code = ast.unparse(ast.Lambda(node.args, ast.Constant(None)))  # runs nothing: defaults are literals
+    parameters = tuple(inspect.signature(eval(code, {"__builtins__": {}})).parameters.values())
+    if not class_name or "staticmethod" in decorators:
+        return "", parameters
+    first = parameters[0] if parameters else None
+    if first is None or first.kind > first.POSITIONAL_OR_KEYWORD or first.default is not first.empty:
+        return "", ()
+    return first.name, parameters[1:]
 
 
 def _is_literal(node: ast.expr) -> bool:
@@ -164,7 +160,7 @@ class Facts(NamedTuple):
     """What an answer is made from."""
 
     function: Function
-    parameters: list[inspect.Parameter]
+    parameters: tuple[Parameter, ...]
     others: list[str]  # names of parameters of any function
     rng: random.Random
 

@@ -169,7 +169,7 @@ def _add(split: Conversations, turns: list[Turn], weight: float = 1.0):
 def _conversations(function: Function, others: list[str]) -> list[list[Turn]]:
     """The conversations about a function: single questions, and perhaps one with several."""
     rng = _rng(function.qualified_name)
-    facts = Facts(function, list(function.signature().parameters.values()), others, rng)
+    facts = Facts(function, function.signature, others, rng)
     order = sorted(KINDS, key=lambda kind: rng.random() ** (1 / kind.share), reverse=True)
     asked = [(kind, *found) for kind in order if (found := kind.answer(facts))]
     conversations = [
