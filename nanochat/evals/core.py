@@ -118,32 +118,28 @@ def fewshot(task: Task, index: int) -> list[dict]:
     return [task.examples[i + (i >= index)] for i in drawn]
 
 
+def choices(example: dict) -> list[tuple[str, str]]:
+    """(context, continuation) of each choice of an example; of language_modeling the only one."""
+    if "choices" in example:
+        return [(example["query"], choice) for choice in example["choices"]]
+    if "context_options" in example:
+        return [(option, example["continuation"]) for option in example["context_options"]]
+    return [(example["context"].strip(), example["continuation"])]
+
+
 def prompts(task: Task, index: int) -> list[str]:
     """The texts of a question: one for each choice; for language_modeling, without and with the answer."""
-    example, delimiter = task.examples[index], task.delimiter
-
-    def context(example: dict) -> str:
-        match task.task_type:
-            case "multiple_choice":
-                return example["query"]
-            case "schema":
-                return example["context_options"][example["gold"]]
-            case _:
-                return example["context"].strip()
-
-    def answer(example: dict) -> str:
-        return example["choices"][example["gold"]] if "choices" in example else example["continuation"]
-
-    worked = "".join(f"{context(shot)}{delimiter}{answer(shot)}\n\n" for shot in fewshot(task, index))
-    match task.task_type:
-        case "multiple_choice":
-            return [f"{worked}{example['query']}{delimiter}{choice}" for choice in example["choices"]]
-        case "schema":
-            ending = f"{delimiter}{example['continuation']}"
-            return [f"{worked}{option}{ending}" for option in example["context_options"]]
-        case _:  # blanks at the end would be part of the answer's first token
-            question = f"{worked}{context(example)}{delimiter}"
-            return [question.rstrip(), f"{question}{example['continuation']}"]
+    worked = ""
+    for shot in fewshot(task, index):
+        context, answer = choices(shot)[shot.get("gold", 0)]
+        worked += f"{context}{task.delimiter}{answer}\n\n"
+    of_question = [
+        (f"{worked}{context}{task.delimiter}", end) for context, end in choices(task.examples[index])
+    ]
+    texts = [beginning + end for beginning, end in of_question]
+    if task.task_type == "language_modeling":  # blanks at the end would be part of the answer's first token
+        texts.insert(0, of_question[0][0].rstrip())
+    return texts
 
 
 def common_prefix(rows: list[np.ndarray]) -> int:
