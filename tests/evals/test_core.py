@@ -194,35 +194,6 @@ def test_a_process_without_questions_gets_the_results_too(model, tokenizer, task
     assert core.evaluate(model, tokenizer, few, torch.float32, machine)["few"] == pytest.approx(2 / 3)
 
 
-# -- Models whose answers are known
-
-
-class Known:
-    """A model that gives the next token the highest logit, except after positions where `wrong(idx)`."""
-
-    def __init__(self, vocab_size: int, wrong=torch.zeros_like):
-        self.config = SimpleNamespace(max_seq_len=MAX_SEQ_LEN, vocab_size=vocab_size, depth=1)
-        self.head = torch.nn.Linear(1, 1)  # tells the device
-        self.wrong = wrong
-
-    def __call__(self, idx, positions=None, cache=None):
-        following = torch.roll(idx, -1, 1) + self.wrong(idx)
-        logits = F.one_hot(following % self.config.vocab_size, self.config.vocab_size).float()
-        return logits if positions is None else logits.flatten(0, 1)[positions]
-
-
-def test_one_wrong_token_of_a_continuation_is_a_wrong_answer(tokenizer):
-    examples = [{"context": "the word is", "continuation": "delta gamma"}]
-    task, last = Task("t", "language_modeling", 0, " ", 0, examples), tokenizer.encode(" gamma")[-1]
-
-    def wrong_at_the_last_token(idx):
-        return (torch.roll(idx, -1, 1) == int(last)).long()
-
-    assert evaluate(Known(tokenizer.vocab_size), tokenizer, [task])["t"] == 1
-    model = Known(tokenizer.vocab_size, wrong_at_the_last_token)
-    assert evaluate(model, tokenizer, [task])["t"] == 0
-
-
 def test_the_first_of_equally_likely_choices_counts(tokenizer, tasks):
     model = make_model(tokenizer)
     model.head.weight.data.zero_()  # every token is equally likely
