@@ -203,19 +203,9 @@ PRINTED = (
 )
 
 
-def _list_item(words, rng):
-    chosen = rng.sample(words, rng.randint(2, 4))
-    at = rng.choice([0, 1, -1])
-    return f"{chosen}[{at}]"
-
-
 def _dictionary(words, rng):
     chosen = rng.sample(words, rng.randint(2, 4))
     return f"{dict(zip(chosen, rng.sample(range(10), len(chosen)), strict=True))}[{rng.choice(chosen)!r}]"
-
-
-def _length(words, rng):
-    return f"len({rng.sample(words, rng.randint(1, 5))})"
 
 
 def _variable(words, rng):
@@ -225,23 +215,15 @@ def _variable(words, rng):
     return "\n".join([*lines, f"print({rng.choice(names)})"])
 
 
-def _larger(words, rng):
-    return f"max({rng.randint(10, 99)}, {rng.randint(10, 99)})"
-
-
-def _sorted(words, rng):
-    return f"sorted({rng.sample(range(10), 3)})"
-
-
 # Kinds that a model of minutes learns. It does not learn the letters of a word: len('word'), 'word'.upper()
 # and 'w' in 'word' were at chance after three epochs, and so was `in` for lists
 COMPUTATIONS = {  # {maker of an expression: its share}
-    _list_item: 3,
+    lambda words, rng: f"{rng.sample(words, rng.randint(2, 4))}[{rng.choice([0, 1, -1])}]": 3,
     _dictionary: 3,
-    _length: 3,
+    lambda words, rng: f"len({rng.sample(words, rng.randint(1, 5))})": 3,
     _variable: 4,
-    _larger: 2.5,
-    _sorted: 1.5,
+    lambda words, rng: f"max({rng.randint(10, 99)}, {rng.randint(10, 99)})": 2.5,
+    lambda words, rng: f"sorted({rng.sample(range(10), 3)})": 1.5,
 }
 
 
