@@ -161,12 +161,3 @@ def test_a_long_conversation_loses_its_end_and_one_without_answer_within_the_row
     assert render_all(conversations, TOKENIZER, T, "all").dropped == 0
     with pytest.raises(UserError, match="no conversation has an answer"):
         render_all(Conversations([talk(40, 3)], [1.0]), TOKENIZER, T, "assistant")
-
-
-def test_padding_and_the_beginnings_of_conversations_are_no_targets():
-    inputs, targets, _ = steps(make(SIZES, device_batch_size=6), 1, 1)[0]
-    for row, wanted in zip(inputs, targets, strict=True):
-        text = [n for n in row.tolist() if n != TOKENIZER.bos_id]
-        starts = [i for i in range(1, len(text)) if text[i] != text[i - 1]]
-        assert all(wanted[i - 1] == -1 for i in starts)
-        assert (wanted[len(text) :] == -1).all()
