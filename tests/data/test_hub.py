@@ -2,15 +2,12 @@
 
 import gzip
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import ROOT, TINY, command, losses, run
+from helpers import TINY, command, losses, run
 from hub_server import parquet
 from shards import documents, flat, is_validation
 
@@ -79,16 +76,6 @@ def test_the_text_stays_that_of_the_first_use_and_needs_no_network(texts, tmp_pa
     texts.requests.clear()
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert open_dataset("hf:somebody/texts", base_dir=tmp_path) == first and texts.requests == []
-
-
-def test_offline_what_is_not_here_is_a_sentence(texts, tmp_path):
-    texts.files["all.jsonl"] = lines(TEXTS)
-    line = [sys.executable, "-m", "scripts.download", "--data=hf:somebody/texts", f"--base_dir={tmp_path}"]
-    for offline, status, said in (("1", 2, "HF_HUB_OFFLINE"), ("", 0, "documents"), ("1", 0, "documents")):
-        environment = os.environ | {"HF_HUB_OFFLINE": offline}
-        done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
-        assert done.returncode == status and said in done.stdout + done.stderr, done.stderr
-        assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("address, message", [
