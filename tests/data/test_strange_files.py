@@ -47,24 +47,12 @@ def test_an_empty_or_impossible_path_never_means_the_current_folder(folder, valu
 # -- special files
 
 
-def make(kind: str, path: Path) -> None:
-    if kind == "a pipe":
-        os.mkfifo(path)
-    elif kind == "a device":
-        path.symlink_to("/dev/zero")
-    elif kind == "a loop of links":
-        path.symlink_to(path.name)
-    else:
-        path.symlink_to("nowhere")
-
-
-@pytest.mark.parametrize("kind", ["a pipe", "a device", "a loop of links", "a broken link"])
-@pytest.mark.parametrize("name", ["x.txt", "x.parquet"])
-def test_a_file_without_an_end_is_refused_in_a_folder_and_by_its_name(folder, kind, name):
-    path = folder / "texts" / name
-    make(kind, path)
+@pytest.mark.parametrize("target", ["/dev/zero", "x.txt", "nowhere", None])  # a link to it, or a pipe
+def test_a_file_without_an_end_is_refused_in_a_folder_and_by_its_name(folder, target):
+    path = folder / "texts" / "x.txt"
+    path.symlink_to(target) if target else os.mkfifo(path)
     sentence = refusal(open_dataset, "texts", base_dir=folder / "base")
-    assert f"texts/{name} is a pipe, a device or a broken link" in sentence
+    assert "texts/x.txt is a pipe, a device or a broken link" in sentence
     for arguments in ((str(path),), ("texts/good.jsonl", str(path))):
         assert str(path) in refusal(open_dataset, *arguments, base_dir=folder / "base")
 
