@@ -83,29 +83,23 @@ def header_of(text, data=b""):
     return len(text).to_bytes(8, "little") + text + data
 
 
-def tensor(dtype="F32", shape=(2,), offsets=(0, 8)):
-    return {"w": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer-00000-of-00001.safetensors"])
 def test_strange_tensor_files_are_refused_when_opened(run_folder, name):
     eight, path = b"\0" * 8, run_folder / "step_000002"
+    good = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     strange = [
-        b"", b"\0" * 7, b"\xff" * 8, (2**62).to_bytes(8, "little"), header_of(b"[" * 100_000),
-        header_of(b"\xff"), header_of([], eight), header_of({"w": {}}, eight),
-        header_of({"__metadata__": {"a": 1}}),
-        *(header_of(tensor(dtype=d), eight) for d in ("F5", None, ["F32"], "F64")),
-        *(header_of(tensor(shape=s), eight) for s in (2, [3], [-2], [2.0], [10**30], [2**32, 2**32, 2], [0])),
-        *(header_of(tensor(offsets=o), eight) for o in ([0, 4], [8, 0], [-8, 0], [0, 2**63], [4, 12], [0])),
-        header_of(tensor(), eight + b"hidden"), header_of(tensor(), eight[:7]),
-        header_of(tensor() | {"v": tensor()["w"]}, eight),
+        b"", (2**62).to_bytes(8, "little"), header_of(b"\xff"), header_of([], eight),
+        *(header_of({"w": good | change}, eight) for change in (
+            {"dtype": "F5"}, {"shape": [3]}, {"shape": [2**32, 2**32, 2]}, {"data_offsets": [4, 12]},
+        )),
+        header_of({"w": good}, eight + b"hidden"), header_of({"w": good, "v": good}, eight),
     ]  # fmt: skip
     for content in strange:
         craft(path, {name: content})
         with pytest.raises(Damaged, match="is damaged: " + name):
             open_checkpoint(path)
     assert find(run_folder, say=lambda text: None).step == 1
-    craft(path, {name: header_of(tensor(), eight)})
+    craft(path, {name: header_of({"w": good}, eight)})
     assert open_checkpoint(path).step == 2
 
 
