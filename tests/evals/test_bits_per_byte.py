@@ -7,7 +7,6 @@ import pytest
 import torch
 from evals.as_threads import in_processes
 
-from nanochat import UserError
 from nanochat.data.validation import ValidationBatches
 from nanochat.evals.bits_per_byte import bits_per_byte
 from nanochat.gpt import GPT, GPTConfig
@@ -81,15 +80,6 @@ def test_where_nothing_is_scored_there_is_no_number(problem):
     for batches in ([(torch.zeros_like(nothing), nothing)], []):
         found = bits_per_byte(model, batches, token_bytes, torch.float32, ALONE)
         assert math.isnan(found.bpb) and found.loss_by_position == {}
-
-
-def test_a_model_that_is_broken_is_refused(problem):
-    _, _, tokens, token_bytes = problem
-    model = GPT(GPTConfig(1, 32, 2, V, T))
-    model.init_weights()
-    model.head.weight.data[3] = math.inf
-    with pytest.raises(UserError, match="not a number"):
-        bits_per_byte(model, ValidationBatches(tokens, T, 4), token_bytes, torch.float32, ALONE)
 
 
 @pytest.mark.slow
