@@ -71,7 +71,6 @@ def test_only_so_many_characters_are_read(tmp_path):
     [
         ("--out={tmp_path}/texts.jsonl/t.json", "cannot be written"),
         ("--out=~nouser0815/t.json", "--out=~nouser0815/t.json begins with a user who is unknown"),
-        ("--vocab_size=257", "vocab_size 257 is too small; use at least"),
     ],
 )
 def test_bad_input_is_one_sentence(tmp_path, argument, message):
