@@ -18,7 +18,7 @@ from nanochat.data import download
 from nanochat.data.dataset import writing
 from nanochat.data.public import PUBLIC
 from nanochat.data.sources import open_dataset
-from nanochat.evals import bundle_download
+from nanochat.evals.bundle import download_bundle
 from nanochat.files import user_path
 
 # Public shards
@@ -55,7 +55,7 @@ try:
         print(f"{dataset.name}: {dataset.note}, fingerprint {dataset.fingerprint[:12]}")
     elif name == "core":
         with writing(base_path):
-            bundle_download.download_bundle(base_path, mirror or bundle_download.HOST)
+            download_bundle(base_path, mirror)
     else:
         public = PUBLIC[name]
         num_shards = num_shards or 8

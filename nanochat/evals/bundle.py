@@ -28,12 +28,16 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 
 from nanochat import UserError
-from nanochat.files import user_path
-from nanochat.terminal import first_line, gib
+from nanochat.data.download import route
+from nanochat.files import replacing, user_path
+from nanochat.terminal import bar, first_line, gib
 
-NAME = "eval_bundle"  # in base_dir: NAME.zip, which scripts/download.py gets, or a folder
+NAME = "eval_bundle"  # in base_dir: NAME.zip, which `download_bundle` gets, or a folder
+HOST = "https://karpathy-public.s3.us-west-2.amazonaws.com"  # where karpathy/nanochat has it
+TIMEOUT_S = 15.0  # seconds for the connection, and between two pieces of an answer
 GET = "python -m scripts.download --name=core"
 TASK_TYPES = {  # fields of an example: str, a list of str, or an index into that list
     "multiple_choice": ("query", "choices", "gold"),
@@ -247,3 +251,48 @@ def _text(field: str, value: object) -> str:
     if type(value) in (int, float) and math.isfinite(value):
         return str(value)
     raise UserError(f"{field} is {'missing' if value is None else 'not text'}")
+
+
+# -- the public bundle
+
+
+def download_bundle(base_path: Path, host: str | None = None) -> None:
+    """Get the public bundle unless a good one is there, as a zip file from HOST or a mirror of it.
+
+    Raises UserError if the download fails or is no bundle, OSError if `base_path` cannot be written. In both
+    cases a bundle that was there stays.
+    """
+    with contextlib.suppress(UserError):
+        if there := open_bundle(None, base_path)[0]:
+            print(f"the evaluation bundle is in {there.path}")
+            return
+    base_path.mkdir(parents=True, exist_ok=True)
+    path = base_path / f"{NAME}.zip"
+    with replacing(path) as file:
+        _get((host or HOST).rstrip("/"), file)
+        file.flush()
+        bundle, _ = open_bundle(file.name, base_path)
+    print(f"the evaluation bundle is in {path}: {len(bundle.tasks)} tasks")
+
+
+def _get(host: str, file: BinaryIO) -> None:
+    """Download the bundle into a file. If the server is busy, try again."""
+    import requests
+    from urllib3.util import Retry
+
+    again = Retry(3, connect=0, read=0, backoff_factor=1, status_forcelist=[429, 500, 502, 503, 504])
+    try:
+        with requests.Session() as session:
+            session.mount(host, requests.adapters.HTTPAdapter(max_retries=again))
+            with session.get(f"{host}/{NAME}.zip", stream=True, timeout=TIMEOUT_S) as answer:
+                answer.raise_for_status()
+                size = int(answer.headers.get("Content-Length", 0)) or None
+                with bar("downloading", "B", size) as progress:
+                    for chunk in answer.iter_content(1 << 20):
+                        file.write(chunk)
+                        progress.update(len(chunk))
+    except requests.RequestException as error:
+        raise UserError(
+            f"{NAME}.zip cannot be had from {route(host)}: {first_line(error)[:300]}; check the network, or "
+            "name another server with --mirror"
+        ) from error

@@ -14,8 +14,7 @@ from helpers import names_in
 
 from nanochat import UserError
 from nanochat.evals import bundle
-from nanochat.evals.bundle import open_bundle
-from nanochat.evals.bundle_download import download_bundle
+from nanochat.evals.bundle import download_bundle, open_bundle
 
 EXAMPLES = [{"query": f"question {i}", "choices": ["a", "b"], "gold": i % 2} for i in range(30)]
 
