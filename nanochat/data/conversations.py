@@ -112,12 +112,11 @@ def _read_files(setting: str, value: str, bad: list[str], fetched: Callable) -> 
             raise UserError(f"{setting}={path} has no .jsonl .jsonl.gz .json .parquet file; give one")
         for file in files:
             for value, place in _values(file, bad):
-                messages, reason = _checked(value)
-                if reason:
-                    bad.append(f"{place}: {reason}")
-                else:
-                    read.messages.append(messages)
+                try:
+                    read.messages.append(_messages(value))
                     read.weights.append(weight)
+                except ValueError as reason:
+                    bad.append(f"{place}: {reason}")
     return read
 
 
@@ -169,46 +168,43 @@ def _rows(path: Path) -> Iterator[tuple[dict, str]]:
 # -- one conversation
 
 
-def _checked(value) -> tuple[tuple[Message, ...], str]:
-    """(messages, "") of an object, or ((), why it is no conversation)."""
+def _messages(value) -> tuple[Message, ...]:
+    """The messages of an object. Raises ValueError with the reason if it is no conversation."""
     if not isinstance(value, dict):
-        return (), f"it is {type(value).__name__}, not an object with `messages`"
+        raise ValueError(f"it is {type(value).__name__}, not an object with `messages`")
     listed = value.get("messages", value.get("conversations"))
     if not isinstance(listed, list):
-        return (), "it has no list `messages` or `conversations`"
-    messages = []
-    for number, message in enumerate(listed, start=1):
-        role, content, reason = _message(message)
-        if reason:
-            return (), f"message {number} {reason}"
-        messages.append((role, content))
-    return tuple(messages), _wrong_order([role for role, _ in messages])
+        raise ValueError("it has no list `messages` or `conversations`")
+    messages = tuple(_message(f"message {number}", message) for number, message in enumerate(listed, start=1))
+    _check_order([role for role, _ in messages])
+    return messages
 
 
-def _message(message) -> tuple[str, str, str]:
-    """(role, content, "" or why it is no message)."""
+def _message(name: str, message) -> Message:
     if not isinstance(message, dict):
-        return "", "", f"is {type(message).__name__}, not an object"
+        raise ValueError(f"{name} is {type(message).__name__}, not an object")
     role = message.get("role", message.get("from"))
     content = message.get("content", message.get("value"))
     if not isinstance(role, str):
-        return "", "", "has no `role`"
+        raise ValueError(f"{name} has no `role`")
     if role not in ROLES:
-        return "", "", f"has the unknown role {role[:40]!r}; known are {', '.join(ROLES)}"
+        raise ValueError(f"{name} has the unknown role {role[:40]!r}; known are {', '.join(ROLES)}")
     if not isinstance(content, str):
-        return "", "", "has no `content` that is text"
-    return ROLES[role], content, "" if content.strip() else "is empty"
+        raise ValueError(f"{name} has no `content` that is text")
+    if not content.strip():
+        raise ValueError(f"{name} is empty")
+    return ROLES[role], content
 
 
-def _wrong_order(roles: list[str]) -> str:
-    """What is wrong with the order of turns, or ""."""
+def _check_order(roles: list[str]) -> None:
+    """Raise ValueError if the turns are in a wrong order."""
     turns = roles[1:] if roles[:1] == ["system"] else roles
     if not turns:
-        return "it has no message of the user"
+        raise ValueError("it has no message of the user")
     if "system" in turns:
-        return "a system message comes after the start"
+        raise ValueError("a system message comes after the start")
     for number, role in enumerate(turns):
-        wanted = ("user", "assistant")[number % 2]
-        if role != wanted:
-            return f"two {role} messages in a row" if number else "it begins with the assistant"
-    return "" if len(turns) % 2 == 0 else "it ends with the user, without an answer"
+        if role != ("user", "assistant")[number % 2]:
+            raise ValueError(f"two {role} messages in a row" if number else "it begins with the assistant")
+    if len(turns) % 2:
+        raise ValueError("it ends with the user, without an answer")
