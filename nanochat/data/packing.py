@@ -12,6 +12,7 @@ import itertools
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -123,39 +124,28 @@ def drawn_piece(sizes: list[int], salt: int) -> int:
     return bisect_right(ends, (mixed >> 32) * ends[-1] >> 32)
 
 
+@dataclass
 class Feed:
-    """Gives lanes their documents. It reads every row group of an epoch once, for all its lanes.
+    """Gives lanes their documents. It reads every row group of an epoch once, for all its lanes."""
 
-    order(epoch): the row groups of an epoch. Their documents are numbered from 0 in that order; document n
-    goes to the lane whose share is n mod `stride`. shares: {lane: share}. start: {lane: (epoch, documents of
-    that epoch that the lane has taken)}.
-    """
+    groups: RowGroups
+    seed: int
+    order: Callable[[int], Iterable[int]]  # order(epoch): the row groups of an epoch
+    stride: int  # document n of an epoch, in that order, goes to the lane whose share is n mod stride
+    shares: dict[int, int]  # {lane: share}
+    start: dict[int, tuple[int, int]]  # {lane: (epoch, documents of that epoch that the lane has taken)}
 
-    def __init__(
-        self,
-        groups: RowGroups,
-        seed: int,
-        order: Callable[[int], Iterable[int]],
-        stride: int,
-        shares: dict[int, int],
-        start: dict[int, tuple[int, int]],
-    ):
-        self._groups = groups
-        self._seed = seed
-        self._order = order
-        self._stride = stride
-        self._shares = shares
-        self._start = start
-        self._queues: dict[int, deque] = {lane: deque() for lane in shares}
-        self._epoch = min(epoch for epoch, _ in start.values())
+    def __post_init__(self):
+        self._queues: dict[int, deque] = {lane: deque() for lane in self.shares}
+        self._epoch = min(epoch for epoch, _ in self.start.values())
         self._begin_epoch()
-        earliest = [lane for lane, (epoch, _) in start.items() if epoch == self._epoch]
-        first = min(start[lane][1] * stride + shares[lane] for lane in earliest)  # the next document
+        earliest = [(lane, taken) for lane, (epoch, taken) in self.start.items() if epoch == self._epoch]
+        first = min(taken * self.stride + self.shares[lane] for lane, taken in earliest)  # the next document
         while self._given < first and (group := next(self._coming, None)) is not None:
-            if self._given + groups.sizes[group] > first:
+            if self._given + self.groups.sizes[group] > first:
                 self._coming = itertools.chain([group], self._coming)
                 break
-            self._given += groups.sizes[group]
+            self._given += self.groups.sizes[group]
 
     def next(self, lane: int) -> tuple[int, str] | None:
         """The lane's next (document number in the data set, text); None once at the end of every epoch."""
@@ -165,7 +155,7 @@ class Feed:
         return mine.popleft()
 
     def _begin_epoch(self) -> None:
-        self._coming = iter(self._order(self._epoch))  # the row groups that are still to be read
+        self._coming = iter(self.order(self._epoch))  # the row groups that are still to be read
         self._given = 0  # documents of the epoch in the row groups before those
 
     def _read_group(self) -> None:
@@ -173,25 +163,25 @@ class Feed:
         group = next(self._coming, None)
         if group is None:
             for lane, waiting in self._queues.items():
-                if self._epoch >= self._start[lane][0]:
+                if self._epoch >= self.start[lane][0]:
                     waiting.append(None)
             self._epoch += 1
             self._begin_epoch()
             return
-        size, first_document = self._groups.sizes[group], self._groups.starts[group]
-        shuffled = permutation(size, self._seed, self._epoch, group + 1)
+        size, first_document = self.groups.sizes[group], self.groups.starts[group]
+        shuffled = permutation(size, self.seed, self._epoch, group + 1)
         wanted = {}
-        for lane, share in self._shares.items():
-            epoch, taken = self._start[lane]
+        for lane, share in self.shares.items():
+            epoch, taken = self.start[lane]
             if self._epoch < epoch:
                 continue
-            skip = (share - self._given) % self._stride
+            skip = (share - self._given) % self.stride
             if self._epoch == epoch:  # leave out the documents that were taken before the restart
-                skip += max(0, taken * self._stride + share - (self._given + skip))
-            wanted[lane] = shuffled[skip :: self._stride]
+                skip += max(0, taken * self.stride + share - (self._given + skip))
+            wanted[lane] = shuffled[skip :: self.stride]
         self._given += size
         rows = np.sort(np.concatenate([*wanted.values()]))  # those of this process
-        read = self._groups.read(group, rows if len(rows) < size else None)
+        read = self.groups.read(group, rows if len(rows) < size else None)
         texts = dict(zip(rows.tolist(), read, strict=True))
         for lane, mine in wanted.items():
             self._queues[lane].extend((first_document + i, texts[i]) for i in mine.tolist())
