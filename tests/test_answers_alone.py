@@ -12,17 +12,11 @@ from nanochat.data.conversation_loader import ConversationBatches, ConversationL
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.evals.bits_per_byte import bits_per_byte
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.machine.runtime import Machine
 from nanochat.ops.attention import attention
 
 TOKENIZER = Tokenizer("bytes", [bytes([i]) for i in range(256)], r"[\s\S]")
 SPECIAL, T, ROWS = TOKENIZER.special_tokens, 48, 6
-
-
-class Alone:
-    """A machine of one process."""
-
-    def all_sum(self, values):
-        return values
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +91,6 @@ def test_validation_scores_the_same_targets_by_hand(model):
     token_bytes = torch.from_numpy(TOKENIZER.token_bytes())
     for batch_size in (1, 4, 100):
         batches = ConversationBatches(rendered, TOKENIZER.bos_id, batch_size)
-        found = bits_per_byte(model, batches, token_bytes, torch.float32, Alone())
+        found = bits_per_byte(model, batches, token_bytes, torch.float32, Machine(torch.device("cpu")))
         assert found.bpb == pytest.approx(sum(losses).item() / np.log(2) / answers, rel=1e-5)
     assert sum(counts) == rendered.is_target.sum()
