@@ -72,20 +72,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         match = ADDRESS.fullmatch(path)
         name = (match["file"] if match else None) or path.lstrip("/")
-        self.server.requests.append(
-            (self.command, name, {key.lower(): value for key, value in self.headers.items()})
-        )
+        headers = {key.lower(): value for key, value in self.headers.items()}
+        self.server.requests.append((self.command, name, headers))
         with contextlib.suppress(ConnectionError):
             if match and (refusal := self.refusal(match)):
                 self.send(refusal[0], headers={"X-Error-Code": refusal[1]})
             elif match and not match["file"]:
+                files = self.server.files.items()
                 siblings = [
-                    {"rfilename": n, "size": len(c), "blobId": ""} for n, c in self.server.files.items()
+                    {"rfilename": name, "size": len(content), "blobId": ""} for name, content in files
                 ]
-                self.send(
-                    200,
-                    json.dumps({"id": match["of"], "sha": self.server.commit, "siblings": siblings}).encode(),
-                )
+                info = {"id": match["of"], "sha": self.server.commit, "siblings": siblings}
+                self.send(200, json.dumps(info).encode())
             elif name not in self.server.files:
                 self.send(404, headers={"X-Error-Code": "EntryNotFound", "X-Repo-Commit": self.server.commit})
             else:
@@ -103,10 +101,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         content = self.server.files[name]
         digest = hashlib.sha256(content).hexdigest()
         headers = {"ETag": f'"{digest}"', "X-Repo-Commit": self.server.commit, "Accept-Ranges": "bytes"}
-        headers |= {
-            "X-Xet-Hash": digest,
-            "X-Xet-Refresh-Route": "/no/xet/here",
-        }  # as the Hub offers, not a mirror
+        headers |= {"X-Xet-Hash": digest, "X-Xet-Refresh-Route": "/no/xet/here"}  # as the Hub, not a mirror
         faults = self.server.faults.get(name, []) if self.command == "GET" else []
         fault = faults.pop(0) if faults else ""
         if fault.isdigit():
