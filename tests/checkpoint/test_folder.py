@@ -11,7 +11,7 @@ import pytest
 from helpers import ROOT, check, names_in, save_step
 
 from nanochat import UserError
-from nanochat.checkpoint import changes, find, folder, lock_folder, prune, set_aside
+from nanochat.checkpoint import changes, find, folder, lock_folder, set_aside
 
 # What goes and what stays
 
@@ -60,18 +60,6 @@ def test_a_run_that_continues_from_an_earlier_step_puts_the_later_ones_away(tmp_
     assert names_in(set_aside(run, after=1)) == ["step_000002", "step_000003"]
     assert set_aside(run, after=1) is None
     check(find(run), 1)
-
-
-def test_prune_keeps_the_newest_and_the_permanent_ones(tmp_path):
-    for step in range(1, 8):
-        save_step(tmp_path, step)
-    for keep in (0, -1, 7):
-        prune(tmp_path, keep)
-        assert len(names_in(tmp_path)) == 7
-    prune(tmp_path, 2, permanent_every=3)
-    assert names_in(tmp_path) == [f"step_{n:06d}" for n in (3, 5, 6, 7)]
-    prune(tmp_path, 1)
-    assert names_in(tmp_path) == ["step_000007"]
 
 
 # The same run or another one

@@ -48,16 +48,6 @@ def test_half_precision_weights_come_back_as_float32_and_tied_ones_under_each_na
     assert torch.equal(tied["head.t"], weight.t()) and not tied["wte"].requires_grad
 
 
-def test_the_checkpoint_holds_its_files_and_is_usable_elsewhere(tmp_path):
-    files = {"tokenizer.json": b"{}", "config.json": b'{"depth": 4}'}
-    elsewhere = shutil.copytree(save_step(tmp_path / "run", 3, files=files), tmp_path / "best model")
-    shutil.rmtree(tmp_path / "run")
-    found = find(tmp_path / "run", str(elsewhere))
-    check(found, 3)
-    assert (found.path / "config.json").read_text() == '{"depth": 4}'
-    assert {"tokenizer.json", "config.json"} < set(found.files)
-
-
 @pytest.mark.parametrize(
     ("bad", "error"),
     [
