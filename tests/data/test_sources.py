@@ -11,7 +11,6 @@ import pytest
 from shards import documents, is_validation, write_shard
 
 from nanochat import UserError
-from nanochat.data import dataset as imported
 from nanochat.data import sources as dataset
 from nanochat.data.parquet import Documents, RowGroups
 from nanochat.data.sources import open_dataset
@@ -69,18 +68,6 @@ def test_a_damaged_data_set_is_built_again(library, tmp_path, damage):
     again = open_dataset(base_dir=tmp_path / "base")
     assert again == first and documents(again) == before
     assert os.listdir(tmp_path / "base" / "data") == [first.name]
-
-
-def test_a_build_that_breaks_off_leaves_nothing_that_is_taken_for_data(library, tmp_path, monkeypatch):
-    def fail(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(imported, "_put_in_place", fail)
-        with pytest.raises(KeyboardInterrupt):
-            open_dataset(base_dir=tmp_path / "base")
-    assert os.listdir(tmp_path / "base" / "data") == []
-    assert len(documents(open_dataset(base_dir=tmp_path / "base"))[0]) > 100
 
 
 def _open_in_process(root: str, base_dir: str, barrier, results) -> None:
