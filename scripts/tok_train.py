@@ -7,6 +7,7 @@ Without --out the file is written where base_train looks for a tokenizer of this
 downloaded: the tokenizers of GPT-2 and GPT-4 are compared only if tiktoken has their files on this machine.
 """
 
+import itertools
 import json as json_module
 import sys
 import time
@@ -49,15 +50,10 @@ def samples() -> dict[str, str]:
     import argparse
     import pydoc_data.topics
 
-    validation, left = [], sample_chars
-    for document in Documents(dataset.val_shards):
-        validation.append(document[:left])
-        left -= len(validation[-1])
-        if not left:
-            break
+    validation = itertools.chain.from_iterable(Documents(dataset.val_shards))  # its characters
     english = "\n\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
     return {
-        "validation split": "".join(validation),
+        "validation split": "".join(itertools.islice(validation, sample_chars)),
         "English (Python's manual)": english[:sample_chars],
         "code (argparse.py)": Path(argparse.__file__).read_text("utf-8")[:sample_chars],
         "digits (squares)": " ".join(str(n * n) for n in range(20_000))[:sample_chars],
