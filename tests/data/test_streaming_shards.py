@@ -18,7 +18,7 @@ from watch import Watch
 from nanochat import UserError
 from nanochat.data import packing
 from nanochat.data import streaming_shards as arriving
-from nanochat.data.loader import TrainLoader
+from nanochat.data.loader import TrainLoader, merge_states
 from nanochat.data.streaming_shards import Arrival, ArrivingShards
 
 LENGTHS = [(7 * i) % 23 + 1 for i in range(240)]
@@ -97,8 +97,7 @@ def test_a_restart_anywhere_with_any_number_of_processes_changes_no_row(corpus, 
     expected, _ = run(shards_of(corpus), 100, n_lanes=4, T=12)
     for at in (0, 1, 17, 43, 80):
         first, states = run(shards_of(corpus), at, n_lanes=4, T=12, W=before)
-        lanes = {lane: position for state in states for lane, position in state["lanes"].items()}
-        state = json.loads(json.dumps({**states[0], "lanes": lanes}))
+        state = json.loads(json.dumps(merge_states(states)))
         rest, _ = run(shards_of(corpus), 100 - at, n_lanes=4, T=12, W=after, state=state)
         assert (np.concatenate([first, rest]) == expected).all()
 

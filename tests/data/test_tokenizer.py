@@ -182,18 +182,12 @@ def test_where_the_size_is_not_asked_for_the_text_decides(tmp_path):
     assert open_tokenizer(str(path), 999, tmp_path, lambda: []).fingerprint == small.fingerprint
 
 
-@pytest.fixture
-def encoding(monkeypatch):
-    """A small tiktoken encoding that is known as gpt2."""
+def test_an_encoding_of_tiktoken_is_taken_by_name_with_our_special_tokens(monkeypatch, tmp_path):
     ranks = {bytes([b]): 255 - b for b in range(256)} | {b"ab": 256, b"abc": 258, b"<|": 257}
-    made = tiktoken.Encoding(
+    encoding = tiktoken.Encoding(
         "gpt2", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 259}
     )
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: made)
-    return made
-
-
-def test_an_encoding_of_tiktoken_is_taken_by_name_with_our_special_tokens(encoding, tmp_path):
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
     tokenizer = open_tokenizer("gpt2", 4096, tmp_path, lambda: pytest.fail("trained"))
     text = "abcab <|endoftext|> <|bos|> é"
     assert tokenizer.encode(text).tolist() == encoding.encode_ordinary(text)
