@@ -89,7 +89,6 @@ LINE = '{"text": "fine"}\n'
         ("a.json", '["one",\n\n "two" "three"]', r"a\.json is not JSON \(.*line 3"),
         ("a.json", '["one",\n3]', r"a\.json, item 2 holds int"),
         ("a.json", b'["one",\n"\xe9"]', r"a\.json is not UTF-8 in line 2"),
-        ("a.parquet", "no parquet", r"a\.parquet cannot be read as a parquet file"),
     ],
 )
 def test_an_error_is_one_sentence_with_file_and_place(tmp_path, name, content, message):
