@@ -29,8 +29,9 @@ def user_path(setting: str, value: str | Path) -> Path:
     An empty text would mean the current folder; it often comes from a shell variable that is not set.
     """
     text = str(value)
-    if not text.strip():
-        raise UserError(f"--{setting} has an empty path; name a file or folder")
+    if not text.strip() or "\0" in text:
+        what = "an empty path" if not text.strip() else f"an impossible path, {text!r}"
+        raise UserError(f"--{setting} has {what}; name a file or folder")
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
