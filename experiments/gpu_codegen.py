@@ -200,9 +200,9 @@ def empty_like(value, device):
     return made.requires_grad_(value.requires_grad)
 
 
-def trace(function, args, parameters: int = 0) -> dict:
+def trace(function, args, parameters: list[int] = ()) -> dict:
     """{"forward": (graph, its inputs), "backward": ...} of function(*args); only tensors' forms matter. The
-    first args are the model's `parameters`: they are there in the backward pass, so their casts need not be.
+    args with these indices are `parameters`: they are there in the backward pass, so their casts need not be.
     """
     graphs = {}
 
@@ -218,7 +218,7 @@ def trace(function, args, parameters: int = 0) -> dict:
             return function(*args)
 
     def partition(graph, inputs, **options):
-        options["static_lifetime_input_indices"] = list(range(parameters))
+        options["static_lifetime_input_indices"] = list(parameters)
         return partition_fn(graph, inputs, **options)
 
     traced = aot_function(
@@ -402,22 +402,17 @@ def main():
     kernels = []
     for part in parts:
         own = dict(part.module.named_parameters()) | dict(part.module.named_buffers())
-        # Parameters first: they are there in the backward pass, too
-        is_parameter = [isinstance(tensor, torch.nn.Parameter) for tensor in part.tensors]
-        order = sorted(range(len(part.tensors)), key=lambda i: not is_parameter[i])
-        tensors = [*own.values(), *(part.tensors[i] for i in order)]
+        tensors = [*own.values(), *part.tensors]
         trained = [i for i, tensor in enumerate(tensors) if isinstance(tensor, torch.nn.Parameter)]
         gradients = [torch.empty_like(tensors[i], requires_grad=False) for i in trained]
 
-        def run(*args, part=part, own=own, order=order, trained=trained):
-            for i, gradient in zip(trained, args[len(own) + len(order) :], strict=True):
+        def run(*args, part=part, own=own, trained=trained):
+            args, gradients = args[: len(own) + len(part.tensors)], args[len(own) + len(part.tensors) :]
+            for i, gradient in zip(trained, gradients, strict=True):
                 args[i].grad = gradient  # of the micro-steps before
-            mine, rest = args[: len(own)], args[len(own) : len(own) + len(order)]
-            return part.function(
-                dict(zip(own, mine, strict=True)), *[rest[order.index(i)] for i in range(len(rest))]
-            )
+            return part.function(dict(zip(own, args, strict=False)), *args[len(own) :])
 
-        alive = len(own) + sum(is_parameter)
+        alive = sorted({*range(len(own)), *trained})
         for phase, graph in trace(run, [*tensors, *gradients], alive).items():
             found, code = on_gpu(*graph, phase == "backward")
             kernels += [{"phase": phase, "part": part.name, **launch} for launch in found] * part.times
