@@ -29,6 +29,7 @@ PARAMETER_TABLE = [
     ("x0_scales",               (1,),      "adamw", "scalar_lr",      1.00,   (0.96, 0.95), 1e-5,  0.0),
     ("blocks.*.x_before_scale", (1,),      "adamw", "scalar_lr",      1.00,   (0.96, 0.95), 1e-5,  0.0),
     ("value_embeddings.*",      (2,),      "adamw", "embedding_lr",   0.50,   (0.80, 0.95), 1e-10, 0.15),
+    ("ngrams.triples.weight",   (2,),      "adamw", "embedding_lr",   1.00,   (0.80, 0.95), 1e-10, 4.0),
     ("ngrams.*",                (2,),      "adamw", "embedding_lr",   1.00,   (0.80, 0.95), 1e-10, 1.0),
     ("*embedding.weight",       (2,),      "adamw", "embedding_lr",   1.00,   (0.80, 0.95), 1e-10, 0.3),
     ("*head.weight",            (2,),      "adamw", "unembedding_lr", 1.00,   (0.80, 0.95), 1e-10, 0.3),
