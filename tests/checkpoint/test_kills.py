@@ -7,21 +7,23 @@ torch once for all of them. The scenario forks the processes that are killed.
 
 import multiprocessing
 import os
+import random
 import shutil
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import check, names_in, save_step
+from helpers import check, names_in, numbers, save_step
 
 import nanochat.files
-from nanochat.checkpoint import files, find, folder, lock_folder, prune, save_and_load
+from nanochat.checkpoint import AsyncSaver, background, files, find, folder, lock_folder, prune, save_and_load
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-WATCHED = {module.__file__ for module in (save_and_load, folder, files, nanochat.files, shutil)}
+WATCHED = {module.__file__ for module in (save_and_load, background, folder, files, nanochat.files, shutil)}
 every_line = pytest.mark.parametrize("stride", [9, pytest.param(1, marks=pytest.mark.slow)])
 
 
@@ -147,6 +149,34 @@ def kill_deletions(place, stride):
     killed_at_each_line(place, stride, prepare, lambda run: find(run, "never"), after_set_aside)
 
 
+def kill_background_saves(place):
+    run = place / "run"
+
+    def train():
+        lock_folder(run)
+        step = found.step if (found := find(run)) else 0
+        saver = AsyncSaver(run)
+        while True:
+            step += 1
+            what = dict(model={"wte": numbers(step), "big": torch.zeros(1_000_000)}, state={"step": step})
+            what["optimizer"] = {"wte.momentum": numbers(step + 1000)}
+            saver.submit(step, **what, after_publish=lambda: prune(run, 2))
+
+    reached, kills, draw = 0, 0, random.Random(0)
+    while kills < 8 or (reached < 4 and kills < 50):
+        kills += 1
+        pid = fork(train)
+        time.sleep(draw.uniform(0.02, 0.2) * (1 + kills / 8))  # a busy machine needs longer for a save
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        if found := find(run, say=sys.exit):
+            check(found, found.step)
+            assert found.step >= reached
+            reached = found.step
+    lock_folder(run)
+    assert reached > 3 and len(names_in(run)) <= 4, names_in(run)
+
+
 @every_line
 def test_killed_at_any_line_of_a_save_the_new_or_the_old_checkpoint_stands(in_fresh_process, memory, stride):
     in_fresh_process(kill_saves, memory, stride)
@@ -160,3 +190,7 @@ def test_killed_at_any_line_of_a_replacement_one_of_the_two_stands(in_fresh_proc
 @every_line
 def test_killed_at_any_line_of_a_deletion_or_setting_aside_no_half_is_left(in_fresh_process, memory, stride):
     in_fresh_process(kill_deletions, memory, stride)
+
+
+def test_killed_at_random_moments_of_background_saves_the_newest_one_is_good(in_fresh_process, memory):
+    in_fresh_process(kill_background_saves, memory)
