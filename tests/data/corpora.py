@@ -59,7 +59,9 @@ class Corpus:
         return [flat(dealt[lane::n_lanes]) for lane in range(n_lanes)]
 
 
-def run(shards, steps, *, n_lanes, T, B=None, W=1, seed=0, state=None) -> tuple[np.ndarray, list]:
+def run(
+    shards, steps, *, n_lanes, T, B=None, W=1, seed=0, state=None, tokenizer=None
+) -> tuple[np.ndarray, list]:
     """The rows of `steps` global batches, (steps, n_lanes, T + 1), put together from W ranks, and states.
 
     B is the rows of a micro-batch (None: all rows of a process at once).
@@ -68,7 +70,9 @@ def run(shards, steps, *, n_lanes, T, B=None, W=1, seed=0, state=None) -> tuple[
     states = []
     B = B or n_lanes // W
     for rank in range(W):
-        with TrainLoader(shards, Numbers(), n_lanes, T, B, rank, W, seed=seed, state=state) as loader:
+        with TrainLoader(
+            shards, tokenizer or Numbers(), n_lanes, T, B, rank, W, seed=seed, state=state
+        ) as loader:
             for step in range(steps):
                 batches = [next(loader) for _ in range(n_lanes // W // B)]
                 inputs = torch.cat([inputs for inputs, _ in batches])

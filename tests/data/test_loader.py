@@ -141,6 +141,22 @@ def test_a_restart_where_the_lanes_are_in_different_epochs_changes_nothing(tmp_p
         assert np.array_equal(run(shards, 120 - steps, n_lanes=4, T=16, state=state)[0], expected[steps:])
 
 
+def test_rows_of_real_text_say_what_the_documents_say(real):
+    shards, tokenizer, texts = real
+    rows = run(shards, 40, n_lanes=8, T=128, tokenizer=tokenizer)[0].reshape(-1, 129)
+    known = {tuple(tokenizer.encode(text).tolist()) for text in texts}
+    whole = 0
+    for row in rows:
+        starts = np.flatnonzero(row == tokenizer.bos_id)
+        assert starts[0] == 0
+        whole += sum(tuple(piece[1:].tolist()) in known for piece in np.split(row, starts[1:]))
+    assert whole > 0
+    text = "".join(texts)
+    for row in rows[:20]:
+        for piece in np.split(row, np.flatnonzero(row == tokenizer.bos_id)):
+            assert tokenizer.decode(piece[1:]).strip("�") in text
+
+
 def test_a_document_much_longer_than_the_buffer_is_streamed(tmp_path):
     corpus = Corpus(tmp_path, [200_000, 3, 1, 0, 500, 2000], 2)  # the buffer holds 256 x 129 tokens
     rows, _ = run(corpus.shards, 1620, n_lanes=1, T=128)

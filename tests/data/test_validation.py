@@ -1,9 +1,7 @@
 """Validation batches: every token is scored once, whatever the batch size and the number of processes."""
 
 import itertools
-import json
 import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,11 +9,11 @@ import torch
 from corpora import BOS, Corpus, Numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shards import flat, write_shard
+from shards import flat
 
 from nanochat import UserError
 from nanochat.data.parquet import Documents
-from nanochat.data.tokenizer import Tokenizer, train
+from nanochat.data.tokenizer import Tokenizer
 from nanochat.data.validation import ValidationBatches, tokenize_validation
 
 
@@ -64,11 +62,8 @@ def test_windows_of_like_lengths_share_a_batch_and_the_processes_share_the_windo
     assert len({len(n) for n in seen}) <= 2 and max(map(sum, seen)) < 1.03 * min(map(sum, seen))
 
 
-def test_real_text_is_tokenized_once_for_any_number_of_iterations_and_all_its_bytes_count(
-    tmp_path, monkeypatch
-):
-    texts = [path.read_text("utf-8") for path in sorted(Path(json.__file__).parent.glob("*.py"))]
-    shards, tokenizer = [write_shard(tmp_path / "a.parquet", texts, row_group_size=2)], train(texts, 600)
+def test_real_text_is_tokenized_once_for_any_number_of_iterations_and_all_its_bytes_count(real, monkeypatch):
+    shards, tokenizer, _ = real
     sizes = torch.from_numpy(tokenizer.token_bytes())
     batches = ValidationBatches(tokenize_validation(shards, tokenizer), 64, 4)
     monkeypatch.setattr(Tokenizer, "encode", lambda *_: pytest.fail("tokenized again"))
