@@ -364,7 +364,7 @@ def ours(job: dict) -> tuple[torch.nn.Module, list[Part]]:
     beginning = torch.nn.Module()
     beginning.register_buffer("cos", model.cos)
     beginning.register_buffer("sin", model.sin)
-    beginning.ngrams, beginning.x0_scales = model.ngrams, model.x0_scales
+    beginning.bigram_embedding, beginning.x0_scales = model.bigram_embedding, model.x0_scales
     beginning.blocks = torch.nn.ModuleList(torch.nn.Module() for _ in model.blocks)
     for mine, block in zip(beginning.blocks, model.blocks, strict=True):
         mine.x_before_gate = block.x_before_gate

@@ -29,8 +29,7 @@ PARAMETER_TABLE = [
     ("x0_scales",               (1,),      "adamw", "scalar_lr",      1.00,   (0.96, 0.95), 1e-5,  0.0),
     ("blocks.*.x_before_scale", (1,),      "adamw", "scalar_lr",      1.00,   (0.96, 0.95), 1e-5,  0.0),
     ("value_embeddings.*",      (2,),      "adamw", "embedding_lr",   0.50,   (0.80, 0.95), 1e-10, 0.15),
-    ("ngrams.triples.weight",   (2,),      "adamw", "embedding_lr",   1.00,   (0.80, 0.95), 1e-10, 4.0),
-    ("ngrams.*",                (2,),      "adamw", "embedding_lr",   1.00,   (0.80, 0.95), 1e-10, 1.0),
+    ("bigram_embedding.weight", (2,),      "adamw", "embedding_lr",   1.00,   (0.80, 0.95), 1e-10, 1.0),
     ("*embedding.weight",       (2,),      "adamw", "embedding_lr",   1.00,   (0.80, 0.95), 1e-10, 0.3),
     ("*head.weight",            (2,),      "adamw", "unembedding_lr", 1.00,   (0.80, 0.95), 1e-10, 0.3),
     ("blocks.*",                (2,),      "muon",  "matrix_lr",      1.00,   (0.95, 0.90), 0.0,   1.0),
@@ -99,7 +98,7 @@ class MuonAdamW(ShardedOptimizer):
             self.state[p] = {"momentum": state[0], "second_moment": state[1]}
 
     def zero_grad(self, set_to_none: bool = True):
-        """In a single process the gradients of tables stay, as zeros: tables.look_up adds to them."""
+        """In a single process the gradients of tables stay, as zeros: operators.look_up adds to them."""
         self._zero_grad(set_to_none)
         for p, gradient in self.kept_gradients.items():
             p.grad = gradient.zero_()
