@@ -88,6 +88,7 @@ class TrainLoader:
         self._ahead: deque = deque()  # steps after the current one, and perhaps an error as the last
         self._positions = dict(zip(lanes, positions, strict=True))  # after the last complete step
         self.epoch = min(p["epoch"] for p in positions)  # the earliest of this process's lanes, from 0
+        self._process = os.getpid()
         self.wait_s = 0.0  # seconds that next() has waited for data, in all
         self._start_thread((groups, tokenizer, rows_per_step, seed, lanes, positions, max_seq_len + 1))
 
@@ -106,7 +107,7 @@ class TrainLoader:
             daemon=True,
         )
         # The thread holds no reference to self. So it stops when the loader is deleted and when Python ends.
-        self._stop = weakref.finalize(self, _stop, thread, self._free, os.getpid(), packer[0].cancel)
+        self._stop = weakref.finalize(self, _stop, thread, self._free, self._process, packer[0].cancel)
         thread.start()
 
     def __iter__(self) -> "TrainLoader":
@@ -138,6 +139,8 @@ class TrainLoader:
     def _fetch_step(self) -> None:
         if not self._stop.alive:
             raise RuntimeError("this loader is closed")
+        if os.getpid() != self._process:  # after a fork the child has no thread that fills the queue
+            raise RuntimeError("this loader belongs to the process that made it; make one in each process")
         start = time.perf_counter()
         item = self._ahead.popleft() if self._ahead else self._take()
         if self._arrival and not isinstance(item, BaseException):

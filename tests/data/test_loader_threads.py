@@ -2,6 +2,8 @@
 
 import gc
 import json
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -101,6 +103,23 @@ def test_waiting_is_counted_and_epochs_are_told(tmp_path, monkeypatch):
 
 
 # -- processes
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_fork_cannot_use_its_parents_loader_which_goes_on(shards):
+    with TrainLoader(shards, Numbers(), 4, 8, 4) as loader:
+        next(loader)
+        child = os.fork()
+        if not child:
+            signal.alarm(300)  # ends a child that waits for a thread which it does not have
+            try:
+                next(loader)
+            except RuntimeError as error:
+                os._exit("make one in each process" not in str(error))
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        next(loader)
 
 
 def test_the_threads_that_save_and_load_use_the_gpu_of_their_process(shards, tmp_path, monkeypatch):
