@@ -26,7 +26,9 @@ import io
 import operator
 import os
 import re
+import select
 import shutil
+import stat
 import sys
 import textwrap
 import tokenize
@@ -45,6 +47,7 @@ OPERATORS |= {ast.FloorDiv: operator.floordiv, ast.UAdd: operator.pos, ast.USub:
 OPERATORS[ast.Pow] = lambda base, exponent: float(base) ** exponent if exponent > 1024 else base**exponent
 LARGEST = 1e308  # the largest number that is accepted, so that every integer fits into a float
 MAX_FILE_BYTES = 100_000  # the largest config file
+PIPE_S = 10  # seconds to wait for a config file that another program writes into a pipe
 MAX_COLUMN = 28  # the rightmost column where help texts begin; a longer --name=default sticks out
 # How --help names a type, and how an error describes it
 TYPES = {int: ("int", "a whole number"), float: ("float", "a number"), str: ("text", "text")}
@@ -256,7 +259,11 @@ def _read_file(path, names, errors):
     if path.startswith("runs/") and not os.path.exists(path):  # an installed copy has its recipes beside it
         where = os.path.join(os.path.dirname(__file__), path)
     try:
-        with open(where, "rb") as file:
+        with open(where, "rb", opener=_without_waiting) as file:
+            if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
+                if not select.select([file], [], [], PIPE_S)[0]:
+                    raise ValueError("it is a pipe to which no program writes")
+                os.set_blocking(file.fileno(), True)
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
             raise ValueError(f"over {MAX_FILE_BYTES:,} bytes, which is too long")
@@ -276,6 +283,11 @@ def _read_file(path, names, errors):
         elif statement is not body[0] or ast.get_docstring(ast.Module(body, [])) is None:
             errors.append(f"{place}: a config file holds lines of name = value, and nothing else")
     return given
+
+
+def _without_waiting(path, flags):
+    """An opener: to open a pipe would wait for the program that writes to it."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _expression(text, kind):

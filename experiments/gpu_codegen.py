@@ -17,7 +17,7 @@ import contextlib
 import copy
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -200,7 +200,7 @@ def empty_like(value, device):
     return made.requires_grad_(value.requires_grad)
 
 
-def trace(function, args, parameters: list[int] = ()) -> dict:
+def trace(function, args, parameters: Sequence[int] = ()) -> dict:
     """{"forward": (graph, its inputs), "backward": ...} of function(*args); only tensors' forms matter. The
     args with these indices are `parameters`: they are there in the backward pass, so their casts need not be.
     """

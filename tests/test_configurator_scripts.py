@@ -187,8 +187,12 @@ def test_what_a_machine_refuses_is_a_sentence_and_a_mistake_in_the_code_is_none(
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes of POSIX")
-def test_a_config_file_may_come_from_a_program(folder, capsys):
+def test_a_config_file_comes_from_a_program_and_a_pipe_without_one_is_refused(folder, capsys, monkeypatch):
+    monkeypatch.setattr(configurator, "PIPE_S", 0.1)
     os.mkfifo("settings.py")
+    status, _, said = stopped(capsys, "settings.py")
+    assert status == 2 and "settings.py: it is a pipe to which no program writes" in said
+    monkeypatch.setattr(configurator, "PIPE_S", 60)
     writer = threading.Thread(target=lambda: Path("settings.py").write_text("depht = 7"))
     writer.start()
     assert "settings.py:1: unknown setting depht" in stopped(capsys, "settings.py")[2]
