@@ -1,26 +1,23 @@
 """PyTorch's compiler writes its code for an H100 on a machine without a GPU, and its kernels are counted.
 
-`traffic_speed.py` starts this file once for our model and once for karpathy/nanochat's, each in a process of
-its own, because what stands under "A GPU that is not there" changes torch for the whole process:
-
-    python -m experiments.gpu_codegen JOB    # a JSON object; PYTHONPATH says whose `nanochat` it is
+`traffic_speed.py` calls `count` once for our model and once for karpathy/nanochat's, each in a process of its
+own, because what stands under "A GPU that is not there" changes torch for the whole process.
 
 The forward and the backward graph of one micro-step are traced on tensors without data (fake tensors). With
 torch's build for CPUs these are CPU tensors, so while the model runs, it reads "cuda" where it asks a tensor
 for its device. The graphs are then moved to fake CUDA tensors and given to Inductor, which believes that it
 has an H100 and is stopped before Triton compiles. Its schedule says what each kernel reads and writes, by the
 rules of `kernel_bytes.py`. An operator of ours that is written in PyTorch (PYTHON) is run on tensors without
-data, and its calls are counted. The last line of stdout is a JSON object.
+data, and its calls are counted.
 """
 
 import contextlib
 import copy
-import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import torch
 import torch._functorch.config
@@ -36,7 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from experiments.kernel_bytes import Calls, scheduled, tensors_in
 from experiments.sides import peer_config
@@ -293,18 +290,20 @@ def calls_inside(function, args) -> list[dict]:
 # The two models
 
 
-class Part(NamedTuple):
-    """What is compiled by itself: a function of a module's parameters {name: tensor} and of tensors."""
+@dataclass
+class Part:
+    """What is compiled by itself: a function that reads a module's parameters, and what it is called with."""
 
     name: str
     function: Callable
     module: torch.nn.Module
-    tensors: list
+    args: tuple
     times: int = 1  # in a micro-step
 
 
 def ours(job: dict) -> tuple[torch.nn.Module, list[Part]]:
-    """Our model and its parts, as compiling.compile_parts compiles them."""
+    """Our model and its parts, as compiling.compile_parts compiles them. A forward pass calls them, and so
+    says what their arguments are; blocks with arguments and windows of one kind are one part."""
     from nanochat.gpt import GPT
     from nanochat.ops import kernels, loss
     from nanochat.plan import scaling
@@ -314,106 +313,85 @@ def ours(job: dict) -> tuple[torch.nn.Module, list[Part]]:
     shape = (
         job[n] for n in ("depth", "aspect_ratio", "head_dim", "max_seq_len", "vocab_size", "window_pattern")
     )
-    model = GPT(scaling.model_config(*shape))
-    model.init_rotary()
+    mode, parts = FakeTensorMode(), {}
+    with mode:
+        model = GPT(scaling.model_config(*shape))
+        model.init_rotary()
     for module in model.modules():
         if hasattr(module, "attend"):
             module.attend = lambda q, k, v, *_: attention(q, k, v)[0]
 
-    def in_bfloat16(function):
-        def called(*args):
-            with torch.autocast("cpu", torch.bfloat16), torch.autocast("cuda", torch.bfloat16):
-                return function(*args)
+    def record(name: str, module: torch.nn.Module, method: str, kind: object):
+        function = getattr(module, method)
 
-        return called
+        def recorded(*args):
+            key = kind, str(tree_map(type, args))
+            part = parts.setdefault(key, Part(name, in_bfloat16(function), module, args, times=0))
+            part.times += 1
+            return function(*args)
 
-    def block_part(i: int, times: int) -> Part:
-        table = str(i) in model.value_embeddings
-        last = i == model.config.depth - 1
-        inputs = [x, x, gate, *rotary, *[x] * last]
-        if table:
-            inputs += [idx, model.value_embeddings[str(i)].weight]
-        elif model.config.has_value_embedding(i):
-            inputs += [x]
+        setattr(module, method, recorded)
 
-        def run(parameters, x, branch, gate, cos, sin, *rest):
-            share, value = (rest[0], rest[1:]) if last else (None, rest)
-            value = (value[1], value[0]) if table else value[0] if value else None
-            args = x, branch, gate, share, value, (cos, sin)
-            return torch.func.functional_call(model.blocks[i], parameters, args)
-
-        return Part(f"block_{i}", in_bfloat16(run), model.blocks[i], inputs, times)
-
-    B, T = job["device_batch_size"], job["max_seq_len"]
-    idx = torch.empty(B, T, dtype=torch.int64)
-    x = torch.empty(B, T, model.config.width, dtype=torch.bfloat16, requires_grad=True)
-    gate = torch.empty(B, T, 1, dtype=torch.bfloat16, requires_grad=True)
-    rotary = [torch.empty(T, 1, model.config.head_dim, dtype=torch.bfloat16)] * 2
-    tables = [model.embedding.weight, model.head.weight]
-    nothing = torch.nn.Module()
-    kinds = {}
-    for i in range(job["depth"]):
-        values = str(i) in model.value_embeddings, model.config.has_value_embedding(i)
-        kind = values, model.config.windows[i], i == job["depth"] - 1
-        kinds.setdefault(kind, []).append(i)
-
-    def begin(own, *args):
-        with _reparametrize_module(model, own):
-            return model.begin(*args, None, None)
-
-    beginning = torch.nn.Module()
-    beginning.register_buffer("cos", model.cos)
-    beginning.register_buffer("sin", model.sin)
-    beginning.bigram_embedding, beginning.x0_scales = model.bigram_embedding, model.x0_scales
-    beginning.blocks = torch.nn.ModuleList(torch.nn.Module() for _ in model.blocks)
-    for mine, block in zip(beginning.blocks, model.blocks, strict=True):
-        mine.x_before_gate = block.x_before_gate
-    parts = [Part("begin", in_bfloat16(begin), beginning, [*tables, idx])]
-    parts += [block_part(layers[0], len(layers)) for layers in kinds.values()]
-
-    def end(_, x, branch, head, targets):
-        return model.end(x, branch, head, targets, "mean", None)
-
-    parts.append(Part("end", in_bfloat16(end), nothing, [x, x, tables[1], idx]))
-    return model, parts
+    for i, block in enumerate(model.blocks):
+        record(f"block_{i}", block, "forward", block.attention.window)
+    for method in ("begin", "end"):
+        record(method, model, method, method)
+    with mode, ReadsCuda("cpu"):
+        in_bfloat16(model)(*tokens_of(job))
+    return model, list(parts.values())
 
 
-def peer(job: dict):
-    """The peer's model and the function of its micro-step; its attention has FlashAttention 3's interface."""
+def in_bfloat16(function):
+    def called(*args):
+        with torch.autocast("cpu", torch.bfloat16), torch.autocast("cuda", torch.bfloat16):
+            return function(*args)
+
+    return called
+
+
+def tokens_of(job: dict) -> list[torch.Tensor]:
+    """Inputs and targets of a micro-batch."""
+    return [torch.empty(job["device_batch_size"], job["max_seq_len"], dtype=torch.int64) for _ in range(2)]
+
+
+def peer(job: dict) -> tuple[torch.nn.Module, list[Part]]:
+    """The peer's model, which is compiled as a whole; its attention has FlashAttention 3's interface."""
     flash = SimpleNamespace(flash_attn_func=lambda q, k, v, **_: attention(q, k, v)[0])
     sys.modules["nanochat.flash_attention"] = SimpleNamespace(flash_attn=flash)  # it would download a kernel
     from nanochat.gpt import GPT, GPTConfig
 
-    model = GPT(GPTConfig(**peer_config(job)))
-    model.init_weights()  # it casts the embeddings
-    tokens = [torch.empty(job["device_batch_size"], job["max_seq_len"], dtype=torch.int64)] * 2
-
-    def run(parameters, *tokens):
-        return torch.func.functional_call(model, parameters, tokens)
-
-    return model, [Part("model", run, model, tokens)]
-
-
-def main():
-    job = json.loads(sys.argv[1])
-    pretend()
     with torch.device("meta"):
-        model, parts = {"ours": ours, "peer": peer}[job["whose"]](job)
-    kernels = []
+        model = GPT(GPTConfig(**peer_config(job)))
+        model.init_weights()  # it casts the embeddings
+        return model, [Part("model", model, model, tokens_of(job))]
+
+
+def graphs_of(part: Part) -> dict:
+    """The result of `trace` for a part, in a micro-step that is not the first."""
+    own = dict(part.module.named_parameters()) | dict(part.module.named_buffers())
+    leaves, structure = tree_flatten(part.args)
+    function, tensors = of_tensors(lambda *leaves: part.function(*tree_unflatten(leaves, structure)), leaves)
+    tensors = [*own.values(), *tensors]
+    trained = [i for i, tensor in enumerate(tensors) if isinstance(tensor, torch.nn.Parameter)]
+
+    def run(*args):
+        args, gradients = args[: len(tensors)], args[len(tensors) :]
+        for i, gradient in zip(trained, gradients, strict=True):
+            args[i].grad = gradient  # of the micro-steps before
+        with _reparametrize_module(part.module, dict(zip(own, args, strict=False))):
+            return function(*args[len(own) :])
+
+    gradients = [torch.empty_like(tensors[i], requires_grad=False) for i in trained]
+    return trace(run, [*tensors, *gradients], sorted({*range(len(own)), *trained}))
+
+
+def count(job: dict) -> dict:
+    """The kernels of a micro-step, and the bytes of each gradient that autograd adds up by itself."""
+    pretend()
+    model, parts = {"ours": ours, "peer": peer}[job["whose"]](job)
+    kernels: list[dict] = []
     for part in parts:
-        own = dict(part.module.named_parameters()) | dict(part.module.named_buffers())
-        tensors = [*own.values(), *part.tensors]
-        trained = [i for i, tensor in enumerate(tensors) if isinstance(tensor, torch.nn.Parameter)]
-        gradients = [torch.empty_like(tensors[i], requires_grad=False) for i in trained]
-
-        def run(*args, part=part, own=own, trained=trained):
-            args, gradients = args[: len(own) + len(part.tensors)], args[len(own) + len(part.tensors) :]
-            for i, gradient in zip(trained, gradients, strict=True):
-                args[i].grad = gradient  # of the micro-steps before
-            return part.function(dict(zip(own, args, strict=False)), *args[len(own) :])
-
-        alive = sorted({*range(len(own)), *trained})
-        for phase, graph in trace(run, [*tensors, *gradients], alive).items():
+        for phase, graph in graphs_of(part).items():
             found, code = on_gpu(*graph, phase == "backward")
             kernels += [{"phase": phase, "part": part.name, **launch} for launch in found] * part.times
             if job["folder"]:
@@ -422,8 +400,4 @@ def main():
     added_to = torch.nn.Embedding if job["whose"] == "ours" else ()
     others = [module for module in model.modules() if not isinstance(module, added_to)]
     gradients = [p.nbytes for module in others for p in module.parameters(recurse=False)]
-    print(json.dumps({"kernels": kernels, "gradients": gradients}))
-
-
-if __name__ == "__main__":
-    main()
+    return {"kernels": kernels, "gradients": gradients}

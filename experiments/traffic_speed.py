@@ -10,15 +10,11 @@ On a GPU a run times our kernels by hand and uses those that are faster (`kernel
 use, or those that --parts names: --parts=loss,head; --parts=none.
 """
 
-import json
 import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
-from experiments.sides import ROOT, peer_folder
+from experiments.sides import ROOT, Side, peer_folder, threads
 from nanochat import UserError
 from nanochat.files import user_path
 from nanochat.ops.kernels import PROBES
@@ -52,10 +48,9 @@ def bench(settings: dict) -> dict:
     place = user_path("folder", settings["folder"]).resolve() if settings["folder"] else None
     if place:
         place.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor() as pool:
-        counted = list(
-            pool.map(lambda side: count(*side, settings | {"kernels": used}, place), folders.items())
-        )
+    settings = settings | {"kernels": used}
+    with threads() as pool:
+        counted = list(pool.map(lambda side: count(*side, settings, place), folders.items()))
     tokens, found = settings["device_batch_size"] * settings["max_seq_len"], {}
     for side, answer in zip(folders, counted, strict=True):
         of_side, gradients = answer["kernels"], answer["gradients"]
@@ -74,16 +69,13 @@ def bench(settings: dict) -> dict:
 
 
 def count(side: str, folder: Path, settings: dict, place: Path | None) -> dict:
-    """The answer of a process of gpu_codegen.py: the kernels of a micro-step, and the bytes of each gradient.
+    """gpu_codegen.count in a process of its own: the kernels of a micro-step, and the bytes of each gradient.
     Raises RuntimeError if it fails."""
     job = {name: settings[name] for name in JOB} | {"whose": side, "folder": place and str(place)}
-    command = [sys.executable, "-m", "experiments.gpu_codegen", json.dumps(job)]
-    path = os.pathsep.join((str(folder), str(ROOT)))
-    environment = os.environ | {"PYTHONPATH": path, "NANOCHAT_DTYPE": "bfloat16"}
-    done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise RuntimeError(f"the process of {side} ended; its message stands above")
-    return json.loads(done.stdout.splitlines()[-1])
+    path = os.pathsep.join((str(folder), str(ROOT)))  # the first has the `nanochat` that is counted
+    job |= {"dtype": "bfloat16", "environment": {"PYTHONPATH": path}, "arguments": {}}
+    with Side("experiments.gpu_codegen.count", job, folder) as process:
+        return process.facts
 
 
 def kind_of(kernel: dict) -> str:
@@ -111,11 +103,9 @@ def figures(kernels: list[dict]) -> dict[str, float]:
 
 def kinds(kernels: list[dict]) -> dict[str, dict]:
     """{kind of kernel: its bytes a token, how many}, most bytes first."""
-    found = {}
-    for kernel in sorted(kernels, key=lambda k: k["kind"]):
-        of_kind = found.setdefault(kernel["kind"], {"bytes": 0, "launches": 0})
-        of_kind["bytes"] += kernel["bytes"]
-        of_kind["launches"] += 1
+    names = sorted({kernel["kind"] for kernel in kernels})
+    sizes = {kind: [kernel["bytes"] for kernel in kernels if kernel["kind"] == kind] for kind in names}
+    found = {kind: {"bytes": sum(some), "launches": len(some)} for kind, some in sizes.items()}
     return dict(sorted(found.items(), key=lambda item: -item[1]["bytes"]))
 
 
