@@ -16,6 +16,7 @@ import copy
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,26 +47,12 @@ PYTHON: dict = {}  # our operators that are written in PyTorch: {name: its funct
 # A GPU that is not there
 
 
-class FakeDriver:
-    """What Triton asks its driver for, of an H100."""
-
-    def get_current_target(self):
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_active_torch_device(self):
-        return CUDA
-
-
 def pretend():
     """Change torch so that Inductor writes code for an H100. Nothing can run any more."""
     import torch._dynamo.device_interface
     import torch._dynamo.utils
     import torch._functorch.aot_autograd
+    from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
     h100 = SimpleNamespace(
@@ -79,22 +66,20 @@ def pretend():
         "is_available": True, "device_count": 1, "current_device": 0, "get_device_properties": h100,
         "get_device_capability": (9, 0), "is_initialized": True, "is_bf16_supported": True,
         "get_compute_capability": 90, "raise_if_triton_unavailable": None, "is_triton_capable": True,
+        "_lazy_init": None, "synchronize": None, "set_device": None, "set_rng_state": None,
+        "get_rng_state": None, "_exchange_device": None, "_maybe_exchange_device": None,
     }  # fmt: skip
-    nothing = (
-        "_lazy_init",
-        "synchronize",
-        "set_device",
-        "set_rng_state",
-        "get_rng_state",
-        "_exchange_device",
-    )
     interface = torch._dynamo.device_interface.CudaInterface
-    for name, value in (answers | dict.fromkeys((*nothing, "_maybe_exchange_device"))).items():
+    for name, value in answers.items():
         answer = lambda *_, value=value, **__: value  # noqa: E731
         for place in (torch.cuda, interface, interface.Worker):
             if hasattr(place, name):
                 setattr(place, name, answer if place is torch.cuda else staticmethod(answer))
-    driver._active = FakeDriver()
+    driver._active = SimpleNamespace(  # what Triton asks for
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_active_torch_device=lambda: CUDA,
+    )
     for module in (torch._dynamo.utils, torch._functorch.aot_autograd):
         module.preserve_rng_state = contextlib.nullcontext
     torch._subclasses.fake_tensor.init_gpu_context = lambda device: None
@@ -203,12 +188,9 @@ def trace(function, args, parameters: Sequence[int] = ()) -> dict:
     """
     graphs = {}
 
-    def keep(phase):
-        def compiler(graph, inputs):
-            graphs[phase] = copy.deepcopy(graph), inputs
-            return make_boxed_func(graph)
-
-        return compiler
+    def keep(phase, graph, inputs):
+        graphs[phase] = copy.deepcopy(graph), inputs
+        return make_boxed_func(graph)
 
     def as_on_cuda(*args):
         with ReadsCuda("cpu"):
@@ -220,8 +202,8 @@ def trace(function, args, parameters: Sequence[int] = ()) -> dict:
 
     traced = aot_function(
         as_on_cuda,
-        keep("forward"),
-        keep("backward"),
+        partial(keep, "forward"),
+        partial(keep, "backward"),
         partition_fn=partition,
         decompositions=select_decomp_table(),
         keep_inference_input_mutations=True,
