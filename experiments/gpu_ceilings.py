@@ -42,12 +42,11 @@ def products(job: dict, depths: list[int]) -> dict:
     for depth in depths:
         rows = linear_layers(model_job(job, depth))
         found = {name: product_speeds(*shape, dtype, device) for name, (shape, _) in rows.items()}
-        spent = sum(count * sum(found[name].values()) for name, (_, count) in rows.items())
+        spent = sum(count * sum(found[name]) for name, (_, count) in rows.items())
         work = sum(count * 6 * N * K * M for (N, K, M), count in rows.values())
         tflops = work / spent / 1e12
         by_layer = {
-            name: [2 * N * K * M / s / 1e12 for s in found[name].values()]
-            for name, ((N, K, M), _) in rows.items()
+            name: [2 * N * K * M / s / 1e12 for s in found[name]] for name, ((N, K, M), _) in rows.items()
         }
         result[f"d{depth}"] = {"tflops": tflops, "mfu_ceiling": tflops * 1e12 / peak, "by_layer": by_layer}
     return result
@@ -65,15 +64,13 @@ def linear_layers(shape: dict) -> dict[str, tuple[tuple[int, int, int], int]]:
     }
 
 
-def product_speeds(N: int, K: int, M: int, dtype, device) -> dict[str, float]:
-    """Seconds of the three products of a linear layer with K inputs and M outputs on N tokens."""
+def product_speeds(N: int, K: int, M: int, dtype, device) -> list[float]:
+    """Seconds of the three products of a linear layer with K inputs and M outputs on N tokens: forward, those
+    of the input's gradient, and of the weight's."""
     x, grad = (torch.randn(N, size, device=device).to(dtype) for size in (K, M))
     weight = torch.randn(M, K, device=device).to(dtype)
-    return {
-        "forward": seconds_of(lambda: x @ weight.t()),
-        "input gradient": seconds_of(lambda: grad @ weight),
-        "weight gradient": seconds_of(lambda: grad.t() @ x),
-    }
+    actions = (lambda: x @ weight.t(), lambda: grad @ weight, lambda: grad.t() @ x)
+    return [seconds_of(action) for action in actions]
 
 
 def copy_speed(device: torch.device, size: int) -> float:

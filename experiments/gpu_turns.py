@@ -57,13 +57,11 @@ class Report:
 
 def rounded(value):
     """Floats to 4 digits; JSON has no infinity and no NaN, so these become words."""
-    if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [rounded(item) for item in value]
-    if isinstance(value, float):
-        return float(f"{value:.4g}") if math.isfinite(value) else str(value)
-    return value
+    return json.loads(
+        json.dumps(value),
+        parse_float=lambda number: float(f"{float(number):.4g}"),
+        parse_constant=lambda name: str(float(name)),
+    )
 
 
 @dataclass(eq=False)
