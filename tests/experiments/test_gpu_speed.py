@@ -3,8 +3,7 @@
 import contextlib
 import json
 import re
-import time
-from dataclasses import replace
+import threading
 
 import filelock
 import pytest
@@ -13,10 +12,9 @@ from helpers import assert_ended
 from watch import Watch
 
 from experiments import gpu_parts, gpu_variants, sides
-from experiments.gpu_speed import PARTS, Part, bench, run_part, run_parts
+from experiments.gpu_speed import PARTS, Part, bench, run_parts
 from experiments.gpu_turns import Report, Turns
 from nanochat import UserError
-from nanochat.machine import runtime
 
 CPU = {"device": "cpu", "small": True, "peer": None}
 
@@ -36,22 +34,8 @@ def pool():
         yield pool
 
 
-@pytest.fixture
-def programs(tmp_path, monkeypatch):
-    """Functions that stand in for parts, by their source: makes a part of each."""
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
-    def parts(code: str, **more) -> list[Part]:
-        (tmp_path / "stand_ins.py").write_text(code)
-        names = re.findall(r"^def (\w+)", code, re.MULTILINE)
-        return [Part(name, f"stand_ins.{name}", 100, **more) for name in names]
-
-    return parts
-
-
-def test_a_part_that_raises_hangs_or_dies_does_not_stop_the_others(programs, pool):
-    parts = programs("""
-import os, signal, time
+STAND_INS = """
+import os, pathlib, signal, subprocess, time
 
 def raises(job):
     print("begun")
@@ -61,6 +45,8 @@ def hangs(job):
     time.sleep(600)
 
 def dies(job):
+    child = subprocess.Popen(["sleep", "600"])
+    pathlib.Path(__file__).with_name("child").write_text(str(child.pid))
     os.kill(os.getpid(), signal.SIGSEGV)
 
 def has_no_memory(job):
@@ -72,9 +58,17 @@ def works(job):
 
 def is_wrong(job):
     return {"ok": False, "found": 1}
-""")
-    parts[1] = replace(parts[1], expected_s=1)
-    parts.append(replace(parts[0], name="on a GPU", needs=("cuda", "json", "nocturnal")))
+"""
+
+
+def test_a_part_that_raises_hangs_or_dies_ends_with_what_it_started_and_stops_no_other(
+    tmp_path, monkeypatch, pool
+):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "stand_ins.py").write_text(STAND_INS)
+    names = re.findall(r"^def (\w+)", STAND_INS, re.MULTILINE)
+    parts = [Part(name, f"stand_ins.{name}", 1 if name == "hangs" else 100) for name in names]
+    parts.append(Part("on a GPU", "stand_ins.raises", 100, needs=("cuda", "json", "nocturnal")))
     found, lines = report(minutes=30)
     run_parts(found, parts, CPU, pool)
     results = found.results
@@ -83,54 +77,26 @@ def is_wrong(job):
     assert "ValueError: no such kernel" in results["raises"]["error"]
     assert results["hangs"]["error"].endswith("stopped after 3 s") and results["hangs"]["seconds"] >= 3
     assert "ended" in results["dies"]["error"] and "out of memory" in results["has_no_memory"]["error"]
+    assert_ended(int((tmp_path / "child").read_text()))
     assert results["works"]["figure"] == 2 and results["is_wrong"]["found"] == 1
     assert results["on a GPU"]["skipped"] == "needs cuda and nocturnal"
 
 
-def test_what_a_part_has_started_ends_with_it(programs, pool, tmp_path):
-    (part,) = programs(f"""
-import os, pathlib, subprocess, time
+def test_checks_run_side_by_side_after_the_figures(pool):
+    """Each check waits for the other one."""
+    both, ran = threading.Barrier(2, timeout=60), []
 
-def starts(job):
-    child = subprocess.Popen(["sleep", "600"])
-    note = pathlib.Path({str(tmp_path / "note")!r})
-    note.write_text(str(child.pid))
-    note.rename({str(tmp_path / "child")!r})
-    time.sleep(600)
-""")
-    running = pool.submit(run_part, part, CPU, 600)
-    while not (tmp_path / "child").exists():
-        assert not running.done()
-        time.sleep(0.02)
-    for side in sides.Side.alive:
-        side.end()
-    assert "ended" in running.result()["error"]
-    assert_ended(int((tmp_path / "child").read_text()))
+    def run(part: Part, job: dict, limit_s: float) -> dict:
+        if part.is_check:
+            both.wait()
+        ran.append(part.name)
+        return {"ok": True, "seconds": 0.0}
 
-
-def test_checks_run_side_by_side_after_the_figures(programs, pool, tmp_path):
-    """Each check waits for the other's note."""
-    parts = programs(f"""
-import pathlib, time
-notes = pathlib.Path({str(tmp_path)!r})
-
-def a(job, mine="a.note", other="b.note"):
-    (notes / mine).touch()
-    while not (notes / other).exists():
-        time.sleep(0.02)
-    return {{}}
-
-def b(job):
-    return a(job, "b.note", "a.note")
-
-def figure(job):
-    assert not list(notes.glob("*.note"))
-    return {{}}
-""")
+    parts = [Part(name, "", 1, is_check=name != "figure") for name in ("a", "b", "figure")]
     found, lines = report(minutes=30)
-    run_parts(found, [*(replace(part, is_check=True) for part in parts[:2]), parts[2]], CPU, pool)
-    assert all(row["ok"] for row in found.results.values()) and lines[0]["part"] == "figure"
-    assert {line["part"] for line in lines[1:]} == {"a", "b"}
+    run_parts(found, parts, CPU, pool, run)
+    assert ran[0] == lines[0]["part"] == "figure"
+    assert set(ran[1:]) == {line["part"] for line in lines[1:]} == {"a", "b"}
 
 
 def test_no_part_is_started_that_cannot_end_in_the_time_left(pool):
@@ -194,11 +160,15 @@ def variant(name: str, side: str = "ours", depth: int = 12) -> dict:
 
 
 def run(groups: dict[str, list[dict]], times: dict[str, list[float]], minutes: float = 10, **job):
-    """Runs groups of stand-ins: (results, lines, what was asked of whom). Of no times: it fails."""
+    """Runs groups of stand-ins: (results, lines, what was asked of whom). One without times fails, and one
+    that is not in `times` hangs: it answers when its limit is over, as Side.ask does."""
     clock, said = Watch(0.0), []
     found, lines = report(minutes, clock=clock)
 
     def prepare(variant: dict, job: dict, limit_s: float):
+        if variant["name"] not in times:
+            clock.now += limit_s
+            raise RuntimeError(f"stopped after {limit_s:.3g} s")
         if not times[variant["name"]]:
             raise RuntimeError("no such kernel")
         facts = {"peak_flops": 1e13, "expected_bytes": 3 * 2**30} if variant["side"] == "ours" else {}
@@ -240,19 +210,10 @@ def test_a_variant_that_fails_stops_no_other():
     assert {"b ends", "c ends", "d ends"} <= set(said)
 
 
-def test_a_variant_that_hangs_leaves_time_for_the_one_that_waits_for_it(pool):
-    """`hangs` answers when its limit is over, as Side.ask does."""
-    clock, said = Watch(0.0), []
-    found, _ = report(4, clock=clock)
-
-    def prepare(variant: dict, job: dict, limit_s: float):
-        if variant["name"] == "hangs":
-            clock.now += limit_s
-            raise RuntimeError(f"stopped after {limit_s:.3g} s")
-        return Stand("works", clock, said, [1.0, 1.0])
-
-    Turns(found, CPU | {"small": False}, pool, prepare).run({"a": [variant("hangs"), variant("works")]})
-    rows = found.results["a"]["variants"]
+def test_a_variant_that_hangs_leaves_time_for_the_one_that_waits_for_it():
+    variants = [variant("hangs"), variant("works")]
+    results, *_ = run({"a": variants}, {"works": [1.0, 1.0]}, minutes=4, small=False)
+    rows = results["a"]["variants"]
     assert "stopped after 120 s" in rows["hangs"]["error"] and rows["works"]["turns"] == 2
 
 
@@ -329,20 +290,14 @@ def test_rows_are_halved_until_they_fit_and_the_facts_say_so(monkeypatch):
         gpu_variants.prepare(variant("ours"), job, 9)
 
 
-def test_a_model_is_planned_as_base_train_plans_it():
+def test_variants_of_ours_are_the_models_that_their_settings_ask_for_planned_as_base_train_plans_them():
     """This also fails when the plan wants to know more of the text than the stand-in for it says."""
-    step_job = gpu_parts.model_job(CPU, 12)
-    machine = runtime.Machine(torch.device("cpu"))
-    plan = sides.our_plan(step_job, machine, torch.float32)
-    assert plan.total_batch_size == step_job["total_batch_size"] == 256 and plan.device_batch_size == 2
-    assert (plan.config.depth, plan.config.width, plan.grad_accum_steps) == (2, 64, 2)
-
-
-def test_variants_of_ours_are_the_models_that_their_settings_ask_for():
     by_name = {one["name"]: one for one in gpu_variants.groups(CPU)["windows"]}
     for name, one in by_name.items():
         side = sides.Ours(gpu_parts.model_job(CPU, one["depth"], **one["settings"]))
         assert side.attention.window == name and min(side.plan.config.windows) < 64
+        assert (side.plan.config.depth, side.plan.config.width) == (2, 64)
+        assert (side.plan.total_batch_size, side.rows, side.micro_steps) == (256, 2, 2)
     with pytest.raises(RuntimeError, match=r"cannot run here: .*not varlen"):
         sides.Ours(gpu_parts.model_job(CPU, 12, window_pattern="SL", attention={"window": "varlen"}))
 
