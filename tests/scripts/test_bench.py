@@ -25,12 +25,9 @@ def record_of(done: subprocess.CompletedProcess) -> dict:
 
 
 @pytest.fixture
-def texts(tmp_path) -> list[str]:
-    """The settings for a folder of small texts, and for a base folder of their own."""
-    (tmp_path / "texts").mkdir()
-    for i in range(300):
-        (tmp_path / "texts" / f"{i}.txt").write_text(f"words {i} about nothing in particular " * (i % 20 + 1))
-    return [f"--data={tmp_path / 'texts'}", f"--base_dir={tmp_path / 'base'}", "--vocab_size=300"]
+def texts(corpus) -> list[str]:
+    """The settings for small texts and their tokenizer."""
+    return [f"--data={corpus}", f"--base_dir={corpus.parent / 'base'}", "--vocab_size=300"]
 
 
 @pytest.mark.parametrize(
