@@ -119,20 +119,10 @@ def _write_text(dataset: Dataset, folder: Path, cut: bool):
     os.rename(folder / val, folder / VALIDATION)
 
 
-def encoding_of(tokenizer: Tokenizer):
-    """Our tokenizer as the tiktoken.Encoding that the peer works with."""
-    import tiktoken
-
-    ranks = {token: i for i, token in enumerate(tokenizer.tokens)}
-    return tiktoken.Encoding(
-        "ours", pat_str=tokenizer.pattern, mergeable_ranks=ranks, special_tokens=tokenizer.special_tokens
-    )
-
-
 def _write_tokenizer(tokenizer: Tokenizer, folder: Path):
-    """The peer's three files: `encoding_of` as a pickle, the bytes of each token; and ours as JSON."""
+    """The peer's two files: a pickle of its tiktoken.Encoding, and the bytes of each token; and our JSON."""
     folder.mkdir()
-    (folder / "tokenizer.pkl").write_bytes(pickle.dumps(encoding_of(tokenizer)))
+    (folder / "tokenizer.pkl").write_bytes(pickle.dumps(tokenizer._encoding))
     torch.save(torch.from_numpy(tokenizer.token_bytes()).int(), folder / "token_bytes.pt")
     tokenizer.save(folder / "tokenizer.json")
 

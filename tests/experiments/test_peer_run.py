@@ -77,7 +77,7 @@ def test_both_read_the_same_documents_of_the_same_splits(prepared, tmp_path):
 def test_the_peers_tokenizer_gives_our_tokens_and_our_bytes(prepared):
     _, tokenizer, text = prepared
     # The peer reads a pickle, so one is written; nothing of ours reads it. A copy is made as from a pickle
-    encoding = copy.copy(peer_run.encoding_of(tokenizer))
+    encoding = copy.copy(tokenizer._encoding)
     assert (text / "tokenizer" / "tokenizer.pkl").read_bytes() == pickle.dumps(encoding)
     sample = functions(5) + "äöü 12345\n"
     assert encoding.encode_ordinary(sample) == tokenizer._encoding.encode_ordinary(sample)
