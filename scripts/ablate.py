@@ -206,14 +206,13 @@ class Training:
     def end(self) -> bool:
         """Write the result of a training; False if a signal stopped the training, so that it has none."""
         records = read_metrics(self.folder / "run" / "metrics.jsonl")
-        steps = [record for record in records if "loss" in record]
+        steps, evaluations = ([r for r in records if name in r] for name in ("loss", "val_bpb"))
         # A run that was stopped has no evaluation after its last step
-        last = steps[-1]["tokens"] if steps else 0
-        if not any("val_bpb" in record and record["tokens"] == last for record in records):
+        if not evaluations or evaluations[-1]["tokens"] != steps[-1]["tokens"]:
             return False
         result = {
             "variant": self.variant, "depth": self.depth, "seed": self.seed, "settings": self.settings,
-            "val_bpb": next(r["val_bpb"] for r in reversed(records) if "val_bpb" in r),
+            "val_bpb": evaluations[-1]["val_bpb"],
             "loss": steps[-1]["loss"], "tokens": steps[-1]["tokens"],
             "step_s": statistics.median(record["step_time_s"] for record in steps),
             "git_commit": commit or runtime.git_commit(),
