@@ -142,10 +142,10 @@ def kind_of_piece(piece: Piece, head: tuple[int, int]) -> str:
         return f"attention {way(names)}"
     if "loss" in kinds:
         return "products of the head" if is_product else "loss"
-    if is_product and "bmm" not in piece.name:
-        return kind_of_product(piece, head)
     if "bmm" in piece.name:
         return f"attention {way(names)}"
+    if is_product:
+        return kind_of_product(piece, head)
     if "embedding" in kinds or "EmbeddingBackward" in "".join(names):
         return "embedding"
     if BETWEEN.match(piece.name):
