@@ -58,9 +58,7 @@ def test_a_run_of_so_many_steps_takes_the_time_asked_for():
 def test_the_peer_races_with_what_was_best_in_short_runs_and_it_is_not_looked_for_twice(
     tmp_path, monkeypatch, capsys
 ):
-    for file in ("scripts/base_train.py", "nanochat/gpt.py"):
-        (tmp_path / file).parent.mkdir()
-        (tmp_path / file).write_text("")
+    fake_peer.checkout(tmp_path)
     bpb = {(4, 48, "bfloat16"): 1.5, (2, 48, "bfloat16"): 1.4, (8, 48, "bfloat16"): 1.9,
            (2, 64, "bfloat16"): 1.3, (2, 64, "float32"): 1.35}  # fmt: skip
     asked = []
