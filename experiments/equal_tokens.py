@@ -158,9 +158,7 @@ def our_command(run: Run) -> list:
 
 def train_ours(run: Run) -> tuple[list[float], list[float], list[Path]]:
     """(Seconds in steps after each step, its loss, checkpoints). What an earlier command began goes on."""
-    done = peer_run.watch(our_command(run), ROOT)
-    if done.status:
-        raise UserError(f"base_train failed: {done.tail()}")
+    peer_run.watch(our_command(run), ROOT, failed="base_train failed")
     steps = [record for record in read_metrics(run.folder / "run" / "metrics.jsonl") if "loss" in record]
     done_s = itertools.accumulate(record["step_time_s"] for record in steps)
     return [*done_s], [record["loss"] for record in steps], sorted((run.folder / "run").glob("step_*"))

@@ -251,14 +251,23 @@ print(os.waitstatus_to_exitcode(status), usage.ru_maxrss)
 """
 
 
-def watch(command: list, folder: Path | None = None, environment: dict | None = None) -> Finished:
-    """Run a command to its end, in `folder`. If we are interrupted, it and what it started are killed."""
+def watch(
+    command: list, folder: Path | None = None, environment: dict | None = None, failed: str = ""
+) -> Finished:
+    """Run a command to its end, in `folder`. If we are interrupted, it and what it started are killed.
+
+    failed: words for a command that fails, "base_train failed" say. They begin the UserError that is raised
+    then, and the end of what it printed follows. Without them nothing is raised.
+    """
     at = time.time()
     with contextlib.closing(lines_of(command, folder, environment)) as running:
         *lines, (seconds, last) = running
     status, peak = map(int, last.split())
     peak *= 1 if sys.platform == "darwin" else 1024  # KiB, on macOS bytes
-    return Finished(status, seconds, peak, lines, at)
+    done = Finished(status, seconds, peak, lines, at)
+    if failed and status:
+        raise UserError(f"{failed}: {done.tail()}")
+    return done
 
 
 def until_steps(command: list, steps: tuple[int, ...] = (1,), folder: Path | None = None) -> list[float]:

@@ -1,9 +1,8 @@
 """Scores saved models, ours or karpathy/nanochat's, in the same way: for the race and for equal_tokens.
 
 `score` starts this file in a process of its own: ours with this project on PYTHONPATH, the peer's with the
-peer's folder there, so `nanochat` is another package in each. Stdin has one line, a JSON object:
-`checkpoints`, `device`, and `job`, the file of a job (see bits_per_byte). The answer is a line for each
-checkpoint: what bits_per_byte returns.
+peer's folder there, so `nanochat` is another package in each. It prints a line for each checkpoint: what
+bits_per_byte returns, as JSON.
 
 Every token of every document is scored once. A document is cut into windows. A window is a row of its own,
 which begins with <|bos|> and sees nothing else. Both compute in float32, whatever the training used.
@@ -13,7 +12,6 @@ import itertools
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}  # of a forward pass
 EDGES = [0, *(4**k for k in range(2, 9))]  # of a token's context, in tokens
 MULTIPLE = 16  # rows have a multiple of so many tokens: windows of about the same length share a batch
+ANSWER = '{"bpb": '  # how a line with an answer begins; either side may print others
 
 Window = tuple[torch.Tensor, torch.Tensor]  # inputs and targets, (n,) int64
 
@@ -52,18 +51,14 @@ def write_job(text: Path, folder: Path, length: int):
 def score(side: str, checkpoints, place: Path, checkout: Path, device: str = "cpu") -> list[dict]:
     """What bits_per_byte finds for each checkpoint of one side, "ours" or "peer". place: the folder of
     `write_job`; checkout: the peer's; device: cpu or cuda. Raises UserError if it fails."""
-    order = {"job": str(place / "job.pt"), "checkpoints": [str(path) for path in checkpoints]}
-    order["device"] = device
-    from nanochat import UserError
+    from experiments import peer_run
 
     folder = ROOT if side == "ours" else checkout
     environment = os.environ | {"PYTHONPATH": str(folder), "NANOCHAT_DTYPE": "float32"}
-    command = [sys.executable, __file__, side]
-    how = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
-    done = subprocess.run(command, input=json.dumps(order), **how)
-    if done.returncode:
-        raise UserError(f"the checkpoints of {side} could not be scored: {done.stderr.strip()[-1000:]}")
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    command = [sys.executable, __file__, side, place / "job.pt", device, *checkpoints]
+    failed = f"the checkpoints of {side} could not be scored"
+    done = peer_run.watch(command, folder, environment, failed)
+    return [json.loads(line) for _, line in done.lines if line.startswith(ANSWER)]
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -140,13 +135,11 @@ def peer(checkpoint: str, device: str):
 
 
 def main():
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # print() of either side must not stand between the answers
-    order = json.loads(sys.stdin.readline())
-    job = torch.load(order["job"])
-    for checkpoint in order["checkpoints"]:
-        losses = {"ours": ours, "peer": peer}[sys.argv[1]](checkpoint, order["device"])
-        print(json.dumps(bits_per_byte(losses, job, order["device"])), file=answers, flush=True)
+    side, job, device, *checkpoints = sys.argv[1:]
+    job = torch.load(job)
+    for checkpoint in checkpoints:
+        losses = {"ours": ours, "peer": peer}[side](checkpoint, device)
+        print(json.dumps(bits_per_byte(losses, job, device)), flush=True)
 
 
 if __name__ == "__main__":

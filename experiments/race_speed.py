@@ -110,14 +110,11 @@ def warm_up(race: Race) -> dict:
 
 def our_lap(race: Race) -> Lap:
     run = race.new_place() / "run"
-    done = peer_run.watch(our_command(race, run), ROOT)
-    if done.status:
-        raise UserError(f"base_train failed with {race.recipe}: {done.tail()}")
+    done = peer_run.watch(our_command(race, run), ROOT, failed=f"base_train failed with {race.recipe}")
     checkpoints = sorted(run.glob("step_*"))
-    saved = [(path, (path / "manifest.json").stat().st_mtime - done.began) for path in checkpoints]
+    seconds = [(path / "manifest.json").stat().st_mtime - done.began for path in checkpoints]
     tokens = [record["tokens"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
-    paths, seconds = zip(*saved, strict=True)
-    scores = race_score.score("ours", paths, race.folder, race.peer)
+    scores = race_score.score("ours", checkpoints, race.folder, race.peer)
     points = [(second, found["bpb"]) for second, found in zip(seconds, scores, strict=True)]
     return Lap(done.seconds, tokens[-1], done.peak_memory_bytes, points)
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from unittest import mock
 
 from experiments import peer_run
-from nanochat import UserError
 from nanochat.files import temporary_folder, user_path
 from nanochat.run.metrics import read_metrics
 
@@ -71,7 +70,4 @@ def evaluations(command: list[str], out: Path) -> dict[str, float]:
 
 def first_line(command: list[str]) -> float:
     """Seconds until a command prints a line; it then runs to its end. Raises UserError if it fails."""
-    done = peer_run.watch(command)
-    if done.status:
-        raise UserError(f"{' '.join(command)} failed: {done.tail()}")
-    return done.lines[0][0]
+    return peer_run.watch(command, failed=f"{' '.join(command)} failed").lines[0][0]

@@ -67,9 +67,7 @@ def train(settings: dict, variant: str, run: Path, more: dict | None = None) -> 
     chosen |= {"dtype": dtype, "compile": "on" if compiled else "off", "out_dir": run}
     chosen |= {"num_iterations": steps + 2, "profile": steps + 1, "total_batch_size": tokens}
     chosen |= {"eval_every": steps, "save_every": steps} | (more or {})
-    done = peer_run.watch(peer_run.our_command(chosen))
-    if done.status:
-        raise UserError(f"base_train failed in {variant}: {done.tail()}")
+    done = peer_run.watch(peer_run.our_command(chosen), failed=f"base_train failed in {variant}")
     records = read_metrics(run / "metrics.jsonl")
     evaluated = next(record for record in records if "peak_memory" in record)
     return {
