@@ -13,7 +13,6 @@ Not on Windows, which has no os.wait4.
 import ast
 import contextlib
 import importlib.util
-import json
 import os
 import pickle
 import re
@@ -55,14 +54,6 @@ def our_command(settings: dict, *files: str) -> list[str]:
     """Our base_train with settings files and settings. It only trains, unless they say more."""
     arguments = [f"--{name}={value}" for name, value in (OUR_QUIET | settings).items()]
     return [sys.executable, "-m", "scripts.base_train", *files, *arguments]
-
-
-def shape_of(run: Path) -> dict[str, int]:
-    """The shape of the model in the folder of a run of ours, as settings of both projects."""
-    model = json.loads((run / "config.json").read_text("utf-8"))["identity"]["model"]
-    width, depth = model["width"], model["depth"]
-    sizes = {"aspect_ratio": width // depth, "head_dim": width // model["num_heads"]}
-    return {"depth": depth, "max_seq_len": model["max_seq_len"]} | sizes
 
 
 # ------------------------------------------------------------------------------------------------------

@@ -102,10 +102,13 @@ def our_command(race: Race, run: Path) -> list:
 
 def warm_up(race: Race) -> dict:
     """Fill our caches by the first steps of a run as long as the others: a shorter one may not compile at
-    all. Returns the shape of the recipe's model."""
+    all. Returns the shape of the recipe's model, as settings of both projects."""
     run = race.new_place() / "run"
     peer_run.until_steps(our_command(race, run), (peer_run.FULL_SPEED,), ROOT)
-    return peer_run.shape_of(run)
+    model = json.loads((run / "config.json").read_text("utf-8"))["identity"]["model"]
+    width, depth = model["width"], model["depth"]
+    sizes = {"aspect_ratio": width // depth, "head_dim": width // model["num_heads"]}
+    return {"depth": depth, "max_seq_len": model["max_seq_len"]} | sizes
 
 
 def our_lap(race: Race) -> Lap:
