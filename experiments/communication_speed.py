@@ -14,6 +14,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from experiments.sides import SHAPE
 from nanochat import UserError, gradients, optim
 from nanochat.gpt import GPT
 from nanochat.machine import runtime
@@ -27,8 +28,7 @@ def bench(values: dict) -> dict:
     machine = runtime.start("cpu", seed=0)
     if machine.world_size == 1:
         raise UserError("one process sends nothing; start this with torchrun --nproc_per_node=2 or more")
-    names = ("depth", "aspect_ratio", "head_dim", "max_seq_len", "vocab_size", "window_pattern")
-    model = GPT(scaling.model_config(*(values[name] for name in names)))
+    model = GPT(scaling.model_config(*(values[name] for name in SHAPE)))
     model.init_weights()
     twin = copy.deepcopy(model)
     tokens = torch.randint(values["vocab_size"], (1, values["max_seq_len"] + 1))

@@ -5,6 +5,7 @@ each thing that it measured. With --peer=FOLDER optimizer and generate take turn
 The last function is a part of `python -m scripts.bench --what=gpu`.
 """
 
+import contextlib
 import os
 import shutil
 import statistics
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 from experiments.gpu_parts import each, model_job
-from experiments.sides import PROMPT, Ours, Side, peer_folder, write
+from experiments.sides import PROMPT, ROOT, SHAPE, Batches, Ours, Side, peer_folder, write
 from nanochat import UserError
 from nanochat import checkpoint as checkpoints
 from nanochat.data.packing import open_lanes
@@ -86,53 +87,48 @@ def loader_speed(dataset, tokenizer, rows: int, length: int, rounds: int) -> dic
 
 def optimizer(settings: dict) -> dict:
     """Milliseconds of one compiled update, by compute dtype."""
-    return in_turns(settings, lambda job: {"": {"do": "update"}}, row_of_updates)
+    return in_turns(settings, {"": {"do": "update"}}, row_of_updates)
 
 
 def generate(settings: dict) -> dict:
     """Tokens a second that are written after a prompt, by batch size and compute dtype."""
-
-    def orders(job: dict) -> dict:
-        tokens = min(TOKENS, job["max_seq_len"] - len(PROMPT))
-        return {f"batch {rows}": {"do": "write", "rows": rows, "tokens": tokens} for rows in BATCH_SIZES}
-
+    tokens = min(TOKENS, settings["max_seq_len"] - len(PROMPT))
+    orders = {f"batch {rows}": {"do": "write", "rows": rows, "tokens": tokens} for rows in BATCH_SIZES}
     return in_turns(settings, orders, row_of_texts)
 
 
-def in_turns(settings: dict, orders_of, row_of) -> dict:
+def in_turns(settings: dict, orders: dict[str, dict], row_of) -> dict:
     """Both sides follow the same orders, {name: order}, `rounds` times in turns, after two that warm up.
 
     row_of(order, {"ours": seconds of each turn, "peer": the same}) makes a row of the results. Raises
     UserError if `peer` is no folder of karpathy/nanochat, or if one of the two fails.
     """
-    folders = {"peer": peer_folder(settings["peer"])} if settings["peer"] else {}
+    folders = {"ours": ROOT} | ({"peer": peer_folder(settings["peer"])} if settings["peer"] else {})
     device, results = runtime.start(settings["device_type"], seed=0).device, {}
     for dtype in map(str.strip, settings["dtypes"].split(",")):
         precision.resolve_dtype(dtype, device)  # refuses an unknown one
-        job, sides = side_job(settings, device.type, dtype), {}
+        job = side_job(settings, device.type, dtype)
         try:
-            sides = {"ours": Side("ours", job)}
-            sides |= {name: Side(name, job, folder) for name, folder in folders.items()}
-            for name, order in orders_of(job).items():
-                turns = [
-                    {whose: side.ask(order)["seconds"] for whose, side in sides.items()}
-                    for _ in range(settings["rounds"] + 2)
-                ]
-                taken = {whose: [turn[whose] for turn in turns[2:]] for whose in sides}
-                results[", ".join(filter(None, (name, dtype)))] = row_of(order, taken)
+            with contextlib.ExitStack() as stack:
+                sides = {
+                    whose: stack.enter_context(Side(whose, job, folder)) for whose, folder in folders.items()
+                }
+                for name, order in orders.items():
+                    turns = [
+                        {whose: side.ask(order)["seconds"] for whose, side in sides.items()}
+                        for _ in range(settings["rounds"] + 2)
+                    ]
+                    taken = {whose: [turn[whose] for turn in turns[2:]] for whose in sides}
+                    results[", ".join(filter(None, (name, dtype)))] = row_of(order, taken)
         except RuntimeError as error:
             raise UserError(str(error)) from None
-        finally:
-            for side in sides.values():
-                side.__exit__()
     return results
 
 
 def side_job(settings: dict, device_type: str, dtype: str) -> dict:
     """The job of sides.py: a model of the settings' shape, one micro-batch a step."""
-    names = ("depth", "aspect_ratio", "head_dim", "max_seq_len", "vocab_size", "window_pattern")
     rows = settings["device_batch_size"]
-    job = {name: settings[name] for name in names}
+    job = {name: settings[name] for name in SHAPE}
     job |= {"rows": rows, "total_batch_size": rows * settings["max_seq_len"], "compile": True}
     return job | {"device": device_type, "dtype": dtype}
 
@@ -212,24 +208,20 @@ def bare_write(tensors: dict, path: Path):
 
 def save_evaluate_sample(job: dict, depth: int) -> dict:
     """All three with one model, not compiled; the sample last, since it casts the weights."""
-    side = Ours(model_job(job, depth, compile=False) | {"rows": 2 if job["small"] else 16})
+    small = job["small"]
+    step_job = model_job(job, depth, compile=False) | {"rows": 2 if small else 16}
+    side = Ours(step_job)
     return each(
         save=lambda: save(side),
-        evaluation=lambda: evaluation(side, job["small"]),
-        sample=lambda: sample(side, job["small"]),
+        evaluation=lambda: evaluation(side, step_job, small),
+        sample=lambda: sample(side, small),
     )
 
 
-def evaluation(side: Ours, small: bool) -> dict:
+def evaluation(side: Ours, step_job: dict, small: bool) -> dict:
     """Tokens a second of bits per byte on rows of random tokens, as base_train evaluates."""
-    config = side.plan.config
-    shape, draw = (side.rows, config.max_seq_len + 1), torch.Generator().manual_seed(0)
-    batches = [
-        torch.randint(config.vocab_size, shape, generator=draw).to(side.device)
-        for _ in range(2 if small else 16)
-    ]
-    pairs = [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for tokens in batches]
-    token_bytes = torch.full((config.vocab_size,), 4, device=side.device)
+    pairs = list(Batches(step_job, side.rows, 2 if small else 16, side.device))
+    token_bytes = torch.full((side.plan.config.vocab_size,), 4, device=side.device)
     times = []
     for _ in range(3):  # the first compiles
         began = time.perf_counter()

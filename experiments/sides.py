@@ -42,6 +42,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 LAST_LINES = 6  # of what a process wrote before it ended, in a message
 MEMORY_GIB = 56  # of a GPU that a plan may use, so that cards of 80 and of 141 GB run the same rows
+# The settings that scaling.model_config takes, in its order
+SHAPE = "depth", "aspect_ratio", "head_dim", "max_seq_len", "vocab_size", "window_pattern"
 PROMPT = list(range(1, 17))  # ids
 SAMPLING = {"temperature": 0.8, "top_k": 50}
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import configurator
 from experiments import peer_run, step_split
-from experiments.sides import peer_folder
+from experiments.sides import SHAPE, peer_folder
 from nanochat import UserError
 from nanochat.files import temporary_folder, user_path
 from nanochat.machine import hardware, precision, runtime
@@ -102,8 +102,7 @@ def figures(settings: dict, turns: list[dict], peak: dict, variant: str) -> dict
 
 def model_of(settings: dict):
     """The model, as shapes."""
-    names = ("depth", "aspect_ratio", "head_dim", "max_seq_len", "vocab_size", "window_pattern")
-    return on_meta(scaling.model_config(*(settings[name] for name in names)))
+    return on_meta(scaling.model_config(*(settings[name] for name in SHAPE)))
 
 
 # ------------------------------------------------------------------------------------------------------
