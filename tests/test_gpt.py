@@ -1,7 +1,6 @@
-"""The model: its FLOPs, its first loss, that no token sees a later one, and what is said of a wrong dtype."""
+"""The model: its FLOPs, how it begins, that no token sees a later one, and what is said of a wrong dtype."""
 
 import ast
-import math
 import sys
 import types
 from pathlib import Path
@@ -14,9 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from experiments.autocast_rules import autocast_on
 from nanochat import UserError, gpt
-from nanochat.gpt import GPT, MLP, Block, GPTConfig
+from nanochat.gpt import GPT, MLP, GPTConfig
 from nanochat.machine.precision import check_dtypes
-from nanochat.ops.elementwise import gated
 from nanochat.plan.counts import flops_per_token, parameter_counts
 
 PATTERNS = ["L", "SL", "SSSL", "S"]
@@ -37,9 +35,9 @@ def make_model(
     return model
 
 
-def random_tokens(model, B=2, T=None, seed=1):
-    shape = (B, T or model.config.max_seq_len)
-    return torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+def random_tokens(model, B=2):
+    shape = B, model.config.max_seq_len
+    return torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("spelled", [False, True])
@@ -78,32 +76,17 @@ def test_flops_are_those_that_the_flop_counter_sees(window_pattern):
     assert backward + head == 2 * (forward - head)
 
 
-def test_the_first_loss_is_the_logarithm_of_the_vocabulary():
-    model = make_model(4, 128, 2, vocab_size=4096, max_seq_len=64, window_pattern="SSSL", stir=0)
-    idx = random_tokens(model, B=4)
-    loss = model(idx, idx.roll(-1, 1)).item()
-    assert abs(loss - math.log(4096)) < 0.02 * math.log(4096)
-
-
 # ------------------------------------------------------------------------------------------------------
 # Initialisation
 
 
-def test_the_same_seed_gives_the_same_weights_whatever_memory_held_before():
-    config = GPTConfig(2, 32, 2, 50, 16)
-    with torch.device("meta"):
-        on_meta = GPT(config)
-    on_meta.to_empty(device="cpu")
-    with torch.no_grad():
-        for p in on_meta.parameters():
-            p.fill_(math.nan)
-    usual, other = GPT(config), GPT(config)
-    for model, seed in ((on_meta, 3), (usual, 3), (other, 4)):
+def test_the_seed_decides_the_weights():
+    weights = []
+    for seed in (3, 3, 4):
+        model = GPT(GPTConfig(2, 32, 2, 50, 16))
         model.init_weights(torch.Generator().manual_seed(seed))
-    for (name, p), q in zip(on_meta.named_parameters(), usual.parameters(), strict=True):
-        assert torch.equal(p, q), name
-    idx = random_tokens(usual)
-    assert torch.equal(on_meta(idx), usual(idx)) and not torch.equal(other(idx), usual(idx))
+        weights.append(torch.cat([p.flatten() for p in model.parameters()]))
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
 
 
 def test_a_fresh_block_adds_nothing_to_the_stream_but_what_writes_to_it_learns():
@@ -145,17 +128,6 @@ def test_a_later_token_never_changes_an_earlier_logit(window_pattern):
             assert difference[0, :t].lt(1e-5).all()
             assert difference[0, t:].min() > 1e-4, "the last layer sees everything"
             assert difference[1].max() < 1e-5, "one row of a batch must not see another"
-
-
-def test_windows_follow_the_pattern_and_the_last_layer_sees_everything():
-    def windows(pattern, depth=5):
-        return GPTConfig(depth, 32, 2, 50, 64, pattern).windows
-
-    assert windows("L") == [64] * 5
-    assert windows("SSL") == [16, 16, 64, 16, 64]
-    assert windows("S") == [16, 16, 16, 16, 64]
-    assert windows("SL", depth=1) == [64]
-    assert GPTConfig(2, 32, 2, 50, 3, "SL").windows == [1, 3]
 
 
 def test_loss_is_that_of_the_logits_for_every_reduction():
@@ -219,16 +191,6 @@ def test_the_mlp_stays_in_16_bit_under_the_autocast_of_cuda():
     assert y.dtype == torch.float16 and dtypes == {torch.float16}
 
 
-def test_a_gate_of_0_changes_nothing_and_each_group_of_channels_has_its_own():
-    x, gates = torch.randn(2, 3, 8), torch.zeros(2, 3, 2)
-    assert torch.equal(gated(x, gates), x)
-    gates[..., 0], gates[0, 0, 1] = 50, -50
-    expected = x.clone()
-    expected[..., :4] *= 2
-    expected[0, 0, 4:] = 0
-    torch.testing.assert_close(gated(x, gates), expected)
-
-
 # ------------------------------------------------------------------------------------------------------
 # What a person may forget
 
@@ -255,23 +217,3 @@ def test_a_forgotten_cast_to_the_streams_dtype_is_named(dtype, monkeypatch):
         check_dtypes(model, torch.float32)
         named += 1
     assert named
-
-
-def test_a_new_weight_in_float32_is_named_with_the_part_that_reads_it(monkeypatch):
-    class Gained(Block):
-        cast = False
-
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
-            self.mlp.gain = torch.nn.Parameter(torch.ones(arguments[0].width))
-
-        def forward(self, x, *rest):
-            gain = self.mlp.gain.to(x.dtype) if self.cast else self.mlp.gain
-            x, branch = super().forward(x, *rest)
-            return x, branch + self.mlp(x * gain)
-
-    monkeypatch.setattr(gpt, "Block", Gained)
-    with pytest.raises(UserError, match=r"blocks\.0\.mlp computes in torch\.float32"):
-        check_dtypes(make_model(), torch.bfloat16)
-    monkeypatch.setattr(Gained, "cast", True)
-    check_dtypes(make_model(), torch.bfloat16)
