@@ -34,16 +34,12 @@ def make_model(window_pattern="L"):
     return test_gpt.make_model(3, 48, 3, 67, T, window_pattern)
 
 
-def row_of_tokens(rows=2):
-    return torch.randint(67, (rows, T), generator=torch.Generator().manual_seed(1))
-
-
 @pytest.mark.parametrize("window_pattern", ["L", "SL", "SSL"])
 @pytest.mark.parametrize("split", [[T], [1] * T, [5] + [1] * (T - 5), [8, 16, 8], [9, 1, 3, 1, 18], [31, 1]])
 @torch.inference_mode()
 def test_logits_through_the_cache_are_those_of_one_full_pass(window_pattern, split):
     model = make_model(window_pattern)
-    idx = row_of_tokens()
+    idx = test_gpt.random_tokens(model)
     cache = KVCache(model.config)
     pieces = []
     for piece in idx.split(split, dim=1):
@@ -100,6 +96,14 @@ def full_logits(model, text):
         return model(torch.tensor([text]))[0, -1]
 
 
+def check_likeliest(model, columns, texts):
+    """Each token of the columns is the likeliest one after its text, which gets it."""
+    for column in columns:
+        for text, token in zip(texts, column, strict=True):
+            assert token == full_logits(model, text).argmax()
+            text.append(token)
+
+
 def check_rows(model, stream, texts):
     """The stream's logits are those of full passes over its texts."""
     for row, text in enumerate(texts):
@@ -116,9 +120,7 @@ def test_texts_of_different_lengths_get_the_logits_that_each_gets_alone(window_p
     check_rows(model, stream, texts)
     for column in stream.write(12, temperature=0):
         check_rows(model, stream, texts)  # those that the tokens of this column were taken from
-        for text, token in zip(texts, column, strict=True):
-            assert token == full_logits(model, text).argmax()
-            text.append(token)
+        check_likeliest(model, [column], texts)
     assert [len(text) for text in texts] == [len(prompt) + 12 for prompt in PROMPTS[:rows]]
 
 
@@ -204,20 +206,14 @@ def test_an_edited_model_writes_with_its_own_forward_pass_and_a_note_says_so(edi
     if edit in ("parameter", "window", "logits"):
         assert "with the model's own forward pass" in capsys.readouterr().err
     texts = [[1, 2], [3, 4, 5]]
-    for column in generate_batch(model, texts, 4, temperature=0):
-        for text, token in zip(texts, column, strict=True):
-            assert token == full_logits(model, text).argmax()
-            text.append(token)
+    check_likeliest(model, generate_batch(model, texts, 4, temperature=0), texts)
 
 
 def test_the_fast_step_is_made_once_and_follows_the_weights():
     model = make_model().requires_grad_(False)
     assert decode_step(model, torch.float32) is decode_step(model, torch.float32)
     for _ in range(2):
-        text = [1, 2, 3]
-        for token in generate(model, list(text), 8, temperature=0):
-            assert token == full_logits(model, text).argmax()
-            text.append(token)
+        check_likeliest(model, generate_batch(model, [[1, 2, 3]], 8, temperature=0), [[1, 2, 3]])
         with torch.no_grad():
             model.blocks[0].attention.query.weight.mul_(-1.5)
 
@@ -228,7 +224,7 @@ def test_the_fast_step_is_made_once_and_follows_the_weights():
 @pytest.mark.parametrize("fast", [True, False])
 def test_in_16_bit_the_cache_is_as_close_to_float32_as_a_full_pass_is(dtype, way, fast):
     model = make_model("SL")
-    idx = row_of_tokens()
+    idx = test_gpt.random_tokens(model)
     exact = model(idx)
     with autocast(CPU, dtype):
         full = model(idx)
@@ -327,14 +323,11 @@ def test_joined_pieces_are_the_decoded_text_even_with_broken_bytes():
 def test_a_loaded_model_computes_what_the_saved_one_did(tmp_path):
     model = make_model("SL")
     found = checkpoint.find(save(tmp_path / "exact", model))
-    idx = row_of_tokens()
+    idx = test_gpt.random_tokens(model)
     assert torch.equal(load_for_inference(found, CPU, torch.float32)(idx), model(idx))
     half = load_for_inference(found, CPU, torch.bfloat16)
     assert torch.equal(half(idx), cast_weights(model, torch.bfloat16)(idx))
     assert not any(p.requires_grad for p in half.parameters())
-    in_bfloat16 = checkpoint.find(save(tmp_path / "half", model))
-    exact = load_for_inference(in_bfloat16, CPU, torch.float32)
-    assert {p.dtype for p in exact.parameters()} == {torch.float32}
 
 
 def test_a_checkpoint_of_another_model_is_refused_in_a_sentence(tmp_path):
