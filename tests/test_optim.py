@@ -231,17 +231,21 @@ def test_rates_and_decay_are_the_settings_times_the_tables_factors():
     assert all(g["initial_lr"] == g["lr"] for g in optimizer.param_groups)
 
 
-def test_named_state_restored_into_a_new_optimizer_goes_on_bit_for_bit():
+def trained(steps):
+    """A model and its optimizer after so many steps with random gradients."""
     model = tiny_model()
     optimizer = make_optimizer(model)
-    for seed in range(3):
+    for seed in range(steps):
         random_gradients(model, seed)
         optimizer.step()
-    saved_model = copy.deepcopy(model.state_dict())
-    saved = {name: tensor.clone() for name, tensor in optimizer.named_state().items()}
+    return model, optimizer
 
+
+def test_named_state_restored_into_a_new_optimizer_goes_on_bit_for_bit():
+    model, optimizer = trained(3)
+    weights, saved = copy.deepcopy((model.state_dict(), optimizer.named_state()))
     restored = tiny_model()
-    restored.load_state_dict(saved_model)
+    restored.load_state_dict(weights)
     new_optimizer = make_optimizer(restored)
     new_optimizer.load_named_state(saved)
     for seed in range(3, 6):
@@ -261,41 +265,36 @@ def test_named_state_restored_into_a_new_optimizer_goes_on_bit_for_bit():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_step_with_found_inf_changes_neither_weights_nor_state(bad):
-    model = tiny_model()
-    optimizer = make_optimizer(model)
-    for seed in range(2):
-        random_gradients(model, seed)
-        optimizer.step()
-    before = copy.deepcopy((model.state_dict(), optimizer.named_state()))
+    model, optimizer = trained(2)
+    before = copy.deepcopy(model.state_dict() | optimizer.named_state())
     for p in model.parameters():
         p.grad = torch.full_like(p, bad)
     optimizer.found_inf = torch.ones(())
     optimizer.step()
-    for then, now in zip(before, (model.state_dict(), optimizer.named_state()), strict=True):
-        assert then.keys() == now.keys()
-        for name in then:
-            assert torch.equal(then[name], now[name]), name
+    after = model.state_dict() | optimizer.named_state()
+    assert before.keys() == after.keys()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
     optimizer.found_inf = torch.zeros(())
     random_gradients(model, 2)
     optimizer.step()
-    assert not torch.equal(before[0]["head.weight"], model.state_dict()["head.weight"])
+    assert not torch.equal(before["head.weight"], model.state_dict()["head.weight"])
 
 
-@pytest.mark.parametrize(
-    "strange", [lambda t: t[None], lambda t: t.reshape(-1)[0], lambda t: t.double(), lambda t: t.new_empty(0)]
-)
+@pytest.mark.parametrize("strange", [
+    lambda name, t: {},
+    lambda name, t: {f"{name}[0:{len(t) - 1}]": t[:-1]} if t.ndim else {},
+    lambda name, t: {name: t[None]},
+    lambda name, t: {name: t.reshape(-1)[0]} if t.ndim else {},
+    lambda name, t: {name: t.double()},
+    lambda name, t: {name: t.new_empty(0)},
+])  # fmt: skip
 def test_state_that_lacks_or_has_another_shape_or_type_is_refused_by_name(strange):
-    model = tiny_model()
-    optimizer = make_optimizer(model)
+    optimizer = make_optimizer(tiny_model())
     good = {name: tensor.clone() for name, tensor in optimizer.named_state().items()}
     for name, tensor in good.items():
-        if strange(tensor).shape == tensor.shape and strange(tensor).dtype == tensor.dtype:
-            continue  # the first element of a number is the number
+        others = {other: kept for other, kept in good.items() if other != name}
         with pytest.raises(UserError, match=re.escape(f"{name} is not in the checkpoint, or not whole")):
-            optimizer.load_named_state(good | {name: strange(tensor)})
-        lacking = {other: kept for other, kept in good.items() if other != name}
-        with pytest.raises(UserError, match=re.escape(f"{name} is not in the checkpoint")):
-            optimizer.load_named_state(lacking)
+            optimizer.load_named_state(others | strange(name, tensor))
     optimizer.load_named_state(good)
 
 
