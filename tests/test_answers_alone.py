@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+import test_gpt
 import torch
 import torch.nn.functional as F
 
@@ -11,7 +12,6 @@ from nanochat.data.chat_format import Conversations
 from nanochat.data.conversation_loader import ConversationBatches, ConversationLoader, render_all
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.evals.bits_per_byte import bits_per_byte
-from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine.runtime import Machine
 from nanochat.ops.attention import attention
 
@@ -21,25 +21,16 @@ SPECIAL, T, ROWS = TOKENIZER.special_tokens, 48, 6
 
 @pytest.fixture(scope="module")
 def model():
-    model = GPT(GPTConfig(3, 32, 2, TOKENIZER.vocab_size, T, window_pattern="SL", bigrams=3))
-    model.init_weights(torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
-    return model
+    return test_gpt.make_model(3, 32, 2, TOKENIZER.vocab_size, T, "SL", stir=0.05, bigrams=3)
 
 
 def conversations(count=40):
     draw = random.Random(0)
-    text = lambda: "".join(draw.choices("abc ", k=draw.randint(1, 9)))  # noqa: E731
-    talks = [
-        tuple(
-            turn
-            for _ in range(draw.randint(1, 2))
-            for turn in (("user", "q" + text()), ("assistant", "a" + text()))
-        )
-        for _ in range(count)
-    ]
+
+    def turn(role):
+        return role, role[0] + "".join(draw.choices("abc ", k=draw.randint(1, 9)))
+
+    talks = [tuple(map(turn, ("user", "assistant") * draw.randint(1, 2))) for _ in range(count)]
     return Conversations(talks, [1.0] * count)
 
 
