@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from exporting import TOKENIZER, make_model, save
-from helpers import ROOT
+from helpers import python
 
 from nanochat import engine
 from nanochat.engine import generate
@@ -148,33 +148,28 @@ def test_a_terminal_that_cannot_show_a_character_gets_its_escape(chat, monkeypat
 # As people start it
 
 
-def start(base, *arguments):
-    command = [sys.executable, "-m", "scripts.chat", f"--base_dir={base}", *arguments]
-    return subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+CHAT = "import runpy; runpy.run_module('scripts.chat', run_name='__main__')"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows sends its Ctrl-C to a whole console")
 def test_ctrl_c_ends_it_without_a_traceback(base):
-    process = start(base)
-    assert b"tiny/step_000007" in process.stderr.readline()
-    process.stdin.write(b"a \xff\n")  # a byte that is not text does not end it
-    process.stdin.flush()
-    assert process.stdout.read(2)
-    process.send_signal(signal.SIGINT)
-    _, notes = process.communicate(timeout=300)
+    with python(CHAT, f"--base_dir={base}", text=False) as process:
+        assert b"tiny/step_000007" in process.stderr.readline()
+        process.stdin.write(b"a \xff\n")  # a byte that is not text does not end it
+        process.stdin.flush()
+        assert process.stdout.read(2)
+        process.send_signal(signal.SIGINT)
+        _, notes = process.communicate()
     assert process.returncode == 130 and b"Traceback" not in notes
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a closed pipe is another error there")
 def test_a_closed_output_pipe_is_no_error(base):
-    process = start(base, "--max_tokens=40")
-    process.stdout.close()
-    process.stdin.write(b"a\n")  # one line is written; the input stays open, and ends nothing
-    process.stdin.flush()
-    notes = process.stderr.read()
-    assert process.wait(timeout=300) == 0 and b"Traceback" not in notes and b"BrokenPipe" not in notes
+    with python(CHAT, f"--base_dir={base}", "--max_tokens=40") as process:
+        process.stdout.close()
+        print("a", file=process.stdin, flush=True)  # one line; the input stays open, and ends nothing
+        notes = process.stderr.read()
+        assert process.wait() == 0 and "Traceback" not in notes and "BrokenPipe" not in notes
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -241,17 +236,11 @@ def terminal(base, *arguments):
     pty = pytest.importorskip("pty")
     pytest.importorskip("readline")
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-c", AT_A_TERMINAL, f"--base_dir={base}", *arguments]
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
-    environment = os.environ | {"TERM": "dumb", "INPUTRC": os.devnull}
-    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, env=environment, **streams)
-    os.close(theirs)
-    try:
+    how = dict.fromkeys(("stdin", "stdout", "stderr"), theirs) | {"start_new_session": True}
+    how["env"] = os.environ | {"TERM": "dumb", "INPUTRC": os.devnull}
+    with open(ours), python(AT_A_TERMINAL, f"--base_dir={base}", *arguments, **how) as process:
+        os.close(theirs)
         yield Terminal(process, ours)
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
 
 
 def test_a_person_edits_lines_gives_commands_and_stops_an_answer_with_ctrl_c(base, answering, tmp_path):
@@ -291,9 +280,7 @@ def test_a_base_model_at_a_terminal_says_that_it_continues_texts(base, tmp_path)
         assert "no system message" in chat.type("/system B\r")
         os.write(chat.fd, b"\x04")
         shown = b""
-        while chat.process.poll() is None or select.select([chat.fd], [], [], 0)[0]:
-            try:
-                shown += os.read(chat.fd, 1000)
-            except OSError:  # the other end is closed
-                break
+        with suppress(OSError):  # the other end is closed
+            while part := os.read(chat.fd, 1000):
+                shown += part
         assert chat.process.wait(timeout=120) == 0 and b"Traceback" not in shown
