@@ -192,8 +192,6 @@ class DecodeStep:
     def __call__(self, idx, cache: KVCache):
         """Logits (B, V) float32 after the tokens idx (B, 1) int64, which are added to the cache."""
         B, C, H = idx.size(0), self.embedding.size(1), self.num_heads
-        if cache.length == cache.layers[0].v.size(2):
-            cache.reserve(2 * cache.length)
         place = cache.places(1)
         cos, sin = self.cos[place].view(-1, 1, 1, C // H), self.sin[place].view(-1, 1, 1, C // H)
         before = None if self.bigrams is None else cache.previous_ids(idx).view(B)
