@@ -323,10 +323,9 @@ torch.amp.GradScaler.scale = scale
 
 
 def run_tree(tree: Path, arguments: list[str], status: int = 0) -> str:
-    done = python_m(arguments, tree)
-    assert done.returncode == status, done.stdout + done.stderr
-    assert status == 0 or ("Traceback" not in done.stderr and done.stderr.count("error:") == 1), done.stderr
-    return done.stdout + done.stderr
+    printed = run(arguments, status, folder=tree)
+    assert status == 0 or printed.count("error:") == 1, printed
+    return printed
 
 
 # ------------------------------------------------------------------------------------------------------
