@@ -297,6 +297,12 @@ def copy_sources(folder: Path) -> Path:
     return folder
 
 
+def conversation(question: str, answer: str) -> str:
+    """A line of a file of conversations."""
+    turns = {"user": question, "assistant": answer}
+    return json.dumps({"messages": [{"role": role, "content": text} for role, text in turns.items()]}) + "\n"
+
+
 def insert(tree: Path, after_settings="", at_step_end="", script="base_train"):
     """Insert code into a training script of a copy of the sources: after its settings, where it can replace
     what the script imports, and in the loop, where `step` is the number of the step that ends."""

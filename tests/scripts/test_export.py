@@ -12,7 +12,7 @@ import yaml
 pytest.importorskip("transformers")
 
 from exporting import TOKENIZER, export, make_model, save
-from helpers import command, losses, names_in, python_m, run
+from helpers import command, conversation, losses, names_in, python_m, run
 from safetensors.torch import load_file
 
 from nanochat import UserError, checkpoint
@@ -132,7 +132,7 @@ sys.stdout.buffer.write(tokenizer.decode(written, skip_special_tokens=True).enco
 def test_far_from_this_project_transformers_answers_as_chat_does(corpus, tmp_path):
     words = ["alpha", "beta"] * 40
     lines = [conversation(f"say {word} {i}", f"{word} " * (1 + i % 9)) for i, word in enumerate(words)]
-    (chats := tmp_path / "chats.jsonl").write_text("\n".join(lines), "utf-8")
+    (chats := tmp_path / "chats.jsonl").write_text("".join(lines), "utf-8")
     short = ["--num_iterations=30", "--total_batch_size=512"]
     run(command(corpus, tmp_path / "base", "--max_seq_len=256", *short))
     data = f"--source={tmp_path / 'base'}", f"--data={chats}", f"--val_data={chats}", "--eval_questions=0"
@@ -148,8 +148,3 @@ def test_far_from_this_project_transformers_answers_as_chat_does(corpus, tmp_pat
     )  # fmt: skip
     assert theirs.returncode == 0, theirs.stderr.decode()
     assert len(ours.stdout) > 50 and printable(theirs.stdout.decode()) + "\n" == ours.stdout
-
-
-def conversation(question: str, answer: str) -> str:
-    turns = zip(("user", "assistant"), (question, answer), strict=True)
-    return json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})

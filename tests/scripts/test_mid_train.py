@@ -10,6 +10,7 @@ import pytest
 from helpers import (
     Process,
     command,
+    conversation,
     craft,
     insert,
     losses,
@@ -21,25 +22,6 @@ from helpers import (
 )
 
 from nanochat import checkpoint
-
-FORMATS = ("messages", "minimind")
-
-
-def conversation(kind, question, answer):
-    turns = [("user", question), ("assistant", answer)]
-    if kind == "messages":
-        return {"messages": [{"role": role, "content": content} for role, content in turns]}
-    extra = {"reasoning_content": "", "tools": "", "tool_calls": ""}
-    return {"conversations": [{"role": role, "content": content} | extra for role, content in turns]}
-
-
-def write(path, kind, count, seed):
-    draw = random.Random(seed)
-    words = ["alpha", "beta", "gamma", "delta", "print"]
-    rows = [conversation(kind, f"say {w} {i}", " ".join([w] * draw.randint(1, 8))) for i, w in
-            enumerate(draw.choices(words, k=count))]  # fmt: skip
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +35,19 @@ def base(corpus, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("chats")
-    for seed, kind in enumerate(FORMATS):
-        write(folder / f"{kind}.jsonl", kind, 60, seed)
-    write(folder / "val.jsonl", "messages", 8, 9)
+    """A folder with three files of conversations."""
+    folder, draw = tmp_path_factory.mktemp("chats"), random.Random(0)
+    for name, count in {"one": 60, "two": 60, "val": 8}.items():
+        words = draw.choices(["alpha", "beta", "gamma", "delta", "print"], k=count)
+        answers = [" ".join([word] * draw.randint(1, 8)) for word in words]
+        lines = [conversation(f"say {word} {i}", answers[i]) for i, word in enumerate(words)]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
     return folder
 
 
 def mid(base, chats, out, *more):
-    data = f"--data={chats / 'messages.jsonl'}:2,{chats / 'minimind.jsonl'}:0.5"
-    val_data = f"--val_data={chats / 'val.jsonl'},{chats / 'minimind.jsonl'}"
+    data = f"--data={chats / 'one.jsonl'}:2,{chats / 'two.jsonl'}:0.5"
+    val_data = f"--val_data={chats / 'val.jsonl'},{chats / 'two.jsonl'}"
     return [
         "scripts.mid_train", f"--source={base}", data, val_data,
         f"--out_dir={out}", "--loss_on=assistant", "--num_iterations=8", "--dtype=float32", "--compile=off",
@@ -77,14 +62,14 @@ def undisturbed(base, chats, tmp_path_factory):
     return out, run(mid(base, chats, out))
 
 
-def test_both_formats_train_and_leave_what_a_run_leaves(undisturbed):
+def test_a_run_leaves_what_others_rely_on(undisturbed):
     out, printed = undisturbed
     steps = [r for r in records(out) if "loss" in r]
     assert [r["step"] for r in steps] == list(range(8))
     assert all(0 < r["targets"] < r["tokens"] for r in steps)
     evaluated = {r["step"]: r for r in records(out) if "val_bpb" in r}
     assert list(evaluated) == [0, 4, 8] and evaluated[8]["val_bpb"] < evaluated[0]["val_bpb"]
-    assert all(0 <= r["exact_match"] <= 1 and r["val_bpb_minimind"] > 0 for r in evaluated.values())
+    assert all(0 <= r["exact_match"] <= 1 and r["val_bpb_two"] > 0 for r in evaluated.values())
     plan = json.loads((out / "config.json").read_text())["plan"]
     assert any("0.3 x the base run's" in line for line in plan) and "the answers" in printed
     assert "'say " in printed, "what it was taught to answer"
@@ -198,6 +183,6 @@ def test_a_source_that_is_not_there_ends_in_one_sentence_and_status_2(base, chat
 def test_other_conversations_in_the_same_folder_are_refused_and_nothing_is_lost(base, chats, undisturbed):
     out, _ = undisturbed
     before = (out / "metrics.jsonl").read_bytes()
-    said = run(mid(base, chats, out, f"--data={chats / 'minimind.jsonl'}"), status=2)
+    said = run(mid(base, chats, out, f"--data={chats / 'two.jsonl'}"), status=2)
     assert "data was" in said and "--accept=data" in said
     assert (out / "metrics.jsonl").read_bytes() == before
