@@ -1,41 +1,245 @@
 """The figures of docs/faq.md that no other page has: `python -m experiments.faq_measurements`, half a minute.
 
-Each experiment has the number of its question; `--what=28` runs that one. Numbers 28 to 39 are in
-faq_precision.py. Number 41 reads the embedded text, and makes it and its tokenizer if they are missing.
+Each experiment has the number of its question; `--what=28` runs that one. Number 41 reads the embedded text,
+and makes it and its tokenizer if they are missing.
 """
 
 import math
-import threading
 import time
 import warnings
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import configurator
-from experiments import faq_precision as asked
-from experiments.autocast_rules import autocast_on
-from experiments.faq_precision import CPU, distance, message_of
-from nanochat import UserError
+from experiments.measurements import (
+    CPU,
+    byte_rows,
+    compare,
+    distance,
+    flat,
+    flat_grad,
+    our_model,
+    our_optimizer,
+    saved_for_backward,
+)
 from nanochat.data.loader import TrainLoader
 from nanochat.data.sources import open_dataset
+from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine import precision
 from nanochat.machine.precision import name_of
 
-what = "all"  # the number of a question, or all
+what: Literal["all", "28", "29", "31", "34", "37", "39", "41", "55"] = "all"  # the number of a question
 base_dir = "~/.cache/nanochat"  # where the embedded text is (environment: NANOCHAT_BASE_DIR)
 
-
-def embedded(base_dir: str):
-    base = Path(base_dir).expanduser()
-    dataset = open_dataset("embedded", base_dir=base)
-    return dataset, dataset.open_tokenizer("auto", -1, base)
+# That of runs/laptop.py at width 192
+LAPTOP = GPTConfig(4, 192, 3, 4096, max_seq_len=512, spelled=True, value_tables=False, bigrams=8)
 
 
-def prefetch(dataset, tokenizer, rows=4, max_seq_len=512, step_s=0.03, steps=100) -> dict:
-    """Milliseconds that a step of 2,048 tokens waits for its batch: at once, and after other work."""
+def message_of(function) -> str:
+    """The first line of the error that a call raises."""
+    try:
+        function()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).splitlines()[0]
+    return "no error"
+
+
+# ------------------------------------------------------------------------------------------------------
+# 28, 29, 31: the scaler without unscale_, the first NaN, a float32 region
+
+
+def scaled_step(make_optimizer, call_unscale: bool):
+    """One float16 step at a scale of 1,024: gradient norms before and after `scaler.step`, and the update."""
+    model = our_model()
+    optimizer, scaler = make_optimizer(model), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = flat(model.parameters())
+    with precision.autocast(CPU, torch.float16):
+        loss = model(*byte_rows(8, 0))
+    scaler.scale(loss).backward()
+    if call_unscale:
+        scaler.unscale_(optimizer)
+    norm = flat_grad(model).norm().item()
+    scaler.step(optimizer)
+    return norm, flat_grad(model).norm().item(), flat(model.parameters()) - before
+
+
+def without_unscale() -> dict:
+    """Per optimizer: the norm of .grad before and after `scaler.step` where nobody called `unscale_`, and how
+    far the update is from the one with `unscale_`."""
+    makers = {
+        "SGD": lambda model: torch.optim.SGD(model.parameters(), 0.1),
+        "AdamW(fused=True)": lambda model: torch.optim.AdamW(model.parameters(), 1e-3, fused=True),
+        "ours (MuonAdamW)": our_optimizer,
+    }
     figures = {}
+    for name, make in makers.items():
+        right = scaled_step(make, call_unscale=True)[2]
+        before, after, update = scaled_step(make, call_unscale=False)
+        figures[name] = {"before": before, "after": after, "update apart": distance(update, right)}
+    return figures
+
+
+class FirstBad(TorchDispatchMode):
+    """Remembers the first operator whose result is inf or NaN. Slow: it looks at every result."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = "none"
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        if self.found != "none" or "empty" in name or func.is_view:  # new memory may hold anything
+            return result
+        for tensor in (t for t in tree_leaves(result) if isinstance(t, torch.Tensor)):
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                kind = "NaN" if tensor.isnan().any() else "inf"
+                self.found = f"{name}, {kind} in {name_of(tensor.dtype)}"
+        return result
+
+
+def anomaly(loss) -> str:
+    """What anomaly detection says of the backward pass."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is slow
+        with torch.autograd.detect_anomaly():
+            return message_of(loss.backward)
+
+
+def overflow(dtype) -> dict:
+    """A model with an MLP whose weights are 1,000 times too large: who names the operator that overflowed?"""
+    model, operator, modules = our_model(), FirstBad(), []
+    model.blocks[1].mlp.up.weight.data *= 1000
+
+    def note(name, output):  # a block gives two tensors
+        if not all(tensor.isfinite().all() for tensor in tree_leaves(output)):
+            modules.append(name)
+
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda module, inputs, output, name=name: note(name, output))
+    with operator, precision.autocast(CPU, dtype):
+        loss = model(*byte_rows(8, 0))
+    return {
+        "loss": loss.item(),
+        "first operator": operator.found,
+        "first module by a hook": modules[0] if modules else "none",
+        "detect_anomaly": anomaly(loss),
+    }
+
+
+def first_bad_operator() -> dict:
+    """An overflow in each 16-bit format; and a NaN of the backward pass alone, whose loss is 0."""
+    x = torch.zeros(2, requires_grad=True)
+    figures = {name_of(dtype): overflow(dtype) for dtype in (torch.float16, torch.bfloat16)}
+    return figures | {"a square root at 0": anomaly(x.square().sum().sqrt())}
+
+
+def float32_region() -> dict:
+    """A product inside of autocast, and in a region without it: result's dtype and distance from float64."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(64, 1024, generator=generator) for _ in range(2))
+    exact = x.double() @ weight.double().mT
+    with precision.autocast(CPU, torch.bfloat16):
+        low = F.linear(x, weight)
+        with torch.autocast("cpu", enabled=False):
+            lifted = F.linear(x.float(), weight)
+            mixed = message_of(lambda: F.linear(low, torch.ones(8, 64)))
+    return {
+        "under autocast": (low.dtype, distance(low, exact)),
+        "enabled=False": (lifted.dtype, distance(lifted, exact)),
+        "enabled=False, input left in bfloat16": mixed,
+    }
+
+
+# ------------------------------------------------------------------------------------------------------
+# 34: the default dtype
+
+
+def loss_after(dtype, compute_dtype, steps=100) -> float:
+    """Of our small model on rows that it has not seen, after some more steps of AdamW. Weights, gradients and
+    state are kept in `dtype`."""
+    model = our_model(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-4, betas=(0.9, 0.95))
+    for step in range(steps):
+        with precision.autocast(CPU, compute_dtype):
+            loss = model(*byte_rows(16, 1000 + step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return model.float()(*byte_rows(256, 7)).item()
+
+
+def default_dtype() -> dict:
+    """The default dtype under autocast, and why it is not bfloat16."""
+    with precision.autocast(CPU, torch.bfloat16):
+        here = torch.get_default_dtype(), torch.ones(2).dtype
+    return {
+        "under autocast, the default and a new tensor": here,
+        "loss at the start": loss_after(torch.float32, torch.float32, steps=0),
+        "weights and products in float32": loss_after(torch.float32, torch.float32),
+        "weights in float32, products in bfloat16": loss_after(torch.float32, torch.bfloat16),
+        "weights and products in bfloat16": loss_after(torch.bfloat16, torch.float32),  # without autocast
+    }
+
+
+# ------------------------------------------------------------------------------------------------------
+# 37, 39: dtypes and bytes, the scaler with bfloat16
+
+
+def dtypes_and_bytes() -> dict:
+    """Of one step of runs/laptop.py's model: dtypes and bytes of what lasts, and of what the forward pass
+    keeps."""
+    model = GPT(LAPTOP)
+    model.init_weights(torch.Generator().manual_seed(0))
+    optimizer = our_optimizer(model)
+    tokens = torch.randint(4096, (4, 513), generator=torch.Generator().manual_seed(0))
+    rows, kept = (tokens[:, :-1], tokens[:, 1:]), {}
+    for dtype in (torch.float32, torch.bfloat16):
+        optimizer.zero_grad()
+        with saved_for_backward(model) as saved, precision.autocast(CPU, dtype):
+            model(*rows).backward()
+        kept[f"kept for the backward pass, {name_of(dtype)}"] = saved.most
+    optimizer.step()
+    state = [t for states in optimizer.state.values() for t in states.values()]
+    lasting = {"parameters": list(model.parameters()), "gradients": [p.grad for p in model.parameters()]}
+    lasting["optimizer state"] = state
+    summary = {
+        name: (len(tensors), {t.dtype for t in tensors}, sum(t.nbytes for t in tensors))
+        for name, tensors in lasting.items()
+    }
+    return summary | kept
+
+
+def scaler_with_bfloat16() -> dict:
+    """A bfloat16 gradient through an enabled scaler, against the same without one."""
+    grads = []
+    for enabled in (False, True):
+        model = our_model()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+        with precision.autocast(CPU, torch.bfloat16):
+            loss = model(*byte_rows(64, 99))
+        scaler.scale(loss).backward()
+        before = flat_grad(model).norm().item()
+        scaler.unscale_(optimizer)
+        grads.append(flat_grad(model))
+    return {"equal in every bit": compare(*grads)[0], "norm": grads[0].norm().item(), "scaled norm": before}
+
+
+# ------------------------------------------------------------------------------------------------------
+# 41, 55: the wait for a batch, long rows
+
+
+def prefetch(rows=4, max_seq_len=512, step_s=0.03, steps=100) -> dict:
+    """Milliseconds that a step of 2,048 tokens waits for its batch: at once, and after other work."""
+    base, figures = Path(base_dir).expanduser(), {}
+    dataset = open_dataset("embedded", base_dir=base)
+    tokenizer = dataset.open_tokenizer("auto", -1, base)
     for name, pause in (("at once", 0), (f"after {1e3 * step_s:.0f} ms of other work", step_s)):
         with TrainLoader(dataset.train_shards, tokenizer, rows, max_seq_len, rows) as loader:
             for _ in range(20):  # the first steps fill the buffers of the lanes
@@ -48,96 +252,21 @@ def prefetch(dataset, tokenizer, rows=4, max_seq_len=512, step_s=0.03, steps=100
     return figures
 
 
-# ------------------------------------------------------------------------------------------------------
-# 51 to 55: autocast inside, dtypes of gradients, long rows
-
-
-class Seen(torch.autograd.Function):
-    """A custom autograd function that notes the dtypes of x and of x @ x inside."""
-
-    seen = ()
-
-    @staticmethod
-    def forward(ctx, x):
-        Seen.seen = x.dtype, (x @ x).dtype
-        return x.clone()
-
-
-class SeenAndCast(Seen):
-    forward = staticmethod(torch.amp.custom_fwd(Seen.forward, device_type="cpu", cast_inputs=torch.float32))
-
-
-def where_autocast_is() -> dict:
-    """Dtypes of a product under bfloat16 autocast: here, in another thread, in custom autograd functions."""
-    x, figures = torch.ones(2, 2), {}
-
-    def product(name):
-        figures[name] = (x @ x).dtype
-
-    with precision.autocast(CPU, torch.bfloat16):
-        product("in this thread")
-        thread = threading.Thread(target=product, args=["in a new thread"])
-        thread.start()
-        thread.join()
-        for function in (Seen, SeenAndCast):
-            function.apply(x.bfloat16() if function is SeenAndCast else x)
-            figures[f"{function.__name__}: x, x @ x"] = Seen.seen
-    return figures
-
-
-def autocast_to_float32() -> dict:
-    """The dtype of a product of bfloat16 tensors under autocast(dtype=torch.float32)."""
-    with warnings.catch_warnings(record=True) as caught, torch.autocast("cpu", dtype=torch.float32):
-        warnings.simplefilter("always")
-        x = torch.ones(2, 2, dtype=torch.bfloat16)
-        figures = {"CPU": (x @ x).dtype}
-    with autocast_on("cuda", torch.float32):
-        x = torch.ones(2, 2, dtype=torch.bfloat16, device="cuda")
-        figures["CUDA"] = (x @ x).dtype
-    return figures | {"the CPU's warning": [str(w.message) for w in caught]}
-
-
-def gradient_dtypes() -> dict:
-    """The dtype of .grad: as it is, assigned in another dtype, and asked for by torch's `grad_dtype`."""
-    weight, figures = torch.ones(2, dtype=torch.float16, requires_grad=True), {}
-
-    def assign():
-        weight.grad = torch.ones(2)
-
-    with precision.autocast(CPU, torch.bfloat16):
-        (weight * 2).sum().backward()
-    figures["of a float16 parameter"], weight.grad = weight.grad.dtype, None
-    figures["float32 assigned"] = message_of(assign)
-    weight.grad_dtype = torch.float32
-    weight.float().sum().backward()
-    return figures | {"with grad_dtype=torch.float32": weight.grad.dtype}
-
-
-def probabilities_times_values() -> dict:
-    """A product of float32 probabilities and bfloat16 values."""
-    a, b = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bfloat16)
-    with precision.autocast(CPU, torch.bfloat16):
-        figures = {"under autocast": (a @ b).dtype}
-    return figures | {"without it": message_of(lambda: a @ b)}
-
-
 def long_rows(lengths=(256, 1024, 4096), D=128, scale=1.2) -> dict:
     """Attention with QK norm in float16: the largest score, the largest sum of exp(score), and how far the
-    fused kernel and one by hand are from float64."""
+    fused kernel is from float64."""
     figures, generator = {}, torch.Generator().manual_seed(0)
     for T in lengths:
         q, k, v = (torch.randn(1, 2, T, D, generator=generator, dtype=torch.float64) for _ in range(3))
         q, k = (scale * math.sqrt(D) * F.normalize(x, dim=-1) for x in (q, k))
         exact = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         scores = q @ k.mT / math.sqrt(D)
-        q, k, v = (x.half() for x in (q, k, v))
-        fused = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        future = torch.ones(T, T, dtype=torch.bool).triu(1)
-        by_hand = (q @ k.mT / math.sqrt(D)).masked_fill(future, -math.inf).softmax(-1) @ v
+        fused = F.scaled_dot_product_attention(*(x.half() for x in (q, k, v)), is_causal=True)
         figures[f"{T} positions"] = {
-            "score": scores.max().item(), "sum": scores.exp().sum(-1).max().item(),
-            "fused": distance(fused.double(), exact), "by hand": distance(by_hand.double(), exact),
-        }  # fmt: skip
+            "score": scores.max().item(),
+            "sum": scores.exp().sum(-1).max().item(),
+            "fused": distance(fused, exact),
+        }
     return figures | {"no score above": scale**2 * math.sqrt(D)}
 
 
@@ -152,30 +281,22 @@ def show(value) -> str:
         return ", ".join(show(item) for item in value)
     if isinstance(value, torch.dtype):
         return name_of(value)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return f"{value:,.5g}" if isinstance(value, float) and value < 1e4 else f"{value:,.0f}"
-    return str(value)
+    return f"{value:,.5g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
 
 
 if __name__ == "__main__":
     configurator.configure(globals())
     torch.set_num_threads(1)  # sums in the order of the page's figures
     experiments = {
-        "28": asked.without_unscale,
-        "29": asked.first_bad_operator,
-        "31": asked.float32_region,
-        "34": asked.default_dtype,
-        "37": asked.dtypes_and_bytes,
-        "39": asked.scaler_with_bfloat16,
-        "41": lambda: prefetch(*embedded(base_dir)),
-        "51": where_autocast_is,
-        "52": autocast_to_float32,
-        "53": gradient_dtypes,
-        "54": probabilities_times_values,
+        "28": without_unscale,
+        "29": first_bad_operator,
+        "31": float32_region,
+        "34": default_dtype,
+        "37": dtypes_and_bytes,
+        "39": scaler_with_bfloat16,
+        "41": prefetch,
         "55": long_rows,
     }
-    if what not in {*experiments, "all"}:
-        raise UserError(f"no experiment {what}; there are {', '.join(experiments)}, and all")
     print(f"torch {torch.__version__}, one thread")
     for number in experiments if what == "all" else [what]:
         print(f"\n{number}")

@@ -1,10 +1,12 @@
-"""The experiments behind docs/faq.md give what its answers conclude, on any machine."""
+"""What the answers of docs/faq.md say of figures and dtypes holds on any machine."""
+
+import threading
 
 import pytest
 import torch
 
-from experiments import faq_measurements
-from experiments import faq_precision as asked
+from experiments import faq_measurements as asked
+from experiments.autocast_rules import autocast_on
 
 
 def test_scaler_step_divides_for_torchs_optimizers_and_for_ours():
@@ -51,31 +53,62 @@ def test_a_scaler_changes_no_bit_of_a_bfloat16_gradient():
 
 
 def test_autocast_is_the_state_of_a_thread_and_casts_nothing_for_a_custom_function():
-    figures = faq_measurements.where_autocast_is()
-    assert figures["in this thread"] == torch.bfloat16 and figures["in a new thread"] == torch.float32
-    assert figures["Seen: x, x @ x"] == (torch.float32, torch.bfloat16)
-    assert figures["SeenAndCast: x, x @ x"] == (torch.float32, torch.float32)
+    x, seen = torch.ones(2, 2), []
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            seen.append((x.dtype, (x @ x).dtype))
+            return x.clone()
+
+    class Cast(Function):
+        forward = staticmethod(
+            torch.amp.custom_fwd(Function.forward, device_type="cpu", cast_inputs=torch.float32)
+        )
+
+    with torch.autocast("cpu", torch.bfloat16):
+        for run in (Function.apply, Cast.apply):
+            run(x)
+            run(x.bfloat16())
+        thread = threading.Thread(target=lambda: seen.append((x @ x).dtype))
+        thread.start()
+        thread.join()
+    F32, BF16 = torch.float32, torch.bfloat16
+    assert seen == [(F32, BF16), (BF16, BF16), (F32, F32), (F32, F32), F32]
 
 
 def test_autocast_to_float32_does_nothing_on_a_cpu_and_lifts_products_on_cuda():
-    figures = faq_measurements.autocast_to_float32()
-    assert (figures["CPU"], figures["CUDA"]) == (torch.bfloat16, torch.float32)
-    assert figures["the CPU's warning"]
+    with pytest.warns(UserWarning, match="autocast"), torch.autocast("cpu", torch.float32):
+        x = torch.ones(2, 2, dtype=torch.bfloat16)
+        assert (x @ x).dtype == torch.bfloat16
+    with autocast_on("cuda", torch.float32):
+        x = torch.ones(2, 2, dtype=torch.bfloat16, device="cuda")
+        assert (x @ x).dtype == torch.float32
 
 
 def test_a_gradient_has_its_parameters_dtype_unless_torch_is_told_otherwise():
-    figures = faq_measurements.gradient_dtypes()
-    assert figures["of a float16 parameter"] == torch.float16 and figures["float32 assigned"] != "no error"
-    assert figures["with grad_dtype=torch.float32"] == torch.float32
+    weight = torch.ones(2, dtype=torch.float16, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        (weight * 2).sum().backward()
+    assert weight.grad.dtype == torch.float16
+    weight.grad = None
+    with pytest.raises(RuntimeError, match="dtype"):
+        weight.grad = torch.ones(2)
+    weight.grad_dtype = torch.float32
+    weight.float().sum().backward()
+    assert weight.grad.dtype == torch.float32
 
 
 def test_float32_probabilities_meet_bfloat16_values_under_autocast_only():
-    figures = faq_measurements.probabilities_times_values()
-    assert figures["under autocast"] == torch.bfloat16 and figures["without it"] != "no error"
+    probabilities, values = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (probabilities @ values).dtype == torch.bfloat16
+    with pytest.raises(RuntimeError, match="dtype"):
+        probabilities @ values
 
 
 def test_with_qk_norm_longer_rows_hardly_change_scores_and_rounding_in_float16():
-    figures = faq_measurements.long_rows(lengths=(256, 1024))
+    figures = asked.long_rows(lengths=(256, 1024))
     short, long = figures["256 positions"], figures["1024 positions"]
     assert short["score"] < long["score"] < min(2 * short["score"], figures["no score above"])
     assert long["fused"] < 1.5 * short["fused"] < 0.01 and long["sum"] < torch.finfo(torch.float16).max
