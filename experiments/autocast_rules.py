@@ -57,14 +57,14 @@ PROBES = {
 
 
 @contextlib.contextmanager
-def autocast_on(device_type: str, dtype, fake=True):
+def autocast_on(device_type: str, dtype):
     """Switch on the autocast of a device that may be absent, for the fake tensors made inside.
 
     A fake tensor has a device and a dtype but no memory. It passes through the real autocast of its device.
     autocast's context manager refuses an absent device, so autocast is switched on by hand.
     """
     before = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
-    with FakeTensorMode() if fake else contextlib.nullcontext():
+    with FakeTensorMode():
         torch.set_autocast_dtype(device_type, dtype)
         torch.set_autocast_enabled(device_type, True)
         try:
@@ -75,11 +75,11 @@ def autocast_on(device_type: str, dtype, fake=True):
             torch.clear_autocast_cache()
 
 
-def policy(probe, device_type: str, low=torch.bfloat16, fake=True) -> str:
-    """What autocast does with an operator, found by running it on float32 and on `low` tensors."""
-    results = []
+def policy(probe, device_type: str) -> str:
+    """What autocast does with an operator, found by running it on float32 and on bfloat16 tensors."""
+    results, low = [], torch.bfloat16
     for dtype in (torch.float32, low):
-        with autocast_on(device_type, low, fake):
+        with autocast_on(device_type, low):
             x, y = (torch.ones(8, 8, device=device_type, dtype=dtype) for _ in range(2))
             try:
                 results.append(probe(x, y).dtype)
@@ -98,9 +98,9 @@ def autocast_lists() -> str:
     return table([["operator", "CUDA", "CPU", "MPS"], *rows])
 
 
-def stages(device_type: str, fake=True) -> dict[str, str]:
+def stages(device_type: str) -> dict[str, str]:
     """The dtype of each result when a float32 x goes through LayerNorm(Linear(x)) and attention by hand."""
-    with autocast_on(device_type, torch.bfloat16, fake):
+    with autocast_on(device_type, torch.bfloat16):
         x, weight = (torch.ones(8, 8, device=device_type) for _ in range(2))
         results = {"`x`": x, "`h = linear(x)`": (h := F.linear(x, weight))}
         results["`n = layer_norm(h)`"] = n = F.layer_norm(h, (8,))
@@ -121,7 +121,7 @@ def walk() -> str:
 # Who casts the weights, and how often
 
 
-def casts() -> dict[str, int]:
+def weight_casts() -> str:
     """How often a recorder sees the weight of one layer cast."""
     layer, x = nn.Linear(8, 8, bias=False), torch.ones(1, 8)
 
@@ -134,7 +134,7 @@ def casts() -> dict[str, int]:
                         layer(x)
         return sum(op.parameter == "weight" for op in recorder.ops)
 
-    return {
+    found = {
         "one call": count(),
         "three calls in one context": count(calls=3),
         "three contexts of one call": count(contexts=3),
@@ -142,7 +142,4 @@ def casts() -> dict[str, int]:
         "three calls in one context under `no_grad`": count(calls=3, grad=torch.no_grad),
         "three calls in one context under `inference_mode`": count(calls=3, grad=torch.inference_mode),
     }
-
-
-def weight_casts() -> str:
-    return table([["a layer under autocast", "casts of its weight"], *casts().items()])
+    return table([["a layer under autocast", "casts of its weight"], *found.items()])

@@ -20,6 +20,12 @@ what = "all"  # formats autocast walk inside accumulation attention casts underf
 
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 
+
+def percent(flags: torch.Tensor) -> str:
+    """The share of True."""
+    return f"{100 * flags.double().mean().item():.1f} %"
+
+
 # ------------------------------------------------------------------------------------------------------
 # The formats
 
@@ -50,10 +56,10 @@ def running_sum(products):
     return total
 
 
-def accumulation(dtypes=(torch.bfloat16, torch.float16)) -> str:
+def accumulation() -> str:
     """How many elements of a product of two random (32, 2048) matrices are exact but for one rounding."""
     rows = []
-    for dtype in dtypes:
+    for dtype in (torch.bfloat16, torch.float16):
         generator = torch.Generator().manual_seed(0)
         a, b = (torch.randn(32, 2048, generator=generator).to(dtype) for _ in range(2))
         exact = a.double() @ b.double().mT
@@ -61,14 +67,14 @@ def accumulation(dtypes=(torch.bfloat16, torch.float16)) -> str:
             ("`a @ b`", a @ b.mT),
             ("every partial sum rounded", running_sum(a.unsqueeze(1) * b.unsqueeze(0))),
         ):
-            right = (result == exact.to(dtype)).double().mean().item()
-            rows.append([name_of(dtype), what, f"{100 * right:.1f} %", f"{distance(result, exact):.2g}"])
+            right = percent(result == exact.to(dtype))
+            rows.append([name_of(dtype), what, right, f"{distance(result, exact):.2g}"])
     return table([["dtype", "sum of 2,048 products", "equal to the exact one, rounded", "distance"], *rows])
 
 
-def attention_errors(dtype=torch.bfloat16) -> dict[str, float]:
+def attention() -> str:
     """How far causal attention over 256 positions, with 4 heads of 64, is from float64's."""
-    generator = torch.Generator().manual_seed(0)
+    generator, dtype = torch.Generator().manual_seed(0), torch.bfloat16
     q, k, v = (torch.randn(1, 4, 256, 64, generator=generator).to(dtype) for _ in range(3))
     exact = F.scaled_dot_product_attention(*(t.double() for t in (q, k, v)), is_causal=True)
     mask = torch.full((256, 256), -math.inf).triu(1)
@@ -77,22 +83,18 @@ def attention_errors(dtype=torch.bfloat16) -> dict[str, float]:
         scores = (q @ k.mT) / 8 + mask.to(dtype)
         return scores.to(softmax_dtype).softmax(-1).to(dtype) @ v
 
-    return {
+    found = {
         "exact, rounded once": distance(exact.to(dtype), exact),
         "fused (SDPA)": distance(F.scaled_dot_product_attention(q, k, v, is_causal=True), exact),
         "by hand, softmax in float32": distance(by_hand(torch.float32), exact),
-        f"by hand, softmax in {name_of(dtype)}": distance(by_hand(dtype), exact),
+        "by hand, softmax in bfloat16": distance(by_hand(dtype), exact),
     }
+    return table([["attention", "distance"], *([name, f"{apart:.2g}"] for name, apart in found.items())])
 
 
-def attention() -> str:
-    return table([["attention", "distance"], *([k, f"{v:.2g}"] for k, v in attention_errors().items())])
-
-
-def inside() -> dict[str, tuple[float, float]]:
+def inside() -> str:
     """The share of an operator's results that are float32's, rounded once; and the same if it is made of
-    bfloat16 steps. The inputs are 64 rows of 2,048 bfloat16 numbers.
-    """
+    bfloat16 steps. The inputs are 64 rows of 2,048 bfloat16 numbers."""
     generator = torch.Generator().manual_seed(0)
     x = (3 * torch.randn(64, 2048, generator=generator)).bfloat16()
 
@@ -104,20 +106,15 @@ def inside() -> dict[str, tuple[float, float]]:
         x = x - (running_sum(x) / x.size(-1)).unsqueeze(-1)
         return x * (running_sum(x.square()) / x.size(-1) + 1e-5).rsqrt().unsqueeze(-1)
 
-    shares = {}
+    rows = [["of bfloat16 numbers", "the operator", "in bfloat16 steps"]]
     for name, whole, steps in (
         ("softmax", lambda x: x.softmax(-1), softmax),
         ("layer_norm", lambda x: F.layer_norm(x, x.shape[-1:]), layer_norm),
         ("sum", lambda x: x.sum(-1), running_sum),
     ):
         right = whole(x.float()).bfloat16()
-        shares[name] = tuple((f(x) == right).double().mean().item() for f in (whole, steps))
-    return shares
-
-
-def insides() -> str:
-    rows = [[name, *(f"{100 * share:.1f} %" for share in pair)] for name, pair in inside().items()]
-    return table([["of bfloat16 numbers", "the operator", "in bfloat16 steps"], *rows])
+        rows.append([name, percent(whole(x) == right), percent(steps(x) == right)])
+    return table(rows)
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -159,16 +156,16 @@ def underflow() -> str:
     return table([["forward pass in", *head], *rows])
 
 
-def scaler_steps(init_scale=2.0**23, steps=16, growth_interval=4) -> list[dict]:
+def scaler_steps() -> list[dict]:
     """What GradScaler does, step by step, in a float16 run whose scale is too large at first.
 
     By default it raises the scale after 2,000 good steps; here after 4.
     """
     model = our_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=growth_interval)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**23, growth_interval=4)
     records = []
-    for step in range(steps):
+    for step in range(16):
         before, scale = flat(model.parameters()), scaler.get_scale()
         with precision.autocast(CPU, torch.float16):
             loss = model(*byte_rows(8, step))
@@ -213,50 +210,39 @@ def scaler() -> str:
 # Why weights stay float32
 
 
-def stored(weights, as_what):
-    """Matrices (rows, columns) written to a format and read back; integers have one scale for each row."""
-    if isinstance(as_what, torch.dtype):
-        return weights.to(as_what).float()
-    largest = 2 ** (as_what - 1) - 1  # the largest signed integer of that many bits
+def storing(weights, what):
+    """A function that writes numbers to a format and reads them back: a dtype, or integers of so many bits.
+    Integers have one scale for each row, which is that of `weights` and stays, as in a quantised matrix."""
+    if isinstance(what, torch.dtype):
+        return lambda x: x.to(what).float()
+    largest = 2 ** (what - 1) - 1
     scale = weights.abs().amax(-1, keepdim=True).clamp_min(1e-12) / largest
-    return (weights / scale).round() * scale
+    return lambda x: (x / scale).round() * scale
 
 
-def lost_updates() -> dict[str, float]:
-    """The share of the matrices' weights that a small update does not change, by the format that keeps them.
+def updates() -> str:
+    """By the format that keeps them: the share of the matrices' weights that a small update does not change,
+    and of the squared gradients that become 0, whose mean AdamW keeps.
 
     The update is the first of AdamW: 3e-4, the rate, against the sign of the gradient.
     """
     model = our_model()
     model(*byte_rows(64, 99)).backward()
     pairs = [(p.data, -3e-4 * p.grad.sign()) for p in model.blocks.parameters() if p.ndim == 2]
-    shares = {}
+    grad = flat_grad(model)
+    squares = grad[grad != 0].square()
+    rows = [["kept in", "weights that do not change", "squared gradients that become 0"]]
     for what in (*FORMATS, 8, 4):
-        same = total = 0
+        same = []
         for weights, update in pairs:
-            kept = stored(weights, what)
-            if isinstance(what, int):  # the scale does not change, as in a quantised matrix
-                scale = kept.abs().amax(-1, keepdim=True).clamp_min(1e-12) / (2 ** (what - 1) - 1)
-                after = ((kept + update) / scale).round() * scale
-                same += ((after - kept).abs() < scale / 2)[update != 0].sum().item()
-            else:
-                same += (stored(kept + update, what) == kept)[update != 0].sum().item()
-            total += (update != 0).sum().item()
-        shares[name_of(what) if isinstance(what, torch.dtype) else f"int{what}"] = same / total
-    return shares
-
-
-def vanished_squares() -> dict[str, float]:
-    """The share of the squared gradients that become 0 in each format. AdamW keeps their mean."""
-    grad = gradient(torch.float32)
-    grad = grad[grad != 0]
-    return {name_of(d): (stored(grad.square(), d) == 0).double().mean().item() for d in FORMATS}
-
-
-def updates() -> str:
-    squares = {name: f"{100 * share:.1f} %" for name, share in vanished_squares().items()}
-    rows = [[name, f"{100 * share:.1f} %", squares.get(name, "")] for name, share in lost_updates().items()]
-    return table([["kept in", "weights that do not change", "squared gradients that become 0"], *rows])
+            store = storing(weights, what)
+            kept = store(weights)
+            same.append((store(kept + update) == kept)[update != 0])
+        if what in FORMATS:
+            rows.append([name_of(what), percent(flat(same)), percent(storing(squares, what)(squares) == 0)])
+        else:
+            rows.append([f"int{what}", percent(flat(same)), ""])
+    return table(rows)
 
 
 if __name__ == "__main__":
@@ -265,7 +251,7 @@ if __name__ == "__main__":
         "formats": formats,
         "autocast": autocast_lists,
         "walk": walk,
-        "inside": insides,
+        "inside": inside,
         "accumulation": accumulation,
         "attention": attention,
         "casts": weight_casts,
