@@ -8,14 +8,13 @@ import contextlib
 import functools
 import inspect
 import math
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
 from safetensors.torch import load_file, save_file
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -26,7 +25,6 @@ from nanochat.files import temporary_folder
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine import precision
 
-ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 T = 32  # bytes a row
 TEXT = torch.tensor(list(inspect.getsource(argparse).encode()))  # any text: its bytes are the tokens
@@ -94,14 +92,6 @@ def gradient(inputs, targets, rows: int, compute_dtype=torch.float32, dtype=torc
     return flat_grad(model)
 
 
-def add_gradients_by_targets(model, micro_batches):
-    """The inner loop for micro-batches with unequal numbers of targets."""
-    scored = sum((targets != -1).sum() for _, targets in micro_batches)
-    for inputs, targets in micro_batches:
-        loss = model(inputs, targets, reduction="sum") / scored
-        loss.backward()
-
-
 def compare(a, b) -> tuple[float, float]:
     """(share of equal elements, without those that are 0 in both; distance |a - b| / |b|)."""
     some, a64, b64 = (a != 0) | (b != 0), a.double(), b.double()
@@ -139,6 +129,7 @@ def accumulation() -> dict[str, tuple[float, float]]:
 
 def ddp_worker(rank: int, folder: Path):
     """One of two processes. It takes its 32 rows in one, two and four micro-steps, as base_train does."""
+    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     inputs, targets = (rows[rank::2] for rows in byte_rows(64, 99))
     results = {}
@@ -161,14 +152,7 @@ def ddp_worker(rank: int, folder: Path):
 def two_processes() -> dict[str, tuple[float, float]]:
     """`compare` of two processes with one that makes twice the micro-steps, on the same micro-batches."""
     with temporary_folder() as folder:
-        command = [sys.executable, "-m", "experiments.measurements", "worker", folder]
-        workers = [subprocess.Popen([*command, str(rank)], cwd=ROOT) for rank in (0, 1)]
-        try:
-            if any(worker.wait(timeout=120) for worker in workers):
-                raise RuntimeError("a process of the group failed")
-        finally:
-            for worker in workers:
-                worker.kill()
+        multiprocessing.spawn(ddp_worker, [folder], nprocs=2)
         together = load_file(folder / "gradients.safetensors")
     inputs, targets = (torch.cat([rows[0::2], rows[1::2]]) for rows in byte_rows(64, 99))
     results = {}
@@ -303,7 +287,4 @@ def main():
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if sys.argv[1:2] == ["worker"]:
-        ddp_worker(int(sys.argv[3]), Path(sys.argv[2]))
-    else:
-        main()
+    main()
