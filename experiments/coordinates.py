@@ -1,7 +1,7 @@
 """Do the learning rates fit every width? A coordinate check, as of muP (arXiv 2203.03466).
 
-    python -m experiments.coordinates                          # table and picture of docs/scale.md: minutes
-    python -m experiments.coordinates --steps=10 --widest=512 --picture=none
+    python -m experiments.coordinates                          # the table of docs/scale.md: minutes
+    python -m experiments.coordinates --steps=10 --widest=512
 
 If the rates suit every width, the first steps change logits and residual stream by as much in a wide model as
 in a narrow one. So models of one depth train for a few steps with the rates that scaling.scaled_rates gives
@@ -28,7 +28,6 @@ from nanochat.plan import scaling
 steps = 5  # optimizer steps before the change is measured (after one, some are still 0) [2..1000]
 seeds = 3  # models of a width to take the mean of; above width 256 fewer, down to one [1..100]
 widest = 1024  # the largest width; the smallest is 128 [256..8192]
-picture: str | None = "docs/coordinates.png"  # the file to draw (none = no picture)
 
 DEPTH, HEAD_DIM, ROWS, NARROWEST = 4, 64, 8, 128
 DEFAULTS = configurator.defaults(Path(configurator.__file__).parent / "scripts" / "base_train.py")
@@ -172,28 +171,6 @@ def table(found: dict[str, dict[int, float]]) -> str:
     return terminal.table(rows)
 
 
-def plot(found: dict[str, dict[int, float]], path: Path):
-    """Each change against width, divided by that at the smallest. Raises OSError if it cannot be written."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for name, words in MEASURED.items():
-        widths, sizes = zip(*found[name].items(), strict=True)
-        axes.plot(widths, [size / sizes[0] for size in sizes], "o-", label=words, markersize=4)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    axes.set_xticks(widths, map(str, widths))
-    axes.set_yticks([0.5, 1, 2], ["1/2", "1", "2"])
-    axes.set(xlabel="width", ylabel=f"change, against that at width {widths[0]}")
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right center", fontsize="small")
-    figure.savefig(path, dpi=110)
-
-
 if __name__ == "__main__":
     configurator.configure(globals())
-    found = measure(widths_up_to(widest), steps, seeds)
-    print(table(found))
-    if picture:
-        plot(found, Path(picture))
+    print(table(measure(widths_up_to(widest), steps, seeds)))
