@@ -207,6 +207,16 @@ def losses(out: Path) -> dict[int, float]:
     return {r["step"]: r["loss"] for r in steps}
 
 
+def assert_same_run(out: Path, other: Path):
+    """Two runs have the same losses, validations and last weights."""
+    assert losses(out) == losses(other)
+    scores = [[(r["step"], r["val_bpb"]) for r in records(o) if "val_bpb" in r] for o in (out, other)]
+    assert scores[0] == scores[1]
+    weights = [checkpoint.find(o).load_model() for o in (out, other)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
 def wait_until(is_true, process=None):
     """Return when is_true() is, which may take ten minutes, and while the process goes on."""
     deadline = time.monotonic() + 600
