@@ -26,37 +26,40 @@ def simulate(depth: int, gpus: int, **more) -> simulation.Simulation:
     return simulation.simulate(DEFAULTS | {"depth": depth, "device": device, "world_size": gpus} | more)
 
 
+def table(head: str, rows: list[list]) -> str:
+    """A Markdown table. head: its first line."""
+    rule = "|--:" * (head.count("|") - 1) + "|"
+    return "\n".join([head, rule, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
+
+
 def models() -> str:
     """The README's table: each depth on one GPU."""
-    lines = [
-        "| depth | width | parameters | tokens | batch | steps | FLOPs | memory of a GPU | time | shards |",
-        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]
+    rows = []
     for depth in MODELS:
         found = simulate(depth, 1)
         plan = found.plan
         one_row = replace(plan, device_batch_size=1)
-        lines.append(
-            f"| {depth} | {plan.config.width} | {plan.parameters['total'] / 1e6:,.0f} M | "
-            f"{plan.tokens / 1e9:.2f} B | {plan.total_batch_size:,} | {plan.num_iterations:,} | "
-            f"{plan.flops_per_token * plan.tokens:.2g} | "
-            f"{gib(one_row.expected_bytes)} to {gib(plan.expected_bytes)} | "
-            f"{duration(3600 * found.hours)} | {plan.public_shards} |"
-        )
-    return "\n".join(lines)
+        sizes = [depth, plan.config.width, f"{plan.parameters['total'] / 1e6:,.0f} M"]
+        sizes += [f"{plan.tokens / 1e9:.2f} B", f"{plan.total_batch_size:,}", f"{plan.num_iterations:,}"]
+        flops = f"{plan.flops_per_token * plan.tokens:.2g}"
+        memory = f"{gib(one_row.expected_bytes)} to {gib(plan.expected_bytes)}"
+        rows.append([*sizes, flops, memory, duration(3600 * found.hours), plan.public_shards])
+    head = "| depth | width | parameters | tokens | batch | steps | FLOPs | memory of a GPU | time | shards |"
+    return table(head, rows)
 
 
-def row(depth: int, gpus: int) -> str:
+def row(depth: int, gpus: int) -> list:
     """A line of the table of speeds."""
-    first = f"| {depth} | {gpus} | "
     try:
         found = simulate(depth, gpus)
     except UserError:  # the rows of the batch do not divide by the GPUs
         rows = simulate(depth, 1).plan.total_batch_size // DEFAULTS["max_seq_len"]
-        return f"{first}{rows} rows are too few | | | | | | |"
+        return [depth, gpus, f"{rows} rows are too few", *[""] * 6]
     plan, memory = found.plan, found.plan.expected_bytes
     fits = "" if memory <= plan.hardware.memory else ", too much"
-    cells = [
+    return [
+        depth,
+        gpus,
         f"{plan.device_batch_size} x {plan.grad_accum_steps}",
         f"{gib(memory)}{fits}",
         f"{sum(found.exchange.values()) / 1e9:.1f} GB",
@@ -65,38 +68,29 @@ def row(depth: int, gpus: int) -> str:
         f"{plan.total_batch_size / found.step_seconds / 1e6:.3g} M",
         duration(3600 * found.hours),
     ]
-    return first + " | ".join(cells) + " |"
 
 
 def speeds() -> str:
     """Each depth on each number of GPUs."""
-    lines = [
-        "| depth | GPUs | rows x micro-steps of a GPU | memory of a GPU | sent by a GPU, a step | step | "
-        "exchange | tokens/s | time |",
-        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    return "\n".join(lines + [row(depth, gpus) for depth in DEPTHS for gpus in GPUS])
+    head = "| depth | GPUs | rows x micro-steps of a GPU | memory of a GPU | sent by a GPU, a step | step "
+    head += "| exchange | tokens/s | time |"
+    return table(head, [row(depth, gpus) for depth in DEPTHS for gpus in GPUS])
 
 
 def limits() -> str:
     """For each depth the batch, the memory of one row, and the GPUs that make sense."""
-    lines = [
-        "| depth | parameters | tokens | batch | rows of it: most GPUs | memory with one row, 512 GPUs | "
-        "exchange takes as long as computing at |",
-        "|--:|--:|--:|--:|--:|--:|--:|",
-    ]
+    lines = []
     for depth in DEPTHS:
         plan = simulate(depth, 1).plan
         rows = plan.total_batch_size // plan.config.max_seq_len
         computing = simulate(depth, 1).seconds["forward and backward"]
         gpu, sent = simulation.known_device(device), simulation.exchanged_bytes(plan.config, 512)
         exchange = simulation.exchange_seconds(sum(sent.values()), gpu, 512)
-        lines.append(
-            f"| {depth} | {plan.parameters['total'] / 1e6:,.0f} M | {plan.tokens / 1e9:.1f} B | "
-            f"{plan.total_batch_size:,} | {rows} | {gib(memory_of_one_row(depth))} | "
-            f"{computing / exchange:.0f} GPUs |"
-        )
-    return "\n".join(lines)
+        sizes = [depth, f"{plan.parameters['total'] / 1e6:,.0f} M", f"{plan.tokens / 1e9:.1f} B"]
+        most = [f"{plan.total_batch_size:,}", rows, gib(memory_of_one_row(depth))]
+        lines.append([*sizes, *most, f"{computing / exchange:.0f} GPUs"])
+    head = "| depth | parameters | tokens | batch | rows of it: most GPUs | memory with one row, 512 GPUs "
+    return table(head + "| exchange takes as long as computing at |", lines)
 
 
 def memory_of_one_row(depth: int) -> int:
