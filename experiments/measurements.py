@@ -263,8 +263,6 @@ def directions() -> dict[str, float]:
     return {
         "largest over median before": (before[0] / before.median()).item(),
         "largest over median after": (after[0] / after.median()).item(),
-        "four largest in the squared norm": ((before[:4].norm() / before.norm()) ** 2).item(),
-        "embedding rows touched": (model.embedding.weight.grad != 0).any(dim=1).double().mean().item(),
     }
 
 
