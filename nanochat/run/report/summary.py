@@ -225,11 +225,10 @@ def table_of_runs(runs: list[Run]) -> str:
         when = time.strftime(shown, time.localtime(run.written))
         rows.append([run.name, run.kind, steps, bits, when, run.state])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    room = 80 - sum(widths[1:]) - 2 * len(widths[1:])
+    widths[0] = room = min(widths[0], 80 - sum(widths[1:]) - 2 * len(widths[1:]))
     lines = []
-    for name, kind, steps, bits, when, state in rows:
-        name = name if len(name) <= room else name[: room - 3] + "..."
-        _, *w = widths
-        numbers = f"{steps:>{w[1]}}  {bits:>{w[2]}}"
-        lines.append(f"{name:{min(widths[0], room)}}  {kind:{w[0]}}  {numbers}  {when:{w[3]}}  {state}")
+    for name, *others in rows:
+        row = [name if len(name) <= room else name[: room - 3] + "...", *others]
+        cells = (f"{cell:{side}{width}}" for cell, side, width in zip(row, "<<>><<", widths, strict=True))
+        lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
