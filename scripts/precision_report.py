@@ -131,7 +131,6 @@ def costs() -> str:
     own_config = replace(config, vocab_size=tokenizer.vocab_size)
     rates, _ = scaled_rates(DEFAULTS, own_config, device_batch_size * max_seq_len, measure_steps)
     common = {"config": own_config, "device": device, "rounds": measure_rounds}
-    common["say"] = lambda text: print(text, file=sys.stderr)
     with temporary_folder() as folder:
         common["folder"] = folder
         trained = precision_cost.measure_training(

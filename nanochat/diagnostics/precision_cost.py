@@ -188,9 +188,7 @@ def possible(device) -> list[str]:
     return names
 
 
-def measure_training(
-    names, tokens, folder, config, device, rates, seed, rounds, seconds, say=print
-) -> list[dict]:
+def measure_training(names, tokens, folder, config, device, rates, seed, rounds, seconds) -> list[dict]:
     """Train in every precision on the same batches, and save the weights of the first in `folder`.
 
     tokens (steps, B, T + 1) int64. The first precision makes all steps. Another one that takes longer than
@@ -205,7 +203,7 @@ def measure_training(
     again = common | {"dtype": names[0], "seed": seed + 1}
     with working([*jobs, (f"{names[0]}, other initial weights", again)]) as workers:
         for round_number in range(rounds):
-            say(f"training, round {round_number + 1} of {rounds}")
+            print(f"training, round {round_number + 1} of {rounds}", file=sys.stderr)
             for worker in workers:
                 limit = math.inf if worker.job["dtype"] == names[0] else seconds
                 worker.turn(steps=steps, seconds=limit)
@@ -226,7 +224,7 @@ def _training_row(worker, steps, tokens_a_step):
     }
 
 
-def measure_inference(names, folder, config, device, rounds, new_tokens, say=print) -> list[dict]:
+def measure_inference(names, folder, config, device, rounds, new_tokens) -> list[dict]:
     """Read a batch and generate in every precision, by autocast and with cast weights.
 
     The weights are those that `measure_training` left in `folder`.
@@ -239,7 +237,7 @@ def measure_inference(names, folder, config, device, rounds, new_tokens, say=pri
         jobs += [(name + way, common | {"dtype": name, "cast": cast}) for way, cast in ways.items()]
     with working(jobs) as workers:
         for round_number in range(rounds):
-            say(f"inference, round {round_number + 1} of {rounds}")
+            print(f"inference, round {round_number + 1} of {rounds}", file=sys.stderr)
             for worker in workers:
                 worker.turn(tokens=new_tokens)
         return _inference_rows(workers, folder, new_tokens)
