@@ -17,8 +17,8 @@ PLAIN, OURS, FIXED = "#dce6f2", "#ffe0b8", "#eeeeee"  # a plain GPT's part; what
 # name: (x and y of the middle, width, text, colour)
 BOXES = {
     "ids": (1.5, 0.5, 1.6, "token ids", FIXED),
-    "embedding": (1.5, 1.5, 2.4, "token + bigram row\n+ sub-word rows", OURS),
-    "x0": (1.5, 2.5, 2.4, "x0 = norm\nx = scale · x0", FIXED),
+    "embedding": (1.5, 1.5, 2.7, "token + n-gram rows\n+ sub-word rows", OURS),
+    "x0": (1.5, 2.5, 2.7, "x0 = norm\nx = scale · x0", FIXED),
     "smear": (4.6, 3.5, 3.6, "+ gate · x of the token before\n(in the last block + scale · x0)", OURS),
     "qkv": (4.6, 4.7, 3.6, "norm, query, key, value", PLAIN),
     "qk": (4.6, 5.7, 3.6, "QK norm, rotary (RoPE);\nkeys shifted by one position", OURS),

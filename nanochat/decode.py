@@ -20,11 +20,10 @@ from nanochat.ops.attention_backends import error_in_a_line, for_any_length
 from nanochat.ops.elementwise import SLOPE, norm
 from nanochat.ops.fp8 import Float8Linear
 from nanochat.ops.loss import softcap
-from nanochat.ops.operators import bigram_rows
 
 # The parameters that DecodeStep knows, as they are called in gpt.py
 KNOWN = {"embedding", "value_embeddings", "head", "query", "key", "value", "out", "up", "down"}
-KNOWN |= {"bigram_embedding", "value_gate", "head_gate", "x_before_gate", "x0_scales", "x_before_scale"}
+KNOWN |= {"ngrams", "value_gate", "head_gate", "x_before_gate", "x0_scales", "x_before_scale"}
 
 SMALL = 2**27  # parameters of a small model: half a gigabyte in float32
 
@@ -58,10 +57,12 @@ class KVCache:
         return (slots - self.start[:, None]).clamp(max=self.max_seq_len - 1)
 
     def previous_ids(self, idx):
-        """Add the T new tokens idx (B, T); returns the token before each (B, T), 0 before a text begins."""
-        old = idx.new_zeros(len(idx), 1) if self.ids is None else self.ids
-        self.ids = idx if self.ids is None else torch.cat((old, idx), 1)
-        return torch.cat((old[:, -1:], idx[:, :-1]), 1)
+        """Add the T new tokens idx (B, T); returns the token before each and the second before it, (B, T)
+        each, 0 before a text begins."""
+        self.ids = idx if self.ids is None else torch.cat((self.ids, idx), 1)
+        last = self.ids[:, -idx.size(1) - 2 :]
+        last = F.pad(last, (idx.size(1) + 2 - last.size(1), 0))
+        return last[:, 1:-1], last[:, :-2]
 
     def align(self, lengths: list[int]):
         """Keep the first lengths[r] tokens of row r, and move rows so that all end in the same slot."""
@@ -161,7 +162,7 @@ class DecodeStep:
         size, on_cpu = sum(p.numel() for p in model.parameters()), model.head.weight.device.type == "cpu"
         self.copies = on_cpu and dtype == torch.float32 and size < SMALL
         self.embedding, self.head_rows = (table.detach() for table in model.tables())
-        self.bigrams = model.bigram_embedding.weight.detach() if config.bigrams else None
+        self.ngrams = model.ngrams
         self.head = self._matrix(self.head_rows)
         # The gates of the smear, of all layers in one: they depend on the embedding alone
         self.x_before_gates = self._matrix(torch.cat([block.x_before_gate.weight for block in model.blocks]))
@@ -194,11 +195,9 @@ class DecodeStep:
         B, C, H = idx.size(0), self.embedding.size(1), self.num_heads
         place = cache.places(1)
         cos, sin = self.cos[place].view(-1, 1, 1, C // H), self.sin[place].view(-1, 1, 1, C // H)
-        before = None if self.bigrams is None else cache.previous_ids(idx).view(B)
+        ngrams = 0 if self.ngrams is None else self.ngrams(idx, *cache.previous_ids(idx)).view(B, C)
         idx = idx.view(B)
-        x = F.embedding(idx, self.embedding)  # (B, C)
-        if self.bigrams is not None:
-            x = x + F.embedding(bigram_rows(before, idx, len(self.bigrams)), self.bigrams)
+        x = F.embedding(idx, self.embedding) + ngrams  # (B, C)
         x0 = norm(x).to(self.dtype)
         x, share = self.x0_scales[:, None, None] * x0
         before_gates = 2 * (x0[:, : self.x_before_gates.size(0)] @ self.x_before_gates).sigmoid()  # (B, L)

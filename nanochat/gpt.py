@@ -1,6 +1,6 @@
 """The model: a GPT in the nanochat line, as equations.
 
-    x0 = norm(embedding[token] + bigram_embedding[token before, token])  B rows, T positions, C width
+    x0 = norm(embedding[token] + ngrams[token and the two before])    B rows, T positions, C width
     x = x0_scales[0] * x0
     x += x_before_scale * gate(x0) * smear(x)                         in each block,
     x += out(gate * attention(q, shifted k, v + value embedding))     then attention,
@@ -24,18 +24,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from nanochat.ops.attention import attention, previous_token, visible_from
+from nanochat.ops.attention import attention, previous_ids, previous_token, visible_from
 from nanochat.ops.elementwise import gated, norm, norm_and_rotate, rotary_tables, scaled, stream_and_norm
 from nanochat.ops.loss import softcap, softcapped_cross_entropy
 from nanochat.ops.mlp import feed_forward
-from nanochat.ops.operators import bigram_rows, compute_dtype, embedding, look_up
+from nanochat.ops.operators import compute_dtype
 from nanochat.ops.products import product, products
 from nanochat.ops.subword import SubwordEmbedding
+from nanochat.ops.tables import NgramEmbedding, embedding, look_up
 
 ROPE_BASE = 100_000  # RoPE: longer wavelengths than the usual 10,000
 GATE_INPUTS = 16  # channels of a token's embedding that the gates of the smear depend on
 QK_SCALE = 1.2  # on q and on k after their norm: attention a little sharper than 1 / sqrt(D) gives
-ZERO_AT_START = "bigram_embedding.weight", "out.weight", "down.weight", "gate.weight", "x_before_scale"
+ZERO_AT_START = "pairs.weight", "triples.weight", "out.weight", "down.weight", "gate.weight", "x_before_scale"
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class GPTConfig:
     window_pattern: str = "L"  # one letter a layer, repeated: L sees all of the past, S a quarter of T
     spelled: bool = False  # sub-word embeddings: tokens that are spelled alike share a part of their rows
     value_tables: bool = True  # value embeddings are tables of their own, not rows of the head
-    bigrams: int = 0  # rows that pairs of tokens share, for each of the vocabulary (0: none)
+    bigrams: int = 0  # rows that pairs and triples of tokens share, for each of the vocabulary (0: none)
 
     @property
     def head_dim(self) -> int:
@@ -154,7 +155,7 @@ class GPT(nn.Module):
         self.config = config
         V, C = config.vocab_size, config.width
         self.embedding = embedding(V, C)
-        self.bigram_embedding = embedding(config.bigrams * V, C) if config.bigrams else None
+        self.ngrams = NgramEmbedding(config.bigrams * V, C) if config.bigrams else None
         with_table = [i for i in range(config.depth) if config.has_table(i)]
         self.value_embeddings = nn.ModuleDict({str(i): embedding(V, C) for i in with_table})
         self.x0_scales = nn.Parameter(torch.empty(2))  # the stream at its start, what the last block adds
@@ -224,10 +225,9 @@ class GPT(nn.Module):
         places = slice(idx.size(1)) if cache is None else cache.places(idx.size(1))
         dtype = compute_dtype(embedding_rows)  # of the residual stream, too
         x = look_up(embedding_rows, idx)  # (B, T, C)
-        if self.bigram_embedding is not None:
-            before = previous_token(idx, visible) if cache is None else cache.previous_ids(idx)
-            table = self.bigram_embedding.weight
-            x = x + look_up(table, bigram_rows(before, idx, len(table)))
+        if self.ngrams is not None:
+            before = previous_ids(idx, visible) if cache is None else cache.previous_ids(idx)
+            x = x + self.ngrams(idx, *before)
         x0 = norm(x, dtype)
         # Not in a comprehension: there torch.compile takes T for a constant, and compiles once for each T
         cos, sin = self.cos[places].to(dtype), self.sin[places].to(dtype)

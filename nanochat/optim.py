@@ -2,8 +2,9 @@
 
 Muon (muon.py): the momentum of a matrix, made orthogonal by Polar Express, normalized by neuron (NorMuon),
 with cautious weight decay; matrices of one shape are stacked and updated together. AdamW is torch's fused
-one. Several processes share the work and the state: ZeRO-1 (zero.py). Another optimizer of torch can take the
-place of MuonAdamW: the functions at the end work for both.
+one. Rows that pairs and triples of tokens share have an update without momentum (rowwise.py). Several
+processes share the work and the state: ZeRO-1 (zero.py). Another optimizer of torch can take the place of
+MuonAdamW: the functions at the end work for both.
 """
 
 from fnmatch import fnmatchcase
@@ -15,6 +16,7 @@ from torch.optim.adamw import adamw
 
 from nanochat import UserError
 from nanochat.muon import compiled_muon_update, muon_update
+from nanochat.rowwise import rowwise_update
 from nanochat.zero import ShardedOptimizer
 
 # How each parameter is trained. The first row that fits its name and its number of dimensions decides.
@@ -25,15 +27,16 @@ from nanochat.zero import ShardedOptimizer
 # Muon takes matrices only. The last row is for what you add (norm weights, biases); it is not tuned.
 # fmt: off
 PARAMETER_TABLE = [
-    # name                     dimensions  method   lr                factor  betas         eps    decay
-    ("x0_scales",               (1,),      "adamw", "scalar_lr",      1.00,   (0.96, 0.95), 1e-5,  0.0),
-    ("blocks.*.x_before_scale", (1,),      "adamw", "scalar_lr",      1.00,   (0.96, 0.95), 1e-5,  0.0),
-    ("value_embeddings.*",      (2,),      "adamw", "embedding_lr",   0.50,   (0.80, 0.95), 1e-10, 0.15),
-    ("bigram_embedding.weight", (2,),      "adamw", "embedding_lr",   1.00,   (0.80, 0.95), 1e-10, 1.0),
-    ("*embedding.weight",       (2,),      "adamw", "embedding_lr",   1.00,   (0.80, 0.95), 1e-10, 0.3),
-    ("*head.weight",            (2,),      "adamw", "unembedding_lr", 1.00,   (0.80, 0.95), 1e-10, 0.3),
-    ("blocks.*",                (2,),      "muon",  "matrix_lr",      1.00,   (0.95, 0.90), 0.0,   1.0),
-    ("*",                       (0, 1),    "adamw", "scalar_lr",      0.10,   (0.80, 0.95), 1e-5,  0.0),
+    # name                     dimensions  method     lr                factor  betas         eps    decay
+    ("x0_scales",               (1,),      "adamw",   "scalar_lr",      1.00,   (0.96, 0.95), 1e-5,  0.0),
+    ("blocks.*.x_before_scale", (1,),      "adamw",   "scalar_lr",      1.00,   (0.96, 0.95), 1e-5,  0.0),
+    ("value_embeddings.*",      (2,),      "adamw",   "embedding_lr",   0.50,   (0.80, 0.95), 1e-10, 0.15),
+    ("ngrams.triples.weight",   (2,),      "rowwise", "embedding_lr",   0.60,   (0.00, 0.95), 1e-10, 4.0),
+    ("ngrams.*",                (2,),      "rowwise", "embedding_lr",   0.60,   (0.00, 0.95), 1e-10, 1.0),
+    ("*embedding.weight",       (2,),      "adamw",   "embedding_lr",   1.00,   (0.80, 0.95), 1e-10, 0.3),
+    ("*head.weight",            (2,),      "adamw",   "unembedding_lr", 1.00,   (0.80, 0.95), 1e-10, 0.3),
+    ("blocks.*",                (2,),      "muon",    "matrix_lr",      1.00,   (0.95, 0.90), 0.0,   1.0),
+    ("*",                       (0, 1),    "adamw",   "scalar_lr",      0.10,   (0.80, 0.95), 1e-5,  0.0),
 ]
 # fmt: on
 
@@ -66,7 +69,8 @@ class MuonAdamW(ShardedOptimizer):
         self.found_inf = None
         # Not float16: its range is too small for the products of the orthogonalization
         self.muon_dtype = torch.bfloat16 if compute_dtype == torch.bfloat16 else torch.float32
-        self.muon_update, self.compile_after, self.steps = muon_update, compile_after, 0
+        self.muon_update, self.rowwise_update = muon_update, rowwise_update
+        self.compile_after, self.steps = compile_after, 0
         self.kept_gradients = {p: torch.zeros_like(p) for p in self.cuts if world_size == 1}
         self.zero_grad()
         for group in self.param_groups:
@@ -76,10 +80,13 @@ class MuonAdamW(ShardedOptimizer):
                 continue
             for p in group["params"]:
                 part = p.data[self.rows(p)]
-                if part.numel():
-                    step = torch.zeros((), dtype=torch.float32, device=p.device)
-                    moments = torch.zeros_like(part), torch.zeros_like(part)
-                    self.state[p] = {"exp_avg": moments[0], "exp_avg_sq": moments[1], "step": step}
+                if not part.numel():
+                    continue
+                if group["method"] == "rowwise":
+                    moments = {"second_moment": part.new_zeros(len(part))}
+                else:
+                    moments = {key: torch.zeros_like(part) for key in ("exp_avg", "exp_avg_sq")}
+                self.state[p] = moments | {"step": part.new_zeros(())}
 
     def _stack(self, group):
         """Stack the group's matrices in one tensor (N, rows, columns), sorted by owner, and make the state of
@@ -98,7 +105,7 @@ class MuonAdamW(ShardedOptimizer):
             self.state[p] = {"momentum": state[0], "second_moment": state[1]}
 
     def zero_grad(self, set_to_none: bool = True):
-        """In a single process the gradients of tables stay, as zeros: operators.look_up adds to them."""
+        """In a single process the gradients of tables stay, as zeros: tables.look_up adds to them."""
         self._zero_grad(set_to_none)
         for p, gradient in self.kept_gradients.items():
             p.grad = gradient.zero_()
@@ -107,6 +114,7 @@ class MuonAdamW(ShardedOptimizer):
     def step(self):
         if self.steps == self.compile_after:
             self.muon_update = compiled_muon_update()
+            self.rowwise_update = torch.compile(rowwise_update, dynamic=False)
         self.steps += 1
         if unused := [name for name, p in self.named_parameters() if p.grad is None]:
             raise UserError(
@@ -116,25 +124,27 @@ class MuonAdamW(ShardedOptimizer):
         if grad_scale is not None:
             torch._foreach_div_([p.grad for _, p in self.named_parameters()], grad_scale)
         found_inf = getattr(self, "found_inf", None)  # GradScaler deletes it after its step
-        if found_inf is not None and found_inf.device.type == "mps" and found_inf.item():
-            return  # MPS's fused AdamW ignored found_inf until 2026 (pytorch/pytorch#186360)
+        if found_inf is None:
+            found_inf = torch.zeros((), device=self.param_groups[0]["params"][0].device)
+        elif found_inf.device.type != "cuda" and found_inf.item():
+            return  # also because MPS's fused AdamW ignored found_inf until 2026 (pytorch/pytorch#186360)
         sent = []
         for group in self.param_groups:
             if group["method"] == "muon":
                 self._muon(group, found_inf)
                 sent += self.send(group["stacked"], group["cuts"])
-            else:
-                self._adamw(group, found_inf)
-                for p in group["params"]:
-                    sent += self.send(p.data, self.cuts.get(p))
+                continue
+            update = self._rowwise if group["method"] == "rowwise" else self._adamw
+            update(group, [p for p in group["params"] if p in self.state], found_inf)
+            for p in group["params"]:
+                sent += self.send(p.data, self.cuts.get(p))
         for handle in sent:
             handle.wait()
 
-    def _adamw(self, group, found_inf):
-        params = [p for p in group["params"] if p in self.state]
-        states = [self.state[p] for p in params]
+    def _adamw(self, group, params, found_inf):
         if not params:
             return
+        states = [self.state[p] for p in params]
         adamw(
             [p.data[self.rows(p)] for p in params],
             [p.grad[self.rows(p)] for p in params],
@@ -153,6 +163,15 @@ class MuonAdamW(ShardedOptimizer):
             found_inf=found_inf,
         )
 
+    def _rowwise(self, group, params, found_inf):
+        lr = torch.full_like(found_inf, group["lr"])
+        numbers = lr, group["betas"][1], group["eps"], group["weight_decay"]
+        numbers += (found_inf != 0,) if found_inf.is_cuda else ()  # else `step` has ended
+        for p in params:
+            update = self.rowwise_update if p.is_cuda else rowwise_update
+            rows, state = self.rows(p), self.state[p]
+            update(p.data[rows], p.grad[rows], state["second_moment"], state["step"], *numbers)
+
     def _muon(self, group, found_inf):
         params, (stacked, momentum, second_moment) = group["mine"], group["tensors"]
         if not params:
@@ -163,10 +182,9 @@ class MuonAdamW(ShardedOptimizer):
         numbers = group["lr"], *group["betas"], group["weight_decay"]
         for scalar, number in zip(group["scalars"], numbers, strict=True):
             scalar.fill_(number)  # torch.tensor(number, device="cuda") would copy it and wait
-        skip = grads.new_zeros(()) if found_inf is None else found_inf.to(grads.device)
         # Small matrices (gates) are done sooner than compiled code for their shape would load
         update = self.muon_update if params[0].numel() > 2**14 else muon_update
-        update(stacked, grads, momentum, second_moment, *group["scalars"], skip != 0, self.muon_dtype)
+        update(stacked, grads, momentum, second_moment, *group["scalars"], found_inf != 0, self.muon_dtype)
 
 
 def table_row(name: str, p: torch.Tensor) -> int:

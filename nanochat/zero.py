@@ -77,12 +77,13 @@ class ShardedOptimizer(Optimizer):
     def __init__(self, groups, rank: int, world_size: int):
         super().__init__(groups, {})
         self.rank, self.world_size = rank, world_size
-        matrices, tables = (
+        matrices, tables, rowwise = (
             [p for g in self.param_groups if g["method"] == m for p in g["params"] if is_shared_out(p.shape)]
-            for m in ("muon", "adamw")
+            for m in ("muon", "adamw", "rowwise")
         )
         owners, cuts = share_out([p.shape for p in matrices], [p.shape for p in tables], world_size)
         self.cuts = dict(zip(tables, cuts, strict=True))  # process r has the rows from cut r to cut r + 1
+        self.cuts |= {p: [len(p) * r // world_size for r in range(world_size + 1)] for p in rowwise}
         self.owner_of = dict(zip(matrices, owners, strict=True))
 
     def sort_by_owner(self, group) -> list[int] | None:

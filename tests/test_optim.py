@@ -1,4 +1,5 @@
-"""Muon against an SVD and a slow float64 implementation, AdamW against torch's, and the state's names."""
+"""Muon and the row-wise update against slow float64 implementations, AdamW against torch's, and the state's
+names."""
 
 import copy
 import math
@@ -13,6 +14,7 @@ from nanochat import UserError
 from nanochat.gradients import clip_grad_norm_
 from nanochat.muon import POLAR_EXPRESS, orthogonalize
 from nanochat.optim import PARAMETER_TABLE, MuonAdamW, parameter_groups, table_row
+from nanochat.rowwise import rowwise_update
 
 RATES = {"embedding_lr": 0.1, "unembedding_lr": 0.01, "matrix_lr": 0.02, "scalar_lr": 0.3}
 
@@ -173,6 +175,44 @@ def test_adamw_is_torchs_over_several_steps_of_changing_rate():
 
 
 # ------------------------------------------------------------------------------------------------------
+# The row-wise update
+
+
+def test_the_row_wise_update_is_rmsprop_with_the_mean_square_of_a_row():
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(4, 6))
+    slow, size = p.detach().double().clone(), torch.zeros(4, dtype=torch.float64)
+    options = {"lr": 0.1, "betas": (0.0, 0.95), "eps": 1e-4, "weight_decay": 0.2}
+    optimizer = MuonAdamW([{"method": "rowwise", "params": [p], "names": ["rows"], **options}])
+    for step in range(6):
+        lr = optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+        p.grad = torch.randn(4, 6) * torch.tensor([1.0, 1e-3, float(step % 3 == 0), 0.0])[:, None]
+        optimizer.step()
+        for row, grad in enumerate(p.grad.double()):
+            size[row] = 0.95 * size[row] + 0.05 * grad.square().mean()
+            rms = (size[row] / (1 - 0.95 ** (step + 1))).sqrt() + 1e-4
+            slow[row] = slow[row] * (1 - lr * 0.2) - lr * grad / rms
+        torch.testing.assert_close(p.detach().double(), slow, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
+def test_the_compiled_row_wise_update_agrees_and_skips_also_at_the_first_step():
+    torch.manual_seed(0)
+    eager = torch.randn(64, 48), torch.zeros(64), torch.zeros(())
+    compiled, update = copy.deepcopy(eager), torch.compile(rowwise_update, dynamic=False)
+    for step in range(4):
+        bad, grad = torch.tensor(step % 2 == 0), torch.randn(64, 48)
+        numbers = torch.tensor(0.1 / (step + 1)), 0.95, 1e-10, 0.2
+        before = copy.deepcopy(eager)
+        with torch.compiler.set_stance("fail_on_recompile" if step else "default"):
+            for step_of, (weight, second_moment, steps) in ((rowwise_update, eager), (update, compiled)):
+                step_of(weight, grad / ~bad, second_moment, steps, *numbers, bad)
+        for then, now, other in zip(before, eager, compiled, strict=True):
+            assert torch.equal(then, now) == bad
+            torch.testing.assert_close(now, other, rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------
 # The groups of a model, and the state's names
 
 
@@ -199,8 +239,9 @@ def test_every_parameter_is_in_one_group_and_the_matrices_of_blocks_are_muons():
     for group in groups:
         for name, p in zip(group["names"], group["params"], strict=True):
             is_block_matrix = name.startswith("blocks.") and p.ndim == 2
-            assert group["method"] == ("muon" if is_block_matrix else "adamw"), name
-        assert group["method"] == "adamw" or len({p.shape for p in group["params"]}) == 1
+            shared = "rowwise" if name.startswith("ngrams.") else "adamw"
+            assert group["method"] == ("muon" if is_block_matrix else shared), name
+        assert group["method"] != "muon" or len({p.shape for p in group["params"]}) == 1
 
 
 @pytest.mark.parametrize(

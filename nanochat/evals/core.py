@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from nanochat import UserError
 from nanochat.evals.bundle import Task
 from nanochat.machine.precision import autocast
-from nanochat.ops.attention import previous_token, shift_keys
+from nanochat.ops.attention import previous_ids, previous_token, shift_keys
 
 FEWSHOT_SEED = 1234  # plus the index of the question: which worked examples it gets
 GROUP = 64  # questions that one process takes at a time
@@ -216,9 +216,10 @@ class SharedPrefix:
 
     def previous_ids(self, idx):  # (B, T)
         if self.ids is None:
-            self.ids = idx[:, -1]
-            return previous_token(idx)
-        return torch.cat((self.ids[self.owner, None], idx[:, :-1]), 1)
+            self.ids = F.pad(idx, (2, 0))[:, -2:]
+            return previous_ids(idx)
+        ids = torch.cat((self.ids[self.owner], idx), 1)
+        return ids[:, 1:-1], ids[:, :-2]
 
 
 class _Layer:

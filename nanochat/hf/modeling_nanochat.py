@@ -4,7 +4,7 @@
 
 It needs torch and transformers alone. B rows, T positions, C width, H heads, D head size, V vocabulary.
 
-    x0 = norm(embedding[token] + bigram_embedding[token before, token])
+    x0 = norm(embedding[token] + ngrams[token and the two before])
     x = x0_scales[0] * x0
     x += x_before_scale * gate(x0) * smear(x)                         in each block,
     x += out(gate * attention(q, shifted k, v + value embedding))     then attention,
@@ -31,7 +31,7 @@ from transformers.utils import can_return_tuple
 
 ROPE_BASE = 100_000
 GATE_INPUTS = 16  # channels of a token's embedding that the gates of the smear depend on
-BIGRAM_HASH = 40_503  # spreads pairs of tokens over rows
+HASH = 40_503, 1_000_003  # spread pairs and triples of tokens over rows
 QK_SCALE = 1.2  # on q and on k after their norm
 SLOPE = 0.5  # slope of the leaky ReLU below 0
 SOFTCAP = 15.0
@@ -59,7 +59,7 @@ class NanochatConfig(PretrainedConfig):
         max_seq_len=2048,
         window_pattern="L",  # one letter a layer, repeated: L sees all of the past, S a quarter of a row
         value_tables=True,  # value embeddings are tables of their own, not rows of the head
-        bigrams=0,  # rows that pairs of tokens share, for each of the vocabulary (0: none)
+        bigrams=0,  # rows that pairs and triples of tokens share, for each of the vocabulary (0: none)
         **kwargs,
     ):
         self.depth, self.width, self.num_heads = depth, width, num_heads
@@ -204,6 +204,21 @@ class Block(nn.Module):
         return x + self.mlp(norm(x))
 
 
+class NgramEmbedding(nn.Module):
+    """Rows that pairs of tokens share, and in a quarter of the channels rows that triples share."""
+
+    def __init__(self, rows: int, width: int):
+        super().__init__()
+        self.pairs, self.triples = nn.Embedding(rows, width), nn.Embedding(rows, width // 4)
+
+    def forward(self, idx, before, second):
+        """The token idx, the one before it and the second before it, (B, T) each -> (B, T, C)."""
+        number = before * HASH[0] + idx
+        pairs = self.pairs(number % self.pairs.num_embeddings)
+        triples = self.triples((second * HASH[1] + number) % self.triples.num_embeddings)
+        return pairs + F.pad(triples, (0, pairs.size(-1) - triples.size(-1)))
+
+
 class RowIsFull(StoppingCriteria):
     """`generate` ends when max_seq_len positions are full, whatever max_new_tokens says."""
 
@@ -224,7 +239,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         V, C = config.vocab_size, config.width
         self.embedding = nn.Embedding(V, C)
-        self.bigram_embedding = nn.Embedding(config.bigrams * V, C) if config.bigrams else None
+        self.ngrams = NgramEmbedding(config.bigrams * V, C) if config.bigrams else None
         with_table = [i for i in range(config.depth) if config.has_table(i)]
         self.value_embeddings = nn.ModuleDict({str(i): nn.Embedding(V, C) for i in with_table})
         self.x0_scales = nn.Parameter(torch.zeros(2))
@@ -266,9 +281,8 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         past = 0 if cache is None else cache.get_seq_length()
         row = Row.of(self.config, past, input_ids.size(1), attention_mask, input_ids.device)
         x = self.embedding(input_ids)
-        if self.bigram_embedding is not None:
-            pairs = self.previous_ids(input_ids, row, cache) * BIGRAM_HASH + input_ids
-            x = x + self.bigram_embedding(pairs % self.bigram_embedding.num_embeddings)
+        if self.ngrams is not None:
+            x = x + self.ngrams(input_ids, *self.previous_ids(input_ids, row, cache))
         x0 = norm(x)
         x, share = self.x0_scales[:, None, None, None] * x0
         rows_of_head = norm(F.embedding(input_ids, self.head.weight))
@@ -288,7 +302,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss, logits, cache)
 
     def previous_ids(self, ids, row: Row, cache):
-        """For each token of ids (B, T) the token before it; 0 where there is none.
+        """For each token of ids (B, T) the one before it and the second before it; 0 where there is none.
 
         The cache has the tokens as one more layer, so beam search and assisted generation reorder and cut
         them with the others.
@@ -298,7 +312,8 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
                 cache.layers.append(DynamicLayer())
             column = ids[:, None, :, None]  # as a key of one head and one channel
             ids = cache.update(column, column, self.config.depth)[0][:, 0, :, 0]
-        return shift(ids, 1)[:, row.past :] * row.follows[:, row.past :]
+        before = shift(ids, 1) * row.follows
+        return before[:, row.past :], (shift(before, 1) * row.follows)[:, row.past :]
 
     def generate(self, *args, stopping_criteria=(), **kwargs):
         criteria = [*stopping_criteria, RowIsFull(self.config.max_seq_len)]

@@ -115,6 +115,13 @@ def previous_token(x, visible=None):
     return before * same.view(*same.shape, *more * [1]).to(x.dtype)
 
 
+def previous_ids(idx, visible=None):
+    """For each token of idx (B, T) the one before it and the second before it, (B, T) each; 0 where there is
+    none."""
+    before = previous_token(idx, visible)
+    return before, previous_token(before, visible)
+
+
 def shift_keys(k, visible=None):
     """k (B, H, T, D) shifted by one position, as `previous_token` does."""
     return previous_token(k.transpose(1, 2), visible).transpose(1, 2)  # transposed as it lies in memory

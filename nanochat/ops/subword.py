@@ -14,7 +14,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanochat import UserError
-from nanochat.ops.operators import embedding, register, register_autograd
+from nanochat.ops.operators import register, register_autograd
+from nanochat.ops.tables import embedding
 
 MOST = 40  # sub-words of a token
 # The sum of n rows is multiplied by WEIGHT / sqrt(n): with ten sub-words it moves about as fast as the

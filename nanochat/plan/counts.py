@@ -22,7 +22,7 @@ def parameter_counts(model: GPT) -> dict[str, int]:
 
     counts = {
         "embedding": size(model.embedding),
-        "bigrams": size(model.bigram_embedding),
+        "bigrams": size(model.ngrams),
         "value_embeddings": size(model.value_embeddings),
         "matrices": sum(p.numel() for p in model.blocks.parameters() if p.ndim >= 2),
         "head": size(model.head),

@@ -57,7 +57,8 @@ def training_bytes(
     total, matrices = counts["total"], counts["matrices"]
     layer, once = KEPT[compiled, size]
     layer -= MLP_KERNEL * mlp_kernel
-    state = (8 * total - 4 * matrices) // world_size  # one moment for Muon's matrices, two for the rest
+    # Muon's matrices have one moment, shared rows next to nothing, the rest two
+    state = (8 * (total - counts["bigrams"]) - 4 * matrices) // world_size
     casts = size * (matrices + counts["head"]) if size < 4 else 0  # autocast's copies of the weights
     needed = {
         "weights": 4 * total,

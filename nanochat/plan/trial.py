@@ -60,7 +60,7 @@ def _fits(plan, machine, model, boundaries, reduction) -> bool:
         # Several processes have the gradients a second time, in DDP's buckets
         buckets = [torch.empty_like(p) for p in model.parameters() if machine.world_size > 1]
         for name, p in model.named_parameters():  # MuonAdamW keeps those of tables from step to step
-            if PARAMETER_TABLE[table_row(name, p)][2] == "adamw" and is_shared_out(p.shape):
+            if PARAMETER_TABLE[table_row(name, p)][2] != "muon" and is_shared_out(p.shape):
                 p.grad = torch.zeros_like(p)
         inputs, targets, documents = _made_up_batch(plan, machine, boundaries)
         for _ in range(min(2, plan.grad_accum_steps)):  # the second one finds the gradients of the first

@@ -39,9 +39,9 @@ def sections(plan: Plan, dataset, tokenizer, run_path) -> dict[str, dict[str, st
             "spelling": "tokens spelled alike share a part of their rows in embedding and head"
             if config.spelled
             else "each token has rows of its own alone",
-            "bigrams": f"pairs of tokens share {counts['bigrams'] // config.width:,} rows"
+            "bigrams": f"pairs of tokens share {config.bigrams * config.vocab_size:,} rows, triples as many"
             if config.bigrams
-            else "pairs of tokens have no rows",
+            else "pairs and triples of tokens have no rows",
         },
         "training": training(plan),
         "cost": cost(plan),

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanochat.ops.operators import embedding, look_up
+from nanochat.ops.tables import embedding, look_up
 
 
 def table_and_tokens():
