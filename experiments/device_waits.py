@@ -27,7 +27,8 @@ from nanochat.run import output as run_output
 
 FIRST = 2  # steps of a process that are not watched
 READS = ("tolist", "cpu", "numpy")  # methods of a tensor that copy it to the host, besides item()
-CPU_ONLY = {("gradients.py", "_limit")}  # file and function of reads that are not made on a GPU
+# File and function of reads that are not made on a GPU
+CPU_ONLY = {("gradients.py", "_limit"), ("optim.py", "known_bad")}
 OURS = tuple(str(Path(__file__).parent.parent / name) for name in ("nanochat", "scripts"))
 
 

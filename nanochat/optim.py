@@ -126,8 +126,8 @@ class MuonAdamW(ShardedOptimizer):
         found_inf = getattr(self, "found_inf", None)  # GradScaler deletes it after its step
         if found_inf is None:
             found_inf = torch.zeros((), device=self.param_groups[0]["params"][0].device)
-        elif found_inf.device.type != "cuda" and found_inf.item():
-            return  # also because MPS's fused AdamW ignored found_inf until 2026 (pytorch/pytorch#186360)
+        elif known_bad(found_inf):
+            return
         sent = []
         for group in self.param_groups:
             if group["method"] == "muon":
@@ -185,6 +185,12 @@ class MuonAdamW(ShardedOptimizer):
         # Small matrices (gates) are done sooner than compiled code for their shape would load
         update = self.muon_update if params[0].numel() > 2**14 else muon_update
         update(stacked, grads, momentum, second_moment, *group["scalars"], found_inf != 0, self.muon_dtype)
+
+
+def known_bad(found_inf: torch.Tensor) -> bool:
+    """Whether found_inf (0-dim) is not 0, where Python looks. Not on CUDA: it would have to wait. On MPS its
+    fused AdamW ignored found_inf until 2026 (pytorch/pytorch#186360)."""
+    return found_inf.device.type != "cuda" and found_inf.item() != 0
 
 
 def table_row(name: str, p: torch.Tensor) -> int:
