@@ -1,6 +1,7 @@
 """The model: its FLOPs, how it begins, that no token sees a later one, and what is said of a wrong dtype."""
 
 import ast
+import math
 import sys
 import types
 from pathlib import Path
@@ -80,13 +81,39 @@ def test_flops_are_those_that_the_flop_counter_sees(window_pattern):
 # Initialisation
 
 
-def test_the_seed_decides_the_weights():
-    weights = []
-    for seed in (3, 3, 4):
-        model = GPT(GPTConfig(2, 32, 2, 50, 16))
+def test_the_first_loss_is_the_logarithm_of_the_vocabulary():
+    model = make_model(4, 128, 2, vocab_size=4096, max_seq_len=64, window_pattern="SSSL", stir=0)
+    idx = random_tokens(model, B=4)
+    loss = model(idx, idx.roll(-1, 1)).item()
+    assert abs(loss - math.log(4096)) < 0.02 * math.log(4096)
+
+
+def test_the_same_seed_gives_the_same_weights_whatever_memory_held_before():
+    config = GPTConfig(2, 32, 2, 50, 16)
+    with torch.device("meta"):
+        on_meta = GPT(config)
+    on_meta.to_empty(device="cpu")
+    with torch.no_grad():
+        for p in on_meta.parameters():
+            p.fill_(math.nan)
+    usual, other = GPT(config), GPT(config)
+    for model, seed in ((on_meta, 3), (usual, 3), (other, 4)):
         model.init_weights(torch.Generator().manual_seed(seed))
-        weights.append(torch.cat([p.flatten() for p in model.parameters()]))
-    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+    for (name, p), q in zip(on_meta.named_parameters(), usual.parameters(), strict=True):
+        assert torch.equal(p, q), name
+    idx = random_tokens(usual)
+    assert torch.equal(on_meta(idx), usual(idx)) and not torch.equal(other(idx), usual(idx))
+
+
+def test_windows_follow_the_pattern_and_the_last_layer_sees_everything():
+    def windows(pattern, depth=5):
+        return GPTConfig(depth, 32, 2, 50, 64, pattern).windows
+
+    assert windows("L") == [64] * 5
+    assert windows("SSL") == [16, 16, 64, 16, 64]
+    assert windows("S") == [16, 16, 16, 16, 64]
+    assert windows("SL", depth=1) == [64]
+    assert GPTConfig(2, 32, 2, 50, 3, "SL").windows == [1, 3]
 
 
 def test_a_fresh_block_adds_nothing_to_the_stream_but_what_writes_to_it_learns():
