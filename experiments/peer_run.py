@@ -74,8 +74,11 @@ def prepare(dataset: Dataset, tokenizer: Tokenizer, base_dir: str | Path, cut: b
     with writing(target), building(target) as temporary:
         _write_text(dataset, temporary / "base_data_climbmix", cut)
         _write_tokenizer(tokenizer, temporary / "tokenizer")
-        with contextlib.suppress(FileExistsError):  # another process was faster
+        try:
             os.rename(temporary, target)
+        except OSError:
+            if not target.exists():  # else another process was faster
+                raise
     return target
 
 

@@ -139,7 +139,7 @@ def main():
     job = torch.load(job)
     for checkpoint in checkpoints:
         losses = {"ours": ours, "peer": peer}[side](checkpoint, device)
-        print(json.dumps(bits_per_byte(losses, job, device)), flush=True)
+        print("\n" + json.dumps(bits_per_byte(losses, job, device)), flush=True)  # on a line of its own
 
 
 if __name__ == "__main__":

@@ -74,9 +74,13 @@ def settings_of_run(found: checkpoint.Checkpoint) -> dict:
     conversations, so it gets the default text."""
     values = dict(OF_RUN)
     if "config.json" in found.files:
+        path = found.path / "config.json"
         names = ("dtype", "seed") if "loss_on" in found.state["identity"] else OF_RUN
-        saved = json.loads((found.path / "config.json").read_bytes())["settings"]
-        values |= {name: saved[name]["value"] for name in names if name in saved}
+        try:
+            saved = json.loads(path.read_bytes())["settings"]
+            values |= {name: saved[name]["value"] for name in names if name in saved}
+        except (ValueError, LookupError, TypeError) as error:
+            raise UserError(f"{path} is not a run's config.json; copy the checkpoint again") from error
     return values
 
 
@@ -206,8 +210,10 @@ def page() -> str:
         shown += [f"## Tasks from the validation text: {results['own_score']:.4f}"]
         shown += [tasks_table(own, results["own_tasks"])]
     if "core" in results:
-        centred, by_guessing = results["core_tasks"], {task.label: task.baseline / 100 for task in public}
-        accuracies = {label: share + (1 - share) * centred[label] for label, share in by_guessing.items()}
+        accuracies = {}
+        for task in public:
+            guessing = task.baseline / 100
+            accuracies[task.label] = guessing + (1 - guessing) * results["core_tasks"][task.label]
         shown += [f"## CORE: {results['core']:.4f}", tasks_table(public, accuracies)]
     if samples := results.get("samples"):
         shown += ["## Samples", *map(fenced, samples)]

@@ -39,6 +39,15 @@ def evaluation_of_run(out, step):
     return next(r for r in records(out) if r["step"] == step and "val_bpb" in r)
 
 
+def copied(trained, folder, config: bytes, **identity):
+    """A copy of the last checkpoint with another config.json, and with more in its identity."""
+    shutil.copytree(trained / "step_000008", folder)
+    state = json.loads((folder / "state.json").read_text("utf-8"))
+    state["identity"] |= identity
+    craft(folder, {"config.json": config, "state.json": json.dumps(state).encode()})
+    return folder
+
+
 def written(folder, step):
     return json.loads((folder / f"base_eval_{step:06d}.json").read_text("utf-8"))
 
@@ -167,18 +176,14 @@ def test_text_that_is_gone_leaves_out_the_tasks_made_from_it_but_not_core(base_e
 
 
 def test_a_run_of_mid_train_is_scored_on_text_ours_or_val_data_alone(base_eval, trained, tmp_path):
-    mine = shutil.copytree(trained / "step_000008", tmp_path / "mine")
-    state = json.loads((mine / "state.json").read_text("utf-8"))
-    state["identity"]["loss_on"] = "all"
-    config = {"settings": {"data": {"value": "chats.jsonl"}, "seed": {"value": 7}}}
-    craft(mine, {"config.json": json.dumps(config).encode(), "state.json": json.dumps(state).encode()})
-    base_eval(f"--source={mine}", "--eval=sample")
-    found = written(mine, 8)
+    config = json.dumps({"settings": {"data": {"value": "chats.jsonl"}, "seed": {"value": 7}}}).encode()
+    base_eval(f"--source={copied(trained, tmp_path / 'mine', config, loss_on='all')}", "--eval=sample")
+    found = written(tmp_path / "mine", 8)
     assert found["data"]["name"].startswith("embedded") and len(found["samples"]) == 3
     for name in ("one", "two"):
         (tmp_path / f"{name}.txt").write_text(f"a text of {name}. " * 30)
     texts = f"--val_data={tmp_path / 'one.txt'},{tmp_path / 'two.txt'}"
-    printed = base_eval(f"--source={mine}", "--eval=bpb", texts)
-    found = written(mine, 8)
+    printed = base_eval(f"--source={tmp_path / 'mine'}", "--eval=bpb", texts)
+    found = written(tmp_path / "mine", 8)
     assert found["val_bpb"] != found["val_bpb_two"] and f"{found['val_bpb_two']:.6f}" in printed
     assert not found["data"]["same_as_in_training"] and "not the run's" in printed
