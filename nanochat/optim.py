@@ -188,8 +188,8 @@ class MuonAdamW(ShardedOptimizer):
 
 
 def known_bad(found_inf: torch.Tensor) -> bool:
-    """Whether found_inf (0-dim) is not 0. On CUDA Python would have to wait for it, so there the answer is no,
-    and the updates look themselves. MPS's fused AdamW did not until 2026 (pytorch/pytorch#186360)."""
+    """Whether found_inf (0-dim) is not 0. On CUDA always no: Python would have to wait, and the updates look
+    themselves. MPS's fused AdamW did not until 2026 (pytorch/pytorch#186360)."""
     return found_inf.device.type != "cuda" and found_inf.item() != 0
 
 

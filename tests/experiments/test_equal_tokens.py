@@ -1,6 +1,7 @@
 """At equal tokens both sides get the same text, and each of our runs is set beside the peer's best."""
 
 import json
+import threading
 
 import fake_peer
 import pytest
@@ -102,6 +103,22 @@ def test_what_has_a_result_is_not_trained_again_and_a_failure_stops_no_other_run
     assert good.result == {"points": points} | of_last
     assert not list(good.folder.glob("step_*"))  # no checkpoint is left
     assert equal_tokens.train_all([kept, bad, good], 1) == [bad] and trained == [bad, good, bad]
+
+
+def test_a_run_that_is_not_done_in_time_is_named_and_what_is_done_stays(place, monkeypatch):
+    may_end = threading.Event()
+
+    def train(run):
+        if run.batch == 512:
+            may_end.wait(60)
+        return [1.0] * 4, [9.0] * 4, []
+
+    monkeypatch.setattr(equal_tokens, "OURS_OR_PEER", {"ours": train, "peer": train})
+    monkeypatch.setattr(race_score, "score", lambda *_: [])
+    late, never = Run("ours", 4, 512, 0), Run("ours", 4, 512, 1)
+    assert equal_tokens.train_all([late, never], 1, limit_s=0.01) == [late, never]
+    assert not may_end.is_set() and not never.folder.exists()
+    may_end.set()
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ SAMPLES = [
     "`````` six",
     "naïve ünïcode \ufffd 🐍",
 ]
+FILES = ["loss.png", "report.html", "report.md"]
 
 
 def write_records(folder, *records):
@@ -76,7 +77,7 @@ def test_the_report_holds_title_plan_results_scores_and_samples(tmp_path):
     assert [b.replace(" ", "") for b in blocks] == [s.replace(" ", "") for s in SAMPLES]
     assert all(b == s for b, s in zip(blocks, SAMPLES, strict=True) if "````" not in s)
     assert "(loss.png)" in text and (run / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert sorted(os.listdir(run)) == sorted([*before, "loss.png", "report.html", "report.md"])
+    assert sorted(os.listdir(run)) == sorted([*before, *FILES])
 
 
 def test_the_report_of_an_unfinished_run_says_so_and_is_rewritten(tmp_path):
@@ -87,21 +88,22 @@ def test_the_report_of_an_unfinished_run_says_so_and_is_rewritten(tmp_path):
     assert "first words" not in text and "second words" in text and "still going on" not in text
 
 
-def test_a_report_that_fails_leaves_the_one_before_and_says_so(tmp_path, monkeypatch):
+@pytest.mark.parametrize("fails_at", FILES)
+def test_a_report_that_fails_leaves_the_one_before_and_says_so(tmp_path, monkeypatch, fails_at):
     make_run(tmp_path, samples=["old words"])
     report_of(tmp_path, final=False)
     before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
     replace, said = os.replace, []
 
     def die(source, target):
-        if os.path.basename(target) == "report.md":
+        if os.path.basename(target) == fails_at:
             raise OSError("killed here")
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", die)
     write_report(tmp_path, final=True, say=said.append)
     assert len(said) == 1 and "no report" in said[0], "one line says why there is no report"
-    assert (tmp_path / "report.md").read_bytes() == before["report.md"]
+    assert (tmp_path / fails_at).read_bytes() == before[fails_at]
     assert sorted(os.listdir(tmp_path)) == sorted(before)
 
 
