@@ -61,7 +61,7 @@ def clip_grad_norm_(
     """
     if not isinstance(optimizer, MuonAdamW) or optimizer.world_size == 1:
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = torch.nn.utils.get_total_norm([_without_zeros(p, optimizer) for p in model.parameters()])
         _limit(gradients, norm, max_norm)
         return norm
     by_owner, everywhere = _parts([p for g in optimizer.param_groups for p in g["params"]], optimizer)
@@ -74,6 +74,14 @@ def clip_grad_norm_(
     norm = square.sqrt()
     _limit(owned + everywhere, norm, max_norm)
     return norm
+
+
+def _without_zeros(p, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """The gradient of a parameter, without the rows of a table that are known to be zero; one 0 for None."""
+    if p.grad is None:
+        return p.new_zeros(1)
+    used = optimizer.used_rows(p) if isinstance(optimizer, MuonAdamW) else None
+    return p.grad if used is None else p.grad[used]
 
 
 def _limit(gradients: list[torch.Tensor], norm: torch.Tensor, max_norm: float):

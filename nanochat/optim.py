@@ -8,6 +8,7 @@ MuonAdamW: the functions at the end work for both.
 """
 
 from fnmatch import fnmatchcase
+from functools import partial
 from inspect import unwrap
 
 import torch
@@ -72,6 +73,10 @@ class MuonAdamW(ShardedOptimizer):
         self.muon_update, self.rowwise_update = muon_update, rowwise_update
         self.compile_after, self.steps = compile_after, 0
         self.kept_gradients = {p: torch.zeros_like(p) for p in self.cuts if world_size == 1}
+        for p in self.rowwise & self.kept_gradients.keys():
+            if p.is_cpu:
+                p.used = torch.zeros(len(p), dtype=torch.bool)  # tables.look_up marks its rows
+                p.register_hook(partial(_mark_all, p.used))  # where autograd adds a gradient itself
         self.zero_grad()
         for group in self.param_groups:
             group["initial_lr"], group["initial_weight_decay"] = group["lr"], group["weight_decay"]
@@ -108,7 +113,20 @@ class MuonAdamW(ShardedOptimizer):
         """In a single process the gradients of tables stay, as zeros: tables.look_up adds to them."""
         self._zero_grad(set_to_none)
         for p, gradient in self.kept_gradients.items():
-            p.grad = gradient.zero_()
+            p.grad = gradient
+            if (used := self.used_rows(p)) is None:
+                gradient.zero_()
+            else:
+                gradient.index_fill_(0, used, 0.0)
+                p.used.zero_()
+
+    def used_rows(self, p) -> torch.Tensor | None:
+        """The numbers of the rows of a table that have a gradient, (n,) int64; None: perhaps all of them.
+
+        Known on a CPU in a single process. What adds to .grad by itself has to mark its rows in p.used.
+        """
+        known = p.grad is not None and p.grad is self.kept_gradients.get(p) and hasattr(p, "used")
+        return p.used.nonzero().squeeze(1) if known else None
 
     @torch.no_grad()
     def step(self):
@@ -166,11 +184,12 @@ class MuonAdamW(ShardedOptimizer):
     def _rowwise(self, group, params, found_inf):
         lr = torch.full_like(found_inf, group["lr"])
         numbers = lr, group["betas"][1], group["eps"], group["weight_decay"]
-        numbers += (found_inf != 0,) if found_inf.is_cuda else ()  # else `step` has ended
+        skip = found_inf != 0 if found_inf.is_cuda else None  # else `step` has ended
         for p in params:
             update = self.rowwise_update if p.is_cuda else rowwise_update
             rows, state = self.rows(p), self.state[p]
-            update(p.data[rows], p.grad[rows], state["second_moment"], state["step"], *numbers)
+            moment, step = state["second_moment"], state["step"]
+            update(p.data[rows], p.grad[rows], moment, step, *numbers, skip, self.used_rows(p))
 
     def _muon(self, group, found_inf):
         params, (stacked, momentum, second_moment) = group["mine"], group["tensors"]
@@ -185,6 +204,11 @@ class MuonAdamW(ShardedOptimizer):
         # Small matrices (gates) are done sooner than compiled code for their shape would load
         update = self.muon_update if params[0].numel() > 2**14 else muon_update
         update(stacked, grads, momentum, second_moment, *group["scalars"], found_inf != 0, self.muon_dtype)
+
+
+def _mark_all(used, gradient):
+    if gradient is not None:  # look_up adds its own by itself, and gives autograd None
+        used.fill_(True)
 
 
 def known_bad(found_inf: torch.Tensor) -> bool:

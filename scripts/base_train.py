@@ -47,7 +47,7 @@ max_seq_len = 2048  # * tokens of a row; a longer document continues in later ro
 window_pattern = "L"  # one letter a layer, repeated: L attends to everything before, S to the last quarter
 vocab_size = -1  # tokens (-1 = to suit the amount of text, 4096 to 32768) [-1, 256..2**20]
 spelling: Literal["auto", "on", "off"] = "auto"  # tokens spelled alike learn together (auto = in short runs)
-bigrams = -1  # rows of pairs and of triples of tokens, for each token (-1 = 8, 0 = none) [-1..256]
+bigrams = -1  # rows of pairs and of triples of tokens, for each token (-1 = by tokens, 0 = none) [-1..1024]
 
 # Data
 data = "embedded"  # * embedded (Python's library), a file or folder, climbmix, fineweb-edu, hf:OWNER/NAME

@@ -195,6 +195,37 @@ def test_the_row_wise_update_is_rmsprop_with_the_mean_square_of_a_row():
         torch.testing.assert_close(p.detach().double(), slow, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("table_decay", [0.0, 0.5])
+@pytest.mark.parametrize("more", ["nothing more", "a penalty", "gradients of its own"])
+def test_on_a_cpu_only_rows_with_a_gradient_are_read_and_the_result_is_the_same(table_decay, more):
+    """Whatever adds to the gradients: look-ups, autograd from elsewhere in the loss, a tensor of others."""
+    torch.manual_seed(0)
+    first = test_gpt.make_model(3, 32, 2, 61, 16, stir=0.05, bigrams=64)
+    runs = []
+    for model in (first, copy.deepcopy(first)):
+        optimizer = MuonAdamW(parameter_groups(model, RATES, 0.1, table_decay))
+        runs.append((model, optimizer, [p for n, p in model.named_parameters() if n.startswith("ngrams.")]))
+    runs[1][1].used_rows = lambda p: None  # as on other devices
+    for step in range(5):
+        idx, norms = torch.randint(0, 61, (2, 16)), []
+        for model, optimizer, tables in runs:
+            for _ in range(2):  # micro-steps
+                loss = model(idx, idx.roll(-1, 1))
+                if more == "a penalty" and step == 2:
+                    loss = loss + tables[0].square().sum()
+                loss.backward()
+            if model is first and more == "nothing more":  # 3,904 rows
+                assert len(optimizer.used_rows(tables[0])) <= 2 * 32
+            if more == "gradients of its own":
+                tables[1].grad = torch.ones_like(tables[1])
+            norms.append(clip_grad_norm_(model, optimizer, 0.1 if step == 3 else math.inf))
+            optimizer.step()
+            optimizer.zero_grad()
+            assert not any(p.grad.any() for p in tables)
+        torch.testing.assert_close(*norms, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(*[list(model.parameters()) for model, *_ in runs], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
 def test_the_compiled_row_wise_update_agrees_and_skips_also_at_the_first_step():
     torch.manual_seed(0)

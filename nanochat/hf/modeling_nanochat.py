@@ -205,18 +205,18 @@ class Block(nn.Module):
 
 
 class NgramEmbedding(nn.Module):
-    """Rows that pairs of tokens share, and in a quarter of the channels rows that triples share."""
+    """Rows that pairs of tokens share, and rows that triples share."""
 
     def __init__(self, rows: int, width: int):
         super().__init__()
-        self.pairs, self.triples = nn.Embedding(rows, width), nn.Embedding(rows, width // 4)
+        self.pairs, self.triples = nn.Embedding(rows, width), nn.Embedding(rows, width)
 
     def forward(self, idx, before, second):
         """The token idx, the one before it and the second before it, (B, T) each -> (B, T, C)."""
         number = before * HASH[0] + idx
         pairs = self.pairs(number % self.pairs.num_embeddings)
         triples = self.triples((second * HASH[1] + number) % self.triples.num_embeddings)
-        return pairs + F.pad(triples, (0, pairs.size(-1) - triples.size(-1)))
+        return pairs + triples
 
 
 class RowIsFull(StoppingCriteria):

@@ -3,7 +3,6 @@
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-import torch.nn.functional as F
 
 from nanochat.ops.operators import register
 
@@ -20,23 +19,25 @@ def look_up(weight, idx):
     """Rows of a table: weight (V, C), idx (B, T) int64 -> (B, T, C) in the dtype of weight.
 
     If weight.grad is there already (MuonAdamW keeps it), the backward pass adds to the rows in it that idx
-    names. Otherwise it writes a gradient of its own, mostly zeros, that autograd adds to the earlier ones; so
-    it does in several processes, where DDP waits for it. Eager code on CUDA and MPS is PyTorch's own.
+    names, and marks them in weight.used, (V,) bool, if there is one. Otherwise it writes a gradient of its
+    own, mostly zeros, that autograd adds to the earlier ones; so it does in several processes, where DDP
+    waits for it. Eager code on CUDA and MPS is PyTorch's own.
     """
     on_cpu = weight.device.type == "cpu"
     if not (on_cpu or torch.compiler.is_compiling()):
         return torch.embedding(weight, idx)
     total = weight.grad if weight.is_leaf and not dist.is_initialized() else None
-    return _Rows.apply(weight, idx, total, on_cpu)
+    used = None if total is None else getattr(weight, "used", None)
+    return _Rows.apply(weight, idx, total, used, on_cpu)
 
 
 class _Rows(torch.autograd.Function):
-    """look_up, with total = weight.grad or None."""
+    """look_up, with total = weight.grad or None, and used = weight.used or None."""
 
     @staticmethod
-    def forward(ctx, weight, idx, total, on_cpu):
+    def forward(ctx, weight, idx, total, used, on_cpu):
         ctx.save_for_backward(idx)
-        ctx.rows, ctx.total, ctx.on_cpu = weight.size(0), total, on_cpu
+        ctx.rows, ctx.total, ctx.used, ctx.on_cpu = weight.size(0), total, used, on_cpu
         if not torch.compiler.is_compiling():
             return torch.embedding(weight, idx)
         return weight[idx]  # compiled code would keep an embedding's rows; these it reads again
@@ -49,7 +50,9 @@ class _Rows(torch.autograd.Function):
             torch.ops.nanochat.add_rows_(total, idx, dy)
         else:
             total.index_put_((idx,), dy, accumulate=True)
-        return total if ctx.total is None else None, None, None, None
+        if ctx.used is not None:
+            ctx.used[idx] = True
+        return total if ctx.total is None else None, None, None, None, None
 
 
 def _add_rows(total, idx, rows):
@@ -67,18 +70,15 @@ register(
 
 
 class NgramEmbedding(nn.Module):
-    """Rows that pairs of tokens share, and rows that triples share (hashed n-grams, arXiv 1709.03933).
-
-    There are more triples than pairs, and each is seen less often: their rows have a quarter of the channels.
-    """
+    """Rows that pairs of tokens share, and rows that triples share (hashed n-grams, arXiv 1709.03933)."""
 
     def __init__(self, rows: int, width: int):
         super().__init__()
-        self.pairs, self.triples = embedding(rows, width), embedding(rows, width // 4)
+        self.pairs, self.triples = embedding(rows, width), embedding(rows, width)
 
     def forward(self, idx, before, second):
         """The token idx, the one before it and the second before it, (B, T) int64 each -> (B, T, C)."""
         pairs, triples = self.pairs.weight, self.triples.weight
         number = before * HASH[0] + idx
         of_triples = look_up(triples, (second * HASH[1] + number) % len(triples))
-        return look_up(pairs, number % len(pairs)) + F.pad(of_triples, (0, pairs.size(1) - triples.size(1)))
+        return look_up(pairs, number % len(pairs)) + of_triples

@@ -133,7 +133,8 @@ class Plan:
     def resolved(self) -> dict:
         """What checkpoints keep of the plan, for a resumed run and for mid_train."""
         kept = {"device_batch_size": self.device_batch_size, "rates": self.rates, "fp8": self.fp8}
-        kept |= {"spelled": self.config.spelled, "value_tables": self.config.value_tables}
+        tables = ("spelled", "value_tables", "bigrams")
+        kept |= {name: getattr(self.config, name) for name in tables}
         kept |= {"table_share": self.table_share, "compiled": self.compiled}
         kept |= {"eager_steps": self.eager_steps, "peak": self.hardware.peak}
         if self.attention:
@@ -258,7 +259,8 @@ def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dic
     """
     V, resolved = tokenizer.vocab_size, resolved or {}
     config, horizon = scaling.horizon_of(settings, V, hardware.peak_flops, resolved)
-    config = replace(config, **scaling.tables_for(settings, V, horizon, resolved))
+    data_tokens = dataset.estimated_tokens(tokenizer)
+    config = replace(config, **scaling.tables_for(settings, V, horizon, data_tokens, resolved))
     plan = _plan(
         settings,
         config,
@@ -266,7 +268,7 @@ def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dic
         horizon,
         scaling.scaled_rates(settings, config.width, horizon),
         resolved,
-        data_tokens=dataset.estimated_tokens(tokenizer),
+        data_tokens=data_tokens,
         data_bytes=dataset.text_bytes,
         horizon_is_given=settings["num_iterations"] > 0,
         more_text=dataset.more_text,

@@ -23,7 +23,9 @@ MOST_DECAY = 8.0  # in short runs, rate x decay is at most 8 times the settings'
 MOST_STEPS = 10**9  # steps of a run, the end of the range of base_train's num_iterations
 SPELLED_TOKENS = 10_000  # with fewer tokens for each token of the vocabulary, it has sub-word embeddings
 TABLE_TOKENS = 2_500  # with fewer, all value embeddings are rows of the head (docs/ablations.md)
-BIGRAMS = 8  # rows that pairs of tokens share, for each token of the vocabulary (docs/ablations.md)
+# Rows that pairs of tokens share, and triples as many (docs/ablations.md): one for each 32 tokens that a run
+# reads for the first time, at most 2^18 in all, but at least 8 for each of the vocabulary
+TOKENS_PER_ROW, FEWEST_BIGRAMS, MOST_ROWS = 32, 8, 2**18
 WIDEST = 64  # aspect ratio, unless the run is too short for so wide a model
 BEST_RATIO = 2.0  # tokens a parameter, if FLOPs are few: our fit at d4 and d6 (docs/ablations.md)
 ASSUMED_MFU = 0.3  # share of the peak that training is assumed to reach, before anything is timed
@@ -46,7 +48,7 @@ def model_config(
             f"window_pattern is {window_pattern!r}; give letters L (all of the past) and S (a quarter)"
         )
     num_heads = math.ceil(depth * aspect_ratio / head_dim)
-    bigrams = BIGRAMS if bigrams == -1 else bigrams
+    bigrams = FEWEST_BIGRAMS if bigrams == -1 else bigrams  # more in long runs: tables_for
     width = num_heads * head_dim
     return GPTConfig(depth, width, num_heads, vocab_size, max_seq_len, window_pattern, bigrams=bigrams)
 
@@ -164,16 +166,22 @@ def horizon_of(
     return config, horizon
 
 
-def tables_for(settings: dict, vocab_size: int, horizon: Horizon, resolved: dict | None = None) -> dict:
-    """Which rows tokens have beside embedding and head: GPTConfig's spelled and value_tables, {name: bool}.
+def tables_for(
+    settings: dict, vocab_size: int, horizon: Horizon, data_tokens: int, resolved: dict | None = None
+) -> dict:
+    """Which rows tokens have beside embedding and head: GPTConfig's spelled, value_tables and bigrams.
 
     Sub-word embeddings (subword.py) help where a run is too short for each token's row to learn alone, tables
-    of value embeddings where it is not (docs/ablations.md).
+    of value embeddings where it is not (docs/ablations.md). data_tokens: of the training text.
     """
     tokens = horizon.tokens / vocab_size
     found = {"spelled": tokens < SPELLED_TOKENS, "value_tables": tokens >= TABLE_TOKENS}
+    rows = min(MOST_ROWS, min(horizon.tokens, data_tokens) // TOKENS_PER_ROW)
+    found["bigrams"] = max(FEWEST_BIGRAMS, rows // vocab_size)
     found |= {name: kept for name, kept in (resolved or {}).items() if name in found}
-    return found if settings["spelling"] == "auto" else found | {"spelled": settings["spelling"] == "on"}
+    if settings["spelling"] != "auto":
+        found["spelled"] = settings["spelling"] == "on"
+    return found if settings["bigrams"] == -1 else found | {"bigrams": settings["bigrams"]}
 
 
 def table_share(settings: dict, epochs: float, resolved: dict) -> float:

@@ -113,7 +113,7 @@ def test_a_table_with_numbers_that_no_subword_has_is_refused(number):
 )
 def test_the_length_of_a_run_decides_which_rows_tokens_have(spelling, tokens, before, found):
     horizon = scaling.Horizon(300 * tokens, 1, 1e9, "", "")
-    tables = scaling.tables_for({"spelling": spelling}, 300, horizon, before)
+    tables = scaling.tables_for({"spelling": spelling, "bigrams": -1}, 300, horizon, 10**9, before)
     assert (tables["spelled"], tables["value_tables"]) == found
 
 

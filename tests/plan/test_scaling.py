@@ -141,6 +141,28 @@ def test_with_the_steps_given_the_batch_is_the_best_one_for_the_tokens_it_makes(
     assert batch >= T and batch % T == 0
 
 
+# -- Rows that n-grams share
+
+
+def bigrams_for(V, tokens, data_tokens, setting=-1, before=None):
+    given, length = {"spelling": "auto", "bigrams": setting}, scaling.Horizon(tokens, 1, 1e9, "", "")
+    return scaling.tables_for(given, V, length, data_tokens, before)["bigrams"]
+
+
+@FEW
+@given(st.integers(256, 2**20), st.integers(1, 10**10), st.integers(1, 10**10))
+def test_rows_grow_with_the_tokens_that_are_new_up_to_an_end(V, tokens, data_tokens):
+    rows = V * bigrams_for(V, tokens, data_tokens)
+    assert 8 * V <= rows <= max(8 * V, 2**18)
+    assert 8 * V <= V * bigrams_for(V, tokens // 2, data_tokens) <= rows
+    assert rows <= max(8 * V, min(tokens, data_tokens) / 32)
+
+
+def test_rows_are_those_of_the_setting_or_of_the_runs_first_start():
+    assert bigrams_for(2048, 10**9, 10**9, setting=3) == 3 and bigrams_for(2048, 10**9, 10**9, setting=0) == 0
+    assert bigrams_for(2048, 10**9, 10**9, before={"bigrams": 20}) == 20
+
+
 # -- Batch: refusals offer numbers that are then taken
 
 
