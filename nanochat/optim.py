@@ -145,6 +145,8 @@ class MuonAdamW(ShardedOptimizer):
         if found_inf is None:
             found_inf = torch.zeros((), device=self.param_groups[0]["params"][0].device)
         elif known_bad(found_inf):
+            for p in [p for p in self.rowwise if hasattr(p, "used")]:
+                p.used.fill_(True)  # clipping by a norm that is no number has put NaN into all rows
             return
         sent = []
         for group in self.param_groups:
