@@ -60,9 +60,9 @@ def clip_grad_norm_(
     the norm before, 0-dim and the same on all processes; nothing waits for the device.
     """
     if not isinstance(optimizer, MuonAdamW) or optimizer.world_size == 1:
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([_without_zeros(p, optimizer) for p in model.parameters()])
-        _limit(gradients, norm, max_norm)
+        trained = [p for p in model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([_used_part(p, optimizer) for p in trained])
+        _limit([p.grad for p in trained], norm, max_norm)
         return norm
     by_owner, everywhere = _parts([p for g in optimizer.param_groups for p in g["params"]], optimizer)
     owned = by_owner[optimizer.rank]
@@ -76,10 +76,8 @@ def clip_grad_norm_(
     return norm
 
 
-def _without_zeros(p, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    """The gradient of a parameter, without the rows of a table that are known to be zero; one 0 for None."""
-    if p.grad is None:
-        return p.new_zeros(1)
+def _used_part(p, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """The gradient of a parameter, without the rows of a table that are known to be zero."""
     used = optimizer.used_rows(p) if isinstance(optimizer, MuonAdamW) else None
     return p.grad if used is None else p.grad[used]
 

@@ -73,9 +73,10 @@ class MuonAdamW(ShardedOptimizer):
         self.muon_update, self.rowwise_update = muon_update, rowwise_update
         self.compile_after, self.steps = compile_after, 0
         self.kept_gradients = {p: torch.zeros_like(p) for p in self.cuts if world_size == 1}
-        for p in self.rowwise & self.kept_gradients.keys():
-            if p.is_cpu:
-                p.used = torch.zeros(len(p), dtype=torch.bool)  # tables.look_up marks its rows
+        self.used = {}  # which rows of a kept gradient are not zero, where that is known: on a CPU
+        for p in [p for g in self.param_groups if g["method"] == "rowwise" for p in g["params"]]:
+            if p.is_cpu and p in self.kept_gradients:
+                p.used = self.used[p] = torch.zeros(len(p), dtype=torch.bool)  # tables.look_up marks them
                 p.register_hook(partial(_mark_all, p.used))  # where autograd adds a gradient itself
         self.zero_grad()
         for group in self.param_groups:
@@ -118,15 +119,15 @@ class MuonAdamW(ShardedOptimizer):
                 gradient.zero_()
             else:
                 gradient.index_fill_(0, used, 0.0)
-                p.used.zero_()
+                self.used[p].zero_()
 
     def used_rows(self, p) -> torch.Tensor | None:
         """The numbers of the rows of a table that have a gradient, (n,) int64; None: perhaps all of them.
 
         Known on a CPU in a single process. What adds to .grad by itself has to mark its rows in p.used.
         """
-        known = p.grad is not None and p.grad is self.kept_gradients.get(p) and hasattr(p, "used")
-        return p.used.nonzero().squeeze(1) if known else None
+        known = p in self.used and p.grad is self.kept_gradients[p]
+        return self.used[p].nonzero().squeeze(1) if known else None
 
     @torch.no_grad()
     def step(self):
@@ -145,8 +146,8 @@ class MuonAdamW(ShardedOptimizer):
         if found_inf is None:
             found_inf = torch.zeros((), device=self.param_groups[0]["params"][0].device)
         elif known_bad(found_inf):
-            for p in [p for p in self.rowwise if hasattr(p, "used")]:
-                p.used.fill_(True)  # clipping by a norm that is no number has put NaN into all rows
+            for used in self.used.values():
+                used.fill_(True)  # clipping by a norm that is no number has put NaN into all rows
             return
         sent = []
         for group in self.param_groups:

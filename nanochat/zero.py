@@ -81,7 +81,6 @@ class ShardedOptimizer(Optimizer):
             [p for g in self.param_groups if g["method"] == m for p in g["params"] if is_shared_out(p.shape)]
             for m in ("muon", "adamw", "rowwise")
         )
-        self.rowwise = set(rowwise)
         owners, cuts = share_out([p.shape for p in matrices], [p.shape for p in tables], world_size)
         self.cuts = dict(zip(tables, cuts, strict=True))  # process r has the rows from cut r to cut r + 1
         self.cuts |= {p: [len(p) * r // world_size for r in range(world_size + 1)] for p in rowwise}
