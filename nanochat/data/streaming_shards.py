@@ -13,7 +13,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from nanochat import UserError
@@ -146,8 +146,3 @@ class ArrivingRowGroups(RowGroups):
         self._shards.arrival.wait(shard, self._cancelled)
         self._add(shard)
         self._parts.append(range(first, len(self.sizes)))
-
-
-def row_groups(shards: Sequence[Path]) -> RowGroups:
-    """The row groups of shards. ArrivingShards are opened as they arrive, others now."""
-    return ArrivingRowGroups(shards) if isinstance(shards, ArrivingShards) else RowGroups(shards)
