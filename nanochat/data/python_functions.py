@@ -165,8 +165,7 @@ class Facts(NamedTuple):
     rng: random.Random
 
 
-# Answers that take more than a line. Each is ({placeholder of the question: text}, answer), or None if the
-# question does not apply
+# Answers that take more than a line, see Kind
 
 
 def next_parameter(facts):

@@ -7,6 +7,7 @@ The download (`download.py`, or another process) puts shards into the folder. Th
 them. The training loop prints the messages of both, and ends the run if no shard comes for long.
 """
 
+import contextlib
 import itertools
 import math
 import queue
@@ -95,10 +96,8 @@ class Arrival:
         """Bytes of all shards, complete or not."""
         total = 0
         for path in itertools.chain(self.folder.glob("shard_*.parquet"), self.folder.glob(UNFINISHED)):
-            try:
+            with contextlib.suppress(OSError):  # it was renamed just now
                 total += path.stat().st_size
-            except OSError:  # it was renamed just now
-                continue
         return total
 
 
