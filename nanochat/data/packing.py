@@ -241,11 +241,6 @@ def _restore_pieces(
     tokens = {}
     if wanted:
         groups.need(documents=wanted[-1] + 1)
-        if wanted[-1] >= groups.starts[-1]:
-            raise UserError(
-                f"the saved position in the data names document {wanted[-1]}, and the text has "
-                f"{groups.starts[-1]}; resume from another checkpoint with --resume=STEP"
-            )
     for group, documents in itertools.groupby(wanted, lambda n: bisect_right(groups.starts, n) - 1):
         texts = groups.read(group)
         tokens |= {n: tokenizer.encode(texts[n - groups.starts[group]]) for n in documents}
