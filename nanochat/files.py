@@ -42,17 +42,18 @@ def user_path(setting: str, value: str | Path) -> Path:
 
 def open_plain(path, flags: int, mode: int = 0o666) -> int:
     """os.open for a regular file; OSError for a symbolic link, a pipe or a device."""
+    refusal = OSError(errno.EINVAL, "it is a link, a pipe or a device, not a file; remove it", str(path))
     for more in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):  # without O_NONBLOCK, opening a pipe would wait
         flags |= getattr(os, more, 0)
     try:
         fd = os.open(path, flags, mode)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO):
-            raise _refusal(path) from error
+            raise refusal from error
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise _refusal(path)
+        raise refusal
     return fd
 
 
@@ -137,7 +138,3 @@ def write_whole(path: str | Path, content: bytes):
         raise UserError(
             f"cannot write {path} ({error.strerror}); make room or choose another --out_dir"
         ) from error
-
-
-def _refusal(path) -> OSError:
-    return OSError(errno.EINVAL, "it is a link, a pipe or a device, not a file; remove it", str(path))

@@ -72,7 +72,7 @@ path = user_path("out", out) if out is not None else tokenizer_path(dataset.toke
 print(f"data: {dataset.name}, {dataset.note}")
 began = time.perf_counter()
 try:
-    tokenizer = train(dataset.train_texts(), size, max_chars=max_chars, exact=exact, progress=True)
+    tokenizer = train(dataset.train_texts(), size, max_chars=max_chars, exact=exact)
 except KeyboardInterrupt:
     sys.exit("stopped; no tokenizer is written")
 seconds = time.perf_counter() - began

@@ -31,26 +31,25 @@ LONGEST_RUN = 256  # characters
 ROOT = Path(__file__).parents[2]  # the folder that has the package nanochat
 
 
-def train_tokens(
-    texts: Iterable[str], max_tokens: int, pattern: str, max_chars: int = -1, show_progress: bool = False
-) -> list[bytes]:
+def train_tokens(texts: Iterable[str], max_tokens: int, pattern: str, max_chars: int) -> list[bytes]:
     """The byte strings of a vocabulary, in merge order: 256 single bytes, then up to max_tokens - 256 merges.
 
     The regular expression `pattern` cuts the text first, so that no token spans a word boundary. Training
-    stops after `max_chars` characters (-1: all). The same texts give the same tokens on any number of
-    threads. Raises UserError if the process that trains is killed, for example because memory is short.
+    stops after `max_chars` characters (-1: all). Raises UserError if the process that trains is killed, for
+    example because memory is short.
     """
     command = [sys.executable, "-m", "nanochat.data.bpe"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     documents = len(texts) if hasattr(texts, "__len__") else None
-    progress = bar("training the tokenizer", "documents", documents, hidden=not show_progress)
+    progress = bar("training the tokenizer", "documents", documents)
     # With a session of its own the child does not get a terminal's Ctrl-C: this process gets it and kills it
     with progress, subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as child:
         try:
-            with contextlib.suppress(
-                BrokenPipeError
-            ):  # the child has ended; its answer or its status says why
-                _send(child.stdin, [max_tokens, pattern], _limited(texts, max_chars, progress))
+            with contextlib.suppress(BrokenPipeError):  # the child has ended; its answer or status says why
+                for value in itertools.chain([[max_tokens, pattern]], _limited(texts, max_chars, progress)):
+                    child.stdin.write(json.dumps(value).encode() + b"\n")
+                child.stdin.write(b"\n")  # the end of the texts
+                child.stdin.flush()
                 progress.set_description_str("training the tokenizer, now joining pairs")
             answer = child.stdout.read()
         finally:
@@ -87,14 +86,6 @@ def _limited(texts: Iterable[str], max_chars: int, progress) -> Iterator[str]:
         yield without_surrogates(text)
         if chars == max_chars:
             return
-
-
-def _send(pipe: BinaryIO, arguments: list, texts: Iterable[str]) -> None:
-    """Write the arguments and each text as a line of JSON, then an empty line."""
-    for value in itertools.chain([arguments], texts):
-        pipe.write(json.dumps(value).encode() + b"\n")
-    pipe.write(b"\n")
-    pipe.flush()
 
 
 # -- the child process

@@ -190,7 +190,7 @@ class ConversationLoader:
         if not self._batches:
             self._after = (self._epoch, self._row)
         self.wait_s += time.perf_counter() - started
-        return tuple(x.to(self._device, non_blocking=True) for x in batch)
+        return tuple(to_device(tensor, self._device) for tensor in batch)
 
     def close(self) -> None:
         """Does nothing: unlike TrainLoader, this loader has no thread."""
@@ -211,10 +211,8 @@ class ConversationLoader:
             self._row += len(taken)
         inputs, targets = as_batch(rows, self._rendered, max_seq_len, self._bos_id)
         self.step_targets = int((targets >= 0).sum())
-        inputs, targets = inputs[self._share], targets[self._share]
-        if self._device.type == "cuda":
-            inputs, targets = inputs.pin_memory(), targets.pin_memory()
-        return list(zip(inputs.split(device_batch_size), targets.split(device_batch_size), strict=True))
+        micro_batches = (tensor[self._share].split(device_batch_size) for tensor in (inputs, targets))
+        return list(zip(*micro_batches, strict=True))
 
 
 class ConversationBatches:

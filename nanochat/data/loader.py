@@ -28,7 +28,8 @@ import torch
 from nanochat import UserError
 from nanochat.data.amount import check_amount
 from nanochat.data.packing import open_lanes
-from nanochat.data.streaming_shards import LOOK_S, row_groups
+from nanochat.data.parquet import RowGroups
+from nanochat.data.streaming_shards import LOOK_S, ArrivingRowGroups
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.machine.transfers import for_new_thread, to_device
 
@@ -62,7 +63,8 @@ class TrainLoader:
         boundaries: Callable | None = None,
     ):
         check_division(rows_per_step, world_size, device_batch_size)
-        groups = row_groups(shards)
+        self._arrival = getattr(shards, "arrival", None)  # if shards may be missing: the Arrival of these
+        groups = ArrivingRowGroups(shards) if self._arrival else RowGroups(shards)
         lanes = range(rank, rows_per_step, world_size)
         self._stream = {
             "rows_per_step": rows_per_step,
@@ -84,7 +86,6 @@ class TrainLoader:
         self._next_row = self._rows  # in the current step: at its end, so next() fetches a step
         self._current = None
         self._boundaries, self._bos_id, self.documents = boundaries, tokenizer.bos_id, None
-        self._arrival = getattr(shards, "arrival", None)  # if shards may be missing: the Arrival of these
         self._ahead: deque = deque()  # steps after the current one, and perhaps an error as the last
         self._positions = dict(zip(lanes, positions, strict=True))  # after the last complete step
         self.epoch = min(p["epoch"] for p in positions)  # the earliest of this process's lanes, from 0

@@ -207,8 +207,13 @@ def open_lanes(
         groups.need()
         return permutation(len(groups.sizes), seed, epoch, 0).tolist()
 
-    def arrival_order(epoch: int) -> Iterable[int]:
-        return order(epoch) if epoch else in_arrival_order(groups, seed)
+    def arrival_order(epoch: int) -> Iterator[int]:
+        """First one shard after the other, shuffled within it, so the first steps need only the first one."""
+        if epoch:
+            yield from order(epoch)
+        else:
+            for part in groups.parts():
+                yield from (part.start + permutation(len(part), seed, 0, -1 - part.start)).tolist()
 
     def own_order(lane: int) -> Callable[[int], list[int]]:
         return lambda epoch: order(epoch)[lane::rows_per_step]
@@ -228,31 +233,17 @@ def open_lanes(
     return opened
 
 
-def in_arrival_order(groups: RowGroups, seed: int) -> Iterator[int]:
-    """The row groups of an epoch, one shard after the other, shuffled within a shard. So the first steps need
-    only the first shard."""
-    for part in groups.parts():
-        yield from (part.start + i for i in permutation(len(part), seed, 0, -1 - part.start).tolist())
-
-
 def _restore_pieces(
     lanes: list[Lane], groups: RowGroups, tokenizer: Tokenizer, positions: list[dict]
 ) -> None:
     """Tokenize the documents of the lanes' pieces again. Every row group is read once."""
     wanted = sorted({document for position in positions for document, _ in position["pieces"]})
-    tokens, group, texts = {}, -1, []
+    tokens = {}
     if wanted:
         groups.need(documents=wanted[-1] + 1)
-        if wanted[-1] >= groups.starts[-1]:
-            raise UserError(
-                f"the saved position in the data names document {wanted[-1]}, and the text has "
-                f"{groups.starts[-1]}; resume from another checkpoint with --resume=STEP"
-            )
-    for document in wanted:
-        at = bisect_right(groups.starts, document) - 1
-        if at != group:
-            group, texts = at, groups.read(at)
-        tokens[document] = tokenizer.encode(texts[document - groups.starts[at]])
+    for group, documents in itertools.groupby(wanted, lambda n: bisect_right(groups.starts, n) - 1):
+        texts = groups.read(group)
+        tokens |= {n: tokenizer.encode(texts[n - groups.starts[group]]) for n in documents}
     for lane, position in zip(lanes, positions, strict=True):
         for document, first in position["pieces"]:
             lane.add(document, first, tokens[document])

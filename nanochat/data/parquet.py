@@ -86,11 +86,10 @@ class RowGroups:
         Raises UserError if the shard is damaged.
         """
         shard, i = self._shard_of[group]
+        file = self._open(shard)
         try:
-            column = self._open(shard).read_row_group(i, columns=["text"], use_threads=False).column(0)
+            column = file.read_row_group(i, columns=["text"], use_threads=False).column(0)
             texts = (column if rows is None else column.take(rows)).to_pylist()
-        except UserError:
-            raise
         except PYARROW_ERRORS as error:
             raise UserError(
                 f"shard {shard} is damaged in row group {i} ({first_line(error)}); get it again"

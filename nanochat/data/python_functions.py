@@ -11,7 +11,6 @@ import ast
 import inspect
 import os
 import random
-import sysconfig
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -59,13 +58,12 @@ class Function:
         return tuple(written)
 
 
-def read_functions(root: Path | None = None) -> list[Function]:
-    """The functions under `root` (the standard library), sorted by module, then by place in the file.
+def read_functions(root: Path) -> list[Function]:
+    """The functions under `root`, sorted by module, then by place in the file.
 
     If functions have the same name and parameters, the first is kept. Files that cannot be read or parsed are
     skipped. Raises UserError if no function is found.
     """
-    root = Path(sysconfig.get_path("stdlib")) if root is None else root
     found: dict[tuple, Function] = {}
     for path, module in _modules(root):
         try:
@@ -165,8 +163,7 @@ class Facts(NamedTuple):
     rng: random.Random
 
 
-# Answers that take more than a line. Each is ({placeholder of the question: text}, answer), or None if the
-# question does not apply
+# Answers that take more than a line, see Kind
 
 
 def next_parameter(facts):

@@ -16,6 +16,7 @@ do, and greetings.
 import hashlib
 import itertools
 import random
+import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -106,7 +107,7 @@ def open_embedded(root: Path | None = None) -> ConversationData:
     """Training and validation conversations about the functions under `root` (the standard library), made in
     about 3 seconds. Raises UserError if there are no source files.
     """
-    functions = read_functions(root)
+    functions = read_functions(root or Path(sysconfig.get_path("stdlib")))
     parameters = {text.split("=")[0] for function in functions for text in function.parameters}
     parameters = sorted(name for name in parameters if name[0].isalpha())
     words = {word for function in functions for word in function.name.split("_")}

@@ -244,16 +244,12 @@ def _open_shards(name: str, train_shards: list[Path], val_shards: list[Path]) ->
 
 def _check_twins(train_shards: list[Path], val_shards: list[Path]) -> None:
     """Raise UserError if a validation shard is a copy of a training shard."""
-    of_size: dict[int, list[Path]] = {}
-    for train in train_shards:
-        of_size.setdefault(train.stat().st_size, []).append(train)
-    for val in val_shards:
-        for train in of_size.get(val.stat().st_size, []):
-            if filecmp.cmp(train, val, shallow=False):
-                raise UserError(
-                    f"the training shard {train} and the validation shard {val} have the same content; "
-                    "remove one (if they were downloaded: both, then download again)"
-                )
+    for train, val in itertools.product(train_shards, val_shards):
+        if filecmp.cmp(train, val, shallow=False):  # it reads files of the same size only
+            raise UserError(
+                f"the training shard {train} and the validation shard {val} have the same content; "
+                "remove one (if they were downloaded: both, then download again)"
+            )
 
 
 def _pinned_validation(files: list[Path]) -> list[Path]:

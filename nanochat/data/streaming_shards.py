@@ -7,13 +7,14 @@ The download (`download.py`, or another process) puts shards into the folder. Th
 them. The training loop prints the messages of both, and ends the run if no shard comes for long.
 """
 
+import contextlib
 import itertools
 import math
 import queue
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from nanochat import UserError
@@ -95,10 +96,8 @@ class Arrival:
         """Bytes of all shards, complete or not."""
         total = 0
         for path in itertools.chain(self.folder.glob("shard_*.parquet"), self.folder.glob(UNFINISHED)):
-            try:
+            with contextlib.suppress(OSError):  # it was renamed just now
                 total += path.stat().st_size
-            except OSError:  # it was renamed just now
-                continue
         return total
 
 
@@ -146,8 +145,3 @@ class ArrivingRowGroups(RowGroups):
         self._shards.arrival.wait(shard, self._cancelled)
         self._add(shard)
         self._parts.append(range(first, len(self.sizes)))
-
-
-def row_groups(shards: Sequence[Path]) -> RowGroups:
-    """The row groups of shards. ArrivingShards are opened as they arrive, others now."""
-    return ArrivingRowGroups(shards) if isinstance(shards, ArrivingShards) else RowGroups(shards)

@@ -92,9 +92,6 @@ class Tokenizer:
             name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special_tokens
         )
 
-    def __repr__(self) -> str:
-        return f"Tokenizer({self.name!r}, vocab_size={self.vocab_size}, fingerprint={self.fingerprint[:8]})"
-
     def copy(self) -> "Tokenizer":
         """An equal tokenizer for another thread.
 
@@ -157,11 +154,11 @@ class Tokenizer:
             ) from error
 
     @classmethod
-    def from_bytes(cls, content: bytes, source: str = "the tokenizer") -> "Tokenizer":
-        """The tokenizer in a JSON file's content. Raises a UserError that names `source` if it is damaged."""
-        advice = "train it again or copy it from a checkpoint"
+    def load(cls, path: str | Path) -> "Tokenizer":
+        """Read the JSON file. Raises UserError if it is missing, unreadable or damaged."""
+        source, advice = f"tokenizer {path}", "train it again or copy it from a checkpoint"
         try:
-            data = json.loads(content)
+            data = json.loads(Path(path).read_bytes())
             if data["format"] != FORMAT:
                 raise UserError(f"{source} has format {data['format']!r}, not {FORMAT!r}; {advice}")
             specials = data["special_tokens"]
@@ -172,6 +169,10 @@ class Tokenizer:
             fingerprint = data["fingerprint"]
         except UserError:
             raise
+        except OSError as error:
+            raise UserError(
+                f"no tokenizer can be read at {path} ({error.strerror}); give the path of its JSON file"
+            ) from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             reason = f"{error!r:.200}"
             raise UserError(f"{source} is not a readable tokenizer ({reason}); {advice}") from error
@@ -179,38 +180,20 @@ class Tokenizer:
             raise UserError(f"{source} is damaged: its content does not match its fingerprint; {advice}")
         return tokenizer
 
-    @classmethod
-    def load(cls, path: str | Path) -> "Tokenizer":
-        """Read the JSON file. Raises UserError if it is missing, unreadable or damaged."""
-        try:
-            content = Path(path).read_bytes()
-        except OSError as error:
-            raise UserError(
-                f"no tokenizer can be read at {path} ({error.strerror}); give the path of its JSON file"
-            ) from error
-        return cls.from_bytes(content, f"tokenizer {path}")
 
+def train(texts: Iterable[str], vocab_size: int, *, max_chars: int = -1, exact: bool = True) -> Tokenizer:
+    """Train a byte-level BPE of `vocab_size` ids, special tokens included, with a bar on stderr.
 
-def train(
-    texts: Iterable[str],
-    vocab_size: int,
-    *,
-    max_chars: int = -1,
-    exact: bool = True,
-    progress: bool = False,
-) -> Tokenizer:
-    """Train a byte-level BPE of `vocab_size` ids, special tokens included, on `max_chars` characters.
-
-    max_chars: -1 is all of them. exact: refuse a text that yields fewer ids; else the tokenizer has fewer.
-    progress: show a bar on stderr. The same texts give the same tokenizer, on any number of threads. Raises
-    UserError, also if `vocab_size` is below the number of bytes and special tokens.
+    max_chars: train on so many characters (-1: all). exact: refuse a text that yields fewer ids; else the
+    tokenizer has fewer. The same texts give the same tokenizer, on any number of threads. Raises UserError,
+    also if `vocab_size` is below the number of bytes and special tokens.
     """
     smallest = 256 + len(SPECIAL_TOKENS)
     if vocab_size < smallest:
         raise UserError(
             f"vocab_size {vocab_size} is too small; use at least {smallest} (all bytes and special tokens)"
         )
-    tokens = train_tokens(texts, vocab_size - len(SPECIAL_TOKENS), PATTERN, max_chars, progress)
+    tokens = train_tokens(texts, vocab_size - len(SPECIAL_TOKENS), PATTERN, max_chars)
     size = len(tokens) + len(SPECIAL_TOKENS)
     if exact and size != vocab_size:
         raise UserError(
@@ -246,7 +229,7 @@ def open_tokenizer(
                 f"vocab_size {vocab_size} is more than this text yields; use at most {tokenizer.vocab_size}"
             )
         return tokenizer
-    tokenizer = train(texts(), vocab_size, max_chars=AUTO_MAX_CHARS, exact=exact, progress=True)
+    tokenizer = train(texts(), vocab_size, max_chars=AUTO_MAX_CHARS, exact=exact)
     tokenizer.save(path)
     return tokenizer
 

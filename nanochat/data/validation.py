@@ -97,7 +97,7 @@ def _windows(starts: np.ndarray, lengths: np.ndarray, max_seq_len: int) -> np.nd
 
 
 def open_validation(
-    dataset: Dataset, tokenizer: Tokenizer, eval_tokens: int, folder: Path | None, *shape_and_share
+    dataset: Dataset, tokenizer: Tokenizer, eval_tokens: int, folder: Path, *shape_and_share
 ) -> dict[str, ValidationBatches]:
     """The batches of each validation set of a data set, by the name of its bits per byte: val_bpb, and
     val_bpb_NAME of further sets. eval_tokens: of each. shape_and_share: as ValidationBatches takes them."""
@@ -108,7 +108,7 @@ def open_validation(
 
 
 def tokenize_validation(
-    shards: Sequence[Path], tokenizer: Tokenizer, eval_tokens: int = -1, folder: Path | None = None
+    shards: Sequence[Path], tokenizer: Tokenizer, eval_tokens: int, folder: Path
 ) -> np.ndarray:
     """The tokens of the validation documents, (n,) int32, with `<|bos|>` before each document.
 
@@ -116,11 +116,9 @@ def tokenize_validation(
     for the same shards, tokenizer and eval_tokens; a damaged file is made again, and a folder that cannot be
     written stays without. Raises UserError if there is no text.
     """
-    if folder is None:
-        return _tokenize(shards, tokenizer, eval_tokens)
     key = [FORMAT, [footer_digest(shard)[0].hex() for shard in shards], tokenizer.fingerprint, eval_tokens]
     key = hashlib.sha256(json.dumps(key).encode()).hexdigest()
-    path = Path(folder) / f"validation-{key[:16]}.npz"
+    path = folder / f"validation-{key[:16]}.npz"
     with contextlib.suppress(OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
         return np.load(path)["tokens"]  # a zip file has a checksum; this fails if it is missing or damaged
     tokens = _tokenize(shards, tokenizer, eval_tokens)

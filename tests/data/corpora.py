@@ -46,13 +46,16 @@ class Corpus:
         ]
         self.sizes = RowGroups(self.shards).sizes
 
-    def deal(self, n_lanes: int, seed: int, epoch: int) -> list[list[list[int]]]:
-        """The documents of each lane in an epoch, dealt one by one, or by row groups if these are many."""
+    def deal(self, n_lanes: int, seed: int, epoch: int, order=None) -> list[list[list[int]]]:
+        """The documents of each lane in an epoch, dealt one by one, or by row groups if these are many.
+
+        order: of the row groups (None: shuffled).
+        """
         sizes = self.sizes
         starts = np.cumsum([0, *sizes])
         groups = [
             [self.documents[starts[g] + i] for i in packing.permutation(sizes[g], seed, epoch, g + 1)]
-            for g in packing.permutation(len(sizes), seed, epoch, 0).tolist()
+            for g in order or packing.permutation(len(sizes), seed, epoch, 0).tolist()
         ]
         whole = len(sizes) >= 8 * n_lanes
         dealt = groups if whole else [[document] for group in groups for document in group]

@@ -129,10 +129,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(body[len(body) // 2 :])
 
 
-def parquet(texts: list[str], column: str = "text", **options) -> bytes:
+def parquet(values: list, column: str = "text", **options) -> bytes:
     """The bytes of a parquet file; `options` are those of pyarrow's write_table."""
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.table({column: texts}), sink, **options)
+    pq.write_table(pa.table({column: values}), sink, **options)
     return sink.getvalue().to_pybytes()
 
 

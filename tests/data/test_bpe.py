@@ -3,13 +3,11 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, assert_ended, wait_until
+from helpers import assert_ended, python, wait_until
 
 from nanochat import UserError
 from nanochat.data.tokenizer import train
@@ -39,21 +37,19 @@ def test_only_runs_of_more_than_256_characters_are_cut_and_only_for_the_training
     run = "ab" * 128
     joined, apart = (train(texts, 300, exact=False) for texts in ([run * 50], [run] * 50))
     assert joined.tokens == apart.tokens
-    runs = [run, "漢" * 256, "\t" * 256, "." * 256]
-    for run in runs:  # a run of 256 stays whole: its longest token has all of it
-        assert run.encode() in train([run] * 2, 4096, exact=False).tokens
+    for whole in (run, "漢" * 256, "\t" * 256, "." * 256):  # its longest token has all of it
+        assert whole.encode() in train([whole] * 2, 4096, exact=False).tokens
 
 
 @needs_proc
 def test_the_training_process_ends_with_the_process_that_started_it():
     script = "from nanochat.data.tokenizer import train; print('begin', flush=True)\n"
     script += "import random; train([''.join(random.choices('acgt', k=8_000_000))], 60_000)"
-    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE) as parent:
-        assert parent.stdout.readline() == b"begin\n"
+    with python(script) as parent:
+        assert parent.stdout.readline() == "begin\n"
         wait_until(lambda: children(parent.pid))
         found = children(parent.pid)
         time.sleep(4)  # now it merges
-        parent.kill()
     assert_ended(*found)
 
 

@@ -4,13 +4,11 @@ import errno
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, wait_until
+from helpers import Process, wait_until
 from hub_server import shard
 
 from nanochat import UserError
@@ -142,19 +140,20 @@ def test_unfinished_files_of_killed_downloads_go(hub, tmp_path):
 # -- the command, and the data set that it makes
 
 
-def command(base_dir: Path, *arguments: str, **environment: str) -> subprocess.Popen:
+def command(base_dir: Path, *arguments: str, **environment: str) -> Process:
     """python -m scripts.download, with a data set of 4 shards as climbmix."""
-    script = "import runpy; from nanochat.data import public\n"
-    script += f"public.PUBLIC['climbmix'] = public.Public('{REPO}', 4)\n"
-    script += "runpy.run_module('scripts.download', run_name='__main__', alter_sys=True)\n"
-    line = [sys.executable, "-W", "ignore", "-c", script, f"--base_dir={base_dir}", *arguments]
-    pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen(line, cwd=ROOT, env=os.environ | environment, **pipes)
+    script = base_dir / "download.py"
+    script.write_text(
+        "import runpy; from nanochat.data import public\n"
+        f"public.PUBLIC['climbmix'] = public.Public('{REPO}', 4)\n"
+        "runpy.run_module('scripts.download', run_name='__main__', alter_sys=True)\n"
+    )
+    return Process([str(script), f"--base_dir={base_dir}", *arguments], **environment)
 
 
 def run(*arguments, status: int = 0, **environment) -> str:
     process = command(*arguments, **environment)
-    out, err = process.communicate(timeout=900)
+    out, err = process.communicate()
     assert process.returncode == status and "Traceback" not in err, err
     return out + err
 
@@ -181,7 +180,7 @@ def test_a_download_that_was_stopped_in_the_middle_goes_on_by_the_same_command(h
     folder = tmp_path / "data" / "climbmix"
     wait_until(lambda: hub.got(ONE) and (folder / ZERO).exists())
     process.send_signal(number)
-    _, err = process.communicate(timeout=300)
+    _, err = process.communicate()
     assert not (folder / ONE).exists()
     assert number == signal.SIGKILL or (process.returncode == 1 and "same command" in err)
     assert "Traceback" not in err

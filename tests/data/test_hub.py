@@ -4,8 +4,6 @@ import gzip
 import json
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from helpers import TINY, command, losses, run
 from hub_server import parquet
@@ -145,10 +143,8 @@ def test_a_plan_uses_no_network(texts, tmp_path):
 def test_conversations_of_both_formats_come_with_weights(texts, tmp_path):
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     old = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist([{"messages": talk}] * 2), sink)
     texts.files |= {
-        "new/train.parquet": sink.getvalue().to_pybytes(),
+        "new/train.parquet": parquet([talk] * 2, "messages"),
         "old/train.jsonl": json.dumps({"conversations": old}).encode() + b"\n",
     }
     (tmp_path / "val.jsonl").write_text(json.dumps({"messages": talk}) + "\n")

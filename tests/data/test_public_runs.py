@@ -1,14 +1,11 @@
 """base_train on public data that arrives meanwhile: a small data set on a Hub that holds shards back."""
 
 import hashlib
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, losses
+from helpers import losses, run
 from hub_server import parquet
 
 # The data set has 6 training shards of about 2,500 tokens, and a lane keeps few documents
@@ -38,19 +35,11 @@ def shards(hub):
     return hub
 
 
-def start(base: Path, *more: str, patience=60.0, processes=1) -> subprocess.Popen:
+def train(base: Path, *more: str, patience=60.0, **how) -> str:
     wrapper = base.parent / f"wrapper-{patience}.py"
     wrapper.write_text(WRAPPER.replace("PATIENCE\n", f"{patience}\n"))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    arguments = [*(torchrun if processes > 1 else []), str(wrapper), *SETTINGS, f"--base_dir={base}", *more]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "1000"}
-    return subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=environment, **pipes)
-
-
-def end(process: subprocess.Popen, status: int = 0) -> str:
-    out, _ = process.communicate(timeout=900)
-    assert process.returncode == status and (status == 1 or "Traceback" not in out), out
+    out = run([str(wrapper), *SETTINGS, f"--base_dir={base}", *more], **how)
+    assert "Traceback" not in out, out
     return out
 
 
@@ -61,19 +50,19 @@ def run_of(base: Path) -> Path:
 @pytest.mark.slow
 def test_when_no_more_text_comes_all_processes_save_and_the_same_command_goes_on_later(shards, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    end(start(whole, "--download=on"))
+    train(whole, "--download=on")
     content = shards.files.pop("shard_00003.parquet")
-    out = end(start(broken, "--download=on", patience=2.0, processes=2), status=1)  # torchrun's own 1
+    out = train(broken, "--download=on", patience=2.0, processes=2, status=2)
     assert "6 of 6 training shards, 5 of them come while training goes on" in out, out
     assert out.count("warning: shard_00003.parquet cannot be downloaded now") == 1 and "404" in out, out
     steps = int(re.search(r"stopped by (?:missing text|another process) after (\d+) steps and saved", out)[1])
     assert out.count("error: the text ends here: shard_00003.parquet has not come for") == 1
     assert "python -m scripts.download --name=climbmix --num_shards=6" in out and 10 < steps < 40
     assert (run_of(broken) / f"step_{steps:06d}" / "manifest.json").exists()
-    out = end(start(broken), status=2)  # the downloads are off
+    out = train(broken, status=2)  # the downloads are off
     assert "this run reads 6 training shards of climbmix, and 3 of them are in" in out
     shards.files["shard_00003.parquet"] = content
-    end(start(broken, "--download=on"))
+    train(broken, "--download=on")
     expected, found = losses(run_of(whole)), losses(run_of(broken))
     assert found.keys() == expected.keys()
     assert all(abs(found[step] - expected[step]) < 1e-4 for step in expected)
@@ -81,6 +70,6 @@ def test_when_no_more_text_comes_all_processes_save_and_the_same_command_goes_on
 
 
 def test_a_plan_needs_neither_a_shard_nor_the_hub(shards, tmp_path):
-    out = end(start(tmp_path / "base", "--plan", "--download=on"))
+    out = train(tmp_path / "base", "--plan", "--download=on")
     assert re.search(r"about \d of 6 training shards, not here yet", out) and "300 tokens" in out, out
     assert shards.requests == [] and not (tmp_path / "base" / "data").exists()

@@ -35,10 +35,7 @@ def test_prompts_of_ones_own_text_begin_like_validation_documents(tmp_path):
     found = sample_prompts("auto", dataset_of(tmp_path, *texts))
     expected = {"The red fox ran", "A cow ate grass", "東京", "No"}
     assert len(found) == len(set(found)) == 3 and set(found) <= expected
-
-
-def test_text_without_words_gives_the_empty_prompt(tmp_path):
-    assert sample_prompts("auto", dataset_of(tmp_path, "...", "\n\n?")) == [""]
+    assert sample_prompts("auto", dataset_of(tmp_path / "no words", "...", "\n\n?")) == [""]
 
 
 def test_the_embedded_text_is_code_and_a_setting_of_prompts_is_taken_as_it_is(tmp_path):

@@ -1,6 +1,5 @@
 """The stream of public data, whose shards may arrive while a run reads them: that changes no row."""
 
-import functools
 import itertools
 import json
 import threading
@@ -53,28 +52,13 @@ def bring(path: Path) -> None:
     path.with_suffix(".hidden").rename(path)
 
 
-def arrival_order(corpus: Corpus, seed: int, epoch: int) -> list[int]:
-    """By hand: one shard of 4 row groups after the other; in later epochs all row groups shuffled."""
-    if epoch:
-        return packing.permutation(24, seed, epoch, 0).tolist()
-    return flat((4 * s + packing.permutation(4, seed, 0, -1 - 4 * s)).tolist() for s in range(6))
-
-
-def deal(corpus: Corpus, n_lanes: int, seed: int, epoch: int) -> list[list[list[int]]]:
-    dealt = [
-        corpus.documents[10 * g + i]
-        for g in arrival_order(corpus, seed, epoch)
-        for i in packing.permutation(10, seed, epoch, g + 1)
-    ]
-    return [dealt[lane::n_lanes] for lane in range(n_lanes)]
-
-
 @pytest.mark.parametrize("seed", [0, 3])
 def test_one_shard_after_the_other_is_dealt_and_packed_as_the_slow_packer_does(corpus, seed):
     rows, _ = run(shards_of(corpus), 120, n_lanes=4, T=12, seed=seed)
-    dealt = functools.cache(lambda epoch: deal(corpus, 4, seed, epoch))
+    by_shard = flat((4 * s + packing.permutation(4, seed, 0, -1 - 4 * s)).tolist() for s in range(6))
+    epochs = [corpus.deal(4, seed, epoch, None if epoch else by_shard) for epoch in range(3)]
     for lane in range(4):
-        expected = slow_rows((dealt(epoch)[lane] for epoch in itertools.count()), 13)
+        expected = slow_rows((epoch[lane] for epoch in epochs), 13)
         assert rows[:, lane].tolist() == list(itertools.islice(expected, 120))
     tokens = rows[:, :, 1:][rows[:, :, 1:] != BOS]
     assert len(tokens) > 1.5 * sum(LENGTHS)  # far into the second epoch

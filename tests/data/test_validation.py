@@ -2,6 +2,7 @@
 
 import itertools
 import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +13,6 @@ from hypothesis import strategies as st
 from shards import flat
 
 from nanochat import UserError
-from nanochat.data.parquet import Documents
-from nanochat.data.tokenizer import Tokenizer
 from nanochat.data.validation import ValidationBatches, tokenize_validation
 
 
@@ -28,13 +27,12 @@ from nanochat.data.validation import ValidationBatches, tokenize_validation
 def test_every_token_is_scored_once_in_windows_of_one_document(lengths, T, B, W, limit):
     with tempfile.TemporaryDirectory() as folder:
         corpus = Corpus(folder, lengths, 4)
-        tokens = tokenize_validation(corpus.shards, Numbers(), limit or -1)
+        tokens = tokenize_validation(corpus.shards, Numbers(), limit or -1, Path(folder))
     ranks = [ValidationBatches(tokens, T, B, rank, W) for rank in range(W)]
-    batches = [list(rank) for rank in ranks]
-    assert [len(of_rank) for of_rank in batches] == [len(rank) for rank in ranks]
+    assert [len(list(rank)) for rank in ranks] == [len(rank) for rank in ranks]
     owner = {token: i for i, document in enumerate(corpus.documents) for token in document}
     scored = []
-    for inputs, targets in itertools.chain(*batches):
+    for inputs, targets in itertools.chain(*ranks):  # they can be iterated again
         assert inputs.shape == targets.shape and inputs.dtype == targets.dtype == torch.int64
         assert inputs.numel() <= B * T and inputs.size(1) <= T
         for input_row, row in zip(inputs.tolist(), targets.tolist(), strict=True):
@@ -49,7 +47,7 @@ def test_every_token_is_scored_once_in_windows_of_one_document(lengths, T, B, W,
 
 def test_windows_of_like_lengths_share_a_batch_and_the_processes_share_the_windows_evenly(tmp_path):
     lengths = np.random.default_rng(0).integers(1, 300, 900).tolist()
-    tokens = tokenize_validation(Corpus(tmp_path, lengths, 50).shards, Numbers())
+    tokens = tokenize_validation(Corpus(tmp_path, lengths, 50).shards, Numbers(), -1, tmp_path)
     seen = []
     for rank in range(3):
         batches = ValidationBatches(tokens, 256, 8, rank, 3)
@@ -62,22 +60,10 @@ def test_windows_of_like_lengths_share_a_batch_and_the_processes_share_the_windo
     assert len({len(n) for n in seen}) <= 2 and max(map(sum, seen)) < 1.03 * min(map(sum, seen))
 
 
-def test_real_text_is_tokenized_once_for_any_number_of_iterations_and_all_its_bytes_count(real, monkeypatch):
-    shards, tokenizer, _ = real
-    sizes = torch.from_numpy(tokenizer.token_bytes())
-    batches = ValidationBatches(tokenize_validation(shards, tokenizer), 64, 4)
-    monkeypatch.setattr(Tokenizer, "encode", lambda *_: pytest.fail("tokenized again"))
-    first, second = list(batches), list(batches)
-    assert len(first) == len(batches) > 10
-    assert all(torch.equal(a, b) for a, b in zip(flat(first), flat(second), strict=True))
-    scored = sum(int(sizes[targets[targets >= 0]].sum()) for _, targets in batches)
-    assert scored == sum(len(text.encode()) for text in Documents(shards))
-
-
 def test_nothing_to_score_is_refused(tmp_path):
     corpus = Corpus(tmp_path, [0, 0], 2)
     with pytest.raises(UserError, match="has no text"):
-        tokenize_validation(corpus.shards, Numbers(), folder=tmp_path)
+        tokenize_validation(corpus.shards, Numbers(), -1, tmp_path)
 
 
 # -- The file that keeps the tokens
@@ -90,7 +76,7 @@ class Other(Numbers):
 def test_a_second_start_reads_the_tokens_that_the_first_has_kept(tmp_path, monkeypatch):
     corpus, other = Corpus(tmp_path / "a", [5, 0, 9], 2), Corpus(tmp_path / "b", [5, 9], 2)
     folder = tmp_path / "kept"
-    plain = tokenize_validation(corpus.shards, Numbers())
+    plain = tokenize_validation(corpus.shards, Numbers(), -1, tmp_path)
     assert plain.tolist() == [BOS, *corpus.documents[0], BOS, BOS, *corpus.documents[2]]
     asked = [(corpus, Numbers(), -1), (corpus, Numbers(), 7), (corpus, Other(), -1), (other, Numbers(), -1)]
     made = [tokenize_validation(c.shards, tokenizer, n, folder) for c, tokenizer, n in asked]
@@ -103,12 +89,12 @@ def test_a_second_start_reads_the_tokens_that_the_first_has_kept(tmp_path, monke
 
 def test_a_damaged_file_is_made_again_and_a_folder_that_cannot_be_written_only_costs_the_time(tmp_path):
     shards, folder = Corpus(tmp_path / "corpus", [50, 30], 2).shards, tmp_path / "kept"
-    tokens = tokenize_validation(shards, Numbers(), folder=folder).tolist()
+    tokens = tokenize_validation(shards, Numbers(), -1, folder).tolist()
     (file,) = folder.iterdir()
     good = file.read_bytes()
     flipped = good[:-100] + bytes([good[-100] ^ 1]) + good[-99:]
     for damaged in (good[:-40], good[:8], b"", flipped):  # 8 bytes: shorter than its head
         file.write_bytes(damaged)
-        assert tokenize_validation(shards, Numbers(), folder=folder).tolist() == tokens
+        assert tokenize_validation(shards, Numbers(), -1, folder).tolist() == tokens
         assert file.read_bytes() == good and list(folder.iterdir()) == [file]  # nothing else is left there
-    assert tokenize_validation(shards, Numbers(), folder=file / "folder").tolist() == tokens
+    assert tokenize_validation(shards, Numbers(), -1, file / "folder").tolist() == tokens
