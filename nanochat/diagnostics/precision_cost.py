@@ -64,9 +64,8 @@ class Training:
             times.append(_seconds(self.machine, lambda: losses.append(self.step())))
         return {"seconds": times[1:], "losses": losses}  # the first step of a turn warms up
 
-    def save(self, path: str) -> dict:
+    def save(self, path: str):
         save_file(self.model.state_dict(), path)
-        return {}
 
 
 class Inference:
@@ -95,9 +94,8 @@ class Inference:
         # The second call counts: the first warms up
         return {name: [_seconds(self.machine, way) for _ in range(2)][1] for name, way in ways.items()}
 
-    def logits(self, path: str) -> dict:
+    def logits(self, path: str):
         save_file({"logits": self.read(self.rows[:1]).float().cpu()}, path)
-        return {}
 
 
 def _seconds(machine, function) -> float:
@@ -144,7 +142,7 @@ class Worker:
             self.process.stdin.write(json.dumps(message) + "\n")
             self.process.stdin.flush()
 
-    def receive(self) -> dict:
+    def receive(self) -> dict | None:
         if line := self.process.stdout.readline():
             return json.loads(line)
         raise UserError(
@@ -152,7 +150,7 @@ class Worker:
             "is above. If memory ran out, lower --depth or --device_batch_size"
         )
 
-    def ask(self, name, **arguments) -> dict:
+    def ask(self, name, **arguments) -> dict | None:
         self._send([name, arguments])
         return self.receive()
 

@@ -60,7 +60,7 @@ class Chart:
     def values(self) -> np.ndarray:
         """All finite y values, those of the bands included."""
         parts = [part for c in self.curves for part in (c.y, c.low, c.high) if part is not None]
-        values = np.concatenate(parts) if parts else np.array([])
+        values = np.concatenate(parts)
         return values[np.isfinite(values)]
 
 
