@@ -89,7 +89,7 @@ class Recorder(TorchDispatchMode):
     @contextlib.contextmanager
     def at(self, phase: str | None = None, module: str | None = None):
         before = self.phase, self.module
-        self.phase, self.module = phase or self.phase, self.module if module is None else module
+        self.phase, self.module = phase or self.phase, module or self.module
         try:
             yield
         finally:
@@ -105,7 +105,7 @@ class Recorder(TorchDispatchMode):
             hooks.append(module.register_forward_hook(lambda *_: self._pop(), always_call=True))
         try:
             with self:
-                yield self
+                yield
         finally:
             for hook in hooks:
                 hook.remove()
