@@ -8,7 +8,6 @@ medians over turns are compared. `scripts/precision_report.py --measure` prints 
 import contextlib
 import json
 import math
-import os
 import statistics
 import subprocess
 import sys
@@ -108,7 +107,6 @@ def _seconds(machine, function) -> float:
 
 def work():
     """The worker's program. stdin has lines of JSON, the job and then commands; stdout gets the answers."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     job = json.loads(sys.stdin.readline())
     machine = runtime.start(job["device_type"], job["seed"])
     before = 0 if machine.device.type == "cuda" else machine.peak_memory()
