@@ -112,7 +112,7 @@ class Typist:
 
         def keep():
             with contextlib.suppress(OSError):
-                os.close(os.open(history, os.O_WRONLY | os.O_CREAT, 0o600))  # for its owner alone
+                history.touch(0o600)  # for its owner alone
                 readline.write_history_file(history)
 
         atexit.register(keep)

@@ -164,14 +164,14 @@ class Worker:
 @contextlib.contextmanager
 def working(jobs):
     """Workers for (name, job) pairs, all ready; they end with the block."""
-    with contextlib.ExitStack() as stack:
-        workers = []
-        for name, job in jobs:
-            workers.append(Worker(name, **job))
-            stack.callback(workers[-1].close)
+    workers = [Worker(name, **job) for name, job in jobs]
+    try:
         for worker in workers:
             worker.receive()
         yield workers
+    finally:
+        for worker in workers:
+            worker.close()
 
 
 def possible(device) -> list[str]:
