@@ -41,8 +41,9 @@ def begin(resumed, identity: dict, settings, plan: Plan, machine, accept: str):
     loop = metrics.LoopState.of(resumed)
     clock = Clock(plan, loop, machine, step)
     if resumed:
-        evaluated = metrics.last_evaluation(resumed.path.parent / "metrics.jsonl", step)
-        last_eval_step = machine.all_gather(evaluated)[0]  # the first process wrote the file
+        records = metrics.read_metrics(resumed.path.parent / "metrics.jsonl")
+        evaluated = [r["step"] for r in records if "loss" not in r and r["step"] <= step]
+        last_eval_step = machine.all_gather(max(evaluated, default=-1))[0]  # the first process wrote the file
         done = clock.progress(step)
         finished = done > 1 or (done == 1 and last_eval_step == step)
         facts = {"settings": settings.record(), **machine.environment}
