@@ -17,11 +17,11 @@ from nanochat.run.metrics import LoopState
 MAIN = types.SimpleNamespace(is_main=True)
 
 
-def make_plan(minutes=0.0, num_iterations=1000):
+def make_plan(minutes=0.0, num_iterations=1000, total_batch_size=8192):
     return types.SimpleNamespace(
         horizon=types.SimpleNamespace(minutes=minutes),
         num_iterations=num_iterations,
-        total_batch_size=8192,
+        total_batch_size=total_batch_size,
         expected_memory={"weights": 10**7, "optimizer state": 10**7},
     )
 

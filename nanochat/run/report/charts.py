@@ -26,7 +26,7 @@ NO_CHART = {  # numbers of a record that are no curve worth seeing, or the same 
     "smoothed_loss", "skipped", "spike", "peak_memory", "eval_time_s",
 }  # fmt: skip
 SPIKE, SKIPPED = "spike (6 sigma)", "skipped step (not finite)"  # kinds of marks
-AXES = {"step": "steps", "tokens": "tokens", "train_time_s": "time"}  # what runs are compared by
+AXES = {"step": "", "tokens": "-tokens", "train_time_s": "-time"}  # what runs are compared by: end of the id
 
 
 @dataclass
@@ -78,9 +78,8 @@ def charts_of(runs: list[Run]) -> list[Chart]:
             continue
         several = len(runs) > 1 and key in ("loss", "val_bpb")
         title, unit = KNOWN.get(key, (key, ""))
-        for axis, by in AXES.items() if several else [("step", "")]:
-            id = f"chart-{key}" if axis == "step" else f"chart-{key}-{by}"
-            made.append(Chart(id, title, unit, axis))
+        for axis, suffix in AXES.items() if several else [("step", "")]:
+            made.append(Chart(f"chart-{key}{suffix}", title, unit, axis))
             (_add_steps if key in of_steps else _add_records)(made[-1], runs, key)
     if len(runs) == 1:
         made.append(position_chart(runs[0]))
