@@ -49,7 +49,7 @@ def bar(description: str, unit: str, total: int | None = None, hidden=False, ter
 class LogLines:
     """A bar for a log file: a line after QUICK_S seconds, then one each minute, and one at the end."""
 
-    def __init__(self, description: str, unit: str, total: int | None, hidden: bool = False):
+    def __init__(self, description: str, unit: str, total: int | None, hidden: bool):
         self.description, self.total, self.hidden = description, total, hidden
         self.unit = "" if unit == "B" else f" {unit}"  # bytes have it at each number
         self.done, self.began, self.next_line = 0, time.monotonic(), QUICK_S
@@ -58,8 +58,9 @@ class LogLines:
         return self
 
     def __exit__(self, error, *_):
-        if error is None:
-            self.close()
+        seconds = time.monotonic() - self.began
+        if error is None and not self.hidden and seconds >= QUICK_S:
+            self._print(f"{self._count(self.done)}{self.unit} in {duration(seconds)}")
 
     def update(self, n: int = 1):
         self.done += n
@@ -70,12 +71,6 @@ class LogLines:
 
     def set_description_str(self, description: str):
         self.description = description
-
-    def close(self):
-        seconds = time.monotonic() - self.began
-        if not self.hidden and seconds >= QUICK_S:
-            self._print(f"{self._count(self.done)}{self.unit} in {duration(seconds)}")
-        self.hidden = True  # that was the last line
 
     def _count(self, number: float) -> str:
         return f"{short(number)}B" if not self.unit else f"{number:,.0f}"
@@ -117,7 +112,7 @@ class Typist:
 
         def keep():
             with contextlib.suppress(OSError):
-                os.close(os.open(history, os.O_WRONLY | os.O_CREAT, 0o600))  # for its owner alone
+                history.touch(0o600)  # for its owner alone
                 readline.write_history_file(history)
 
         atexit.register(keep)

@@ -8,7 +8,6 @@ medians over turns are compared. `scripts/precision_report.py --measure` prints 
 import contextlib
 import json
 import math
-import os
 import statistics
 import subprocess
 import sys
@@ -64,9 +63,8 @@ class Training:
             times.append(_seconds(self.machine, lambda: losses.append(self.step())))
         return {"seconds": times[1:], "losses": losses}  # the first step of a turn warms up
 
-    def save(self, path: str) -> dict:
+    def save(self, path: str):
         save_file(self.model.state_dict(), path)
-        return {}
 
 
 class Inference:
@@ -95,9 +93,8 @@ class Inference:
         # The second call counts: the first warms up
         return {name: [_seconds(self.machine, way) for _ in range(2)][1] for name, way in ways.items()}
 
-    def logits(self, path: str) -> dict:
+    def logits(self, path: str):
         save_file({"logits": self.read(self.rows[:1]).float().cpu()}, path)
-        return {}
 
 
 def _seconds(machine, function) -> float:
@@ -110,7 +107,6 @@ def _seconds(machine, function) -> float:
 
 def work():
     """The worker's program. stdin has lines of JSON, the job and then commands; stdout gets the answers."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     job = json.loads(sys.stdin.readline())
     machine = runtime.start(job["device_type"], job["seed"])
     before = 0 if machine.device.type == "cuda" else machine.peak_memory()
@@ -144,7 +140,7 @@ class Worker:
             self.process.stdin.write(json.dumps(message) + "\n")
             self.process.stdin.flush()
 
-    def receive(self) -> dict:
+    def receive(self) -> dict | None:
         if line := self.process.stdout.readline():
             return json.loads(line)
         raise UserError(
@@ -152,7 +148,7 @@ class Worker:
             "is above. If memory ran out, lower --depth or --device_batch_size"
         )
 
-    def ask(self, name, **arguments) -> dict:
+    def ask(self, name, **arguments) -> dict | None:
         self._send([name, arguments])
         return self.receive()
 
@@ -168,14 +164,14 @@ class Worker:
 @contextlib.contextmanager
 def working(jobs):
     """Workers for (name, job) pairs, all ready; they end with the block."""
-    with contextlib.ExitStack() as stack:
-        workers = []
-        for name, job in jobs:
-            workers.append(Worker(name, **job))
-            stack.callback(workers[-1].close)
+    workers = [Worker(name, **job) for name, job in jobs]
+    try:
         for worker in workers:
             worker.receive()
         yield workers
+    finally:
+        for worker in workers:
+            worker.close()
 
 
 def possible(device) -> list[str]:

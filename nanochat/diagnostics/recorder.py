@@ -7,6 +7,7 @@ attention, the sums of a matrix product) or inside compiled code. docs/precision
 
 import contextlib
 import copy
+import functools
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from unittest import mock
@@ -89,7 +90,7 @@ class Recorder(TorchDispatchMode):
     @contextlib.contextmanager
     def at(self, phase: str | None = None, module: str | None = None):
         before = self.phase, self.module
-        self.phase, self.module = phase or self.phase, self.module if module is None else module
+        self.phase, self.module = phase or self.phase, module or self.module
         try:
             yield
         finally:
@@ -99,23 +100,21 @@ class Recorder(TorchDispatchMode):
     def recording(self):
         # By address in memory and size: several parameters may share one storage
         self._parameters = {(p.data_ptr(), p.numel()): name for name, p in self.model.named_parameters()}
-        self._first_number, self._stack, hooks = torch.autograd._get_sequence_nr(), [], []
-        for name, module in self.model.named_modules():
-            hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._push(name)))
-            hooks.append(module.register_forward_hook(lambda *_: self._pop(), always_call=True))
-        try:
-            with self:
-                yield self
-        finally:
-            for hook in hooks:
-                hook.remove()
+        self._first_number, self._stack = torch.autograd._get_sequence_nr(), []
+        with contextlib.ExitStack() as stack:
+            for name, module in self.model.named_modules():
+                push, pop = functools.partial(self._push, name), self._pop
+                stack.enter_context(module.register_forward_pre_hook(push))
+                stack.enter_context(module.register_forward_hook(pop, always_call=True))
+            stack.enter_context(self)
+            yield
 
-    def _push(self, name):
+    def _push(self, name, *_):
         self.note_autocast()
         self._stack.append(self.module)
         self.module = name
 
-    def _pop(self):
+    def _pop(self, *_):
         self.module = self._stack.pop()
 
     def note_autocast(self, *_):
@@ -236,10 +235,9 @@ def record_step(model, optimizer, scaler, dtype, inputs, targets, prompt=(), max
     def note_at_backward(module, arguments, loss):
         loss.register_hook(recorder.note_autocast)
 
-    note = model.register_forward_hook(note_at_backward)
     with recorder.recording(), _loss_apart(recorder):
-        loss = training_step(model, optimizer, scaler, dtype, inputs, targets, grad_clip, at=recorder.at)
-        note.remove()
+        with model.register_forward_hook(note_at_backward):
+            loss = training_step(model, optimizer, scaler, dtype, inputs, targets, grad_clip, at=recorder.at)
         if prompt:
             with recorder.at("generation"):
                 generated = len(list(generate(model, list(prompt), max_tokens, dtype)))

@@ -25,9 +25,7 @@ class Console:
     into bits per byte (0: unknown).
     """
 
-    def __init__(
-        self, first_step: int, enabled: bool, loop: LoopState, clock: Clock, bytes_per_token: float = 0.0
-    ):
+    def __init__(self, first_step: int, enabled: bool, loop: LoopState, clock: Clock, bytes_per_token: float):
         self.enabled, self.first_step, self.clock = enabled, first_step, clock
         self.nats_per_bit = math.log(2) * bytes_per_token  # of a token's loss; 0: unknown
         self.loop, self.time_left = loop, TimeLeft()

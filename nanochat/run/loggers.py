@@ -78,7 +78,17 @@ class Loggers:
             print(f"warning: {name} has failed ({reason}); the run goes on without it", file=sys.stderr)
 
 
-class Wandb:
+class WritesTables:
+    """A logger whose package has the same `log` and `Table` as wandb."""
+
+    def write(self, step: int, numbers: dict, samples: list[str]):
+        if samples:
+            rows = [[step, sample] for sample in samples]
+            numbers = numbers | {"samples": self._package.Table(columns=COLUMNS, data=rows)}
+        self._run.log(numbers, step=step)
+
+
+class Wandb(WritesTables):
     """Weights & Biases. Without a network or an API key it logs offline and says so."""
 
     def __init__(self, run: str, folder: Path, config: dict, loop, step: int, say):
@@ -98,15 +108,7 @@ class Wandb:
             say(f"wandb cannot be reached ({reason}): logging offline (wandb sync uploads it later)")
             wandb.teardown()  # its service still holds the id of the attempt that failed
             self._run = wandb.init(**options, mode="offline")
-        self._folder, loop.wandb_id = folder, self._run.id
-
-    def write(self, step: int, numbers: dict, samples: list[str]):
-        import wandb
-
-        values = numbers
-        if samples:
-            values = numbers | {"samples": wandb.Table(columns=COLUMNS, data=[[step, s] for s in samples])}
-        self._run.log(values, step=step)
+        self._package, self._folder, loop.wandb_id = wandb, folder, self._run.id
 
     def finish(self, step: int):
         for name in REPORT_FILES:
@@ -141,30 +143,20 @@ class TensorBoard:
         self._writer.close()
 
 
-class Trackio:
+class Trackio(WritesTables):
     """Trackio's local database, or the place that its own variables name (TRACKIO_DIR, TRACKIO_SPACE_ID)."""
 
     def __init__(self, run: str, folder: Path, config: dict, loop, step: int, say):
         import trackio
 
         again = "allow" if step else "never"
-        self._folder = folder
+        self._package, self._folder = trackio, folder
         self._run = trackio.init(PROJECT, name=_name(run, folder), config=config, resume=again, embed=False)
 
-    def write(self, step: int, numbers: dict, samples: list[str]):
-        import trackio
-
-        values = numbers
-        if samples:
-            values = numbers | {"samples": trackio.Table(COLUMNS, [[step, s] for s in samples])}
-        self._run.log(values, step=step)
-
     def finish(self, step: int):
-        import trackio
-
         if (path := self._folder / "report.html").is_file():
-            self._run.log({"report": trackio.Html(path)}, step=step)
-        trackio.finish()
+            self._run.log({"report": self._package.Html(path)}, step=step)
+        self._package.finish()
 
 
 KINDS = {"wandb": Wandb, "tensorboard": TensorBoard, "trackio": Trackio}  # by the name of the package

@@ -208,12 +208,6 @@ def read_metrics(path, say=lambda warning: None) -> list[dict]:
         return list(records_in(file, say))
 
 
-def last_evaluation(path, step: int) -> int:
-    """The step of the last evaluation up to `step` in a metrics.jsonl; -1 if there is none."""
-    steps = (r["step"] for r in read_metrics(path) if "loss" not in r and r["step"] <= step)
-    return max(steps, default=-1)
-
-
 def rewind_metrics(path, step: int, say=print):
     """Drop the records made after `step` updates: training records from `step` on, and later evaluations. The
     file changes at once or not at all."""

@@ -41,8 +41,9 @@ def begin(resumed, identity: dict, settings, plan: Plan, machine, accept: str):
     loop = metrics.LoopState.of(resumed)
     clock = Clock(plan, loop, machine, step)
     if resumed:
-        evaluated = metrics.last_evaluation(resumed.path.parent / "metrics.jsonl", step)
-        last_eval_step = machine.all_gather(evaluated)[0]  # the first process wrote the file
+        records = metrics.read_metrics(resumed.path.parent / "metrics.jsonl")
+        evaluated = [r["step"] for r in records if "loss" not in r and r["step"] <= step]
+        last_eval_step = machine.all_gather(max(evaluated, default=-1))[0]  # the first process wrote the file
         done = clock.progress(step)
         finished = done > 1 or (done == 1 and last_eval_step == step)
         facts = {"settings": settings.record(), **machine.environment}
@@ -67,10 +68,8 @@ def restore(resumed, model: torch.nn.Module, optimizer, scaler, machine):
 def scores_in_words(record: dict) -> list[str]:
     """The scores of further validation sets and of tasks in a record of metrics.jsonl, as lines for the
     console."""
-    more = {
-        name.removeprefix("val_bpb_"): bits for name, bits in record.items() if name.startswith("val_bpb_")
-    }
-    lines = [f"validation of {name} {bits:.4f} bits per byte" for name, bits in more.items()]
+    bits = {name.removeprefix("val_bpb_"): v for name, v in record.items() if name.startswith("val_bpb_")}
+    lines = [f"validation of {name} {value:.4f} bits per byte" for name, value in bits.items()]
     if "own_tasks" in record:
         each = ", ".join(f"{label} {100 * accuracy:.0f} %" for label, accuracy in record["own_tasks"].items())
         lines.append(f"tasks {record['own_score']:.3f} ({each} right)")

@@ -15,8 +15,8 @@ RATES, _ = scaled_rates(DEFAULTS, gpt().config, batch_tokens=32, steps=100)
 
 @pytest.fixture
 def tokens(tmp_path) -> str:
-    """A file with one batch of two rows."""
-    save_file({"tokens": torch.randint(64, (1, 2, 17))}, tmp_path / "tokens")
+    """A file with three batches of two rows."""
+    save_file({"tokens": torch.randint(64, (3, 2, 17))}, tmp_path / "tokens")
     return str(tmp_path / "tokens")
 
 
@@ -45,9 +45,8 @@ def test_inference_with_cast_weights_holds_them_in_that_dtype_and_gives_float32_
 
 
 @pytest.mark.parametrize("seconds, made", [(1000, 3), (0, 2)])
-def test_a_turn_stops_at_its_time_but_makes_two_steps(tmp_path, seconds, made):
-    save_file({"tokens": torch.randint(64, (3, 2, 17))}, tmp_path / "tokens")
-    job = {"dtype": "float32", "seed": 0, "rates": RATES, "tokens": str(tmp_path / "tokens")}
+def test_a_turn_stops_at_its_time_but_makes_two_steps(tokens, seconds, made):
+    job = {"dtype": "float32", "seed": 0, "rates": RATES, "tokens": tokens}
     worker = precision_cost.Training(runtime.Machine(CPU), gpt().config, job)
     answer = worker.turn(steps=3, seconds=seconds)
     assert len(answer["losses"]) == made and len(answer["seconds"]) == made - 1

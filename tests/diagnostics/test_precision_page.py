@@ -43,12 +43,10 @@ def test_the_statements_about_our_model_in_each_precision(dtype):
 # -- Every sentence comes from the record
 
 
-def swapped(dtype):
-    return {BF16: F32, F32: BF16}.get(dtype, dtype)
-
-
 def swap_op(op):
-    return replace(op, inputs=tuple(map(swapped, op.inputs)), outputs=tuple(map(swapped, op.outputs)))
+    other = {BF16: F32, F32: BF16}
+    inputs, outputs = (tuple(other.get(d, d) for d in dtypes) for dtypes in (op.inputs, op.outputs))
+    return replace(op, inputs=inputs, outputs=outputs)
 
 
 FLIPS = [  # phase, the operators whose dtype is flipped, and what a sentence then says

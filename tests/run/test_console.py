@@ -4,9 +4,9 @@ import io
 import math
 import os
 import sys
-import types
 
 import pytest
+from run.test_clock import make_plan
 
 from nanochat.run.clock import Clock
 from nanochat.run.console import Console, TimeLeft
@@ -49,12 +49,7 @@ def open_screen(monkeypatch, columns=120, streams=("stdout", "stderr")) -> Scree
 
 
 def open_console(first_step: int, num_iterations: int, enabled=True, **remembered) -> Console:
-    plan = types.SimpleNamespace(
-        horizon=types.SimpleNamespace(minutes=0.0),
-        num_iterations=num_iterations,
-        total_batch_size=1000,
-        expected_memory={"weights": 0, "optimizer state": 0},
-    )
+    plan = make_plan(num_iterations=num_iterations, total_batch_size=1000)
     loop = LoopState(**remembered)
     return Console(first_step, enabled, loop, Clock(plan, loop, None, first_step), bytes_per_token=4.0)
 

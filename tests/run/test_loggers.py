@@ -175,20 +175,20 @@ class FakeWandb:
         return self
 
 
-@pytest.mark.parametrize("given, mode", [("a key", None), ("a key in netrc", None), ("a mode", "disabled")])
-def test_wandb_is_online_where_there_is_a_key_unless_a_mode_is_given(given, mode, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+@pytest.mark.parametrize("variables, netrc, mode", [
+    ({"WANDB_API_KEY": "0" * 40}, "", None),
+    ({}, f"machine api.wandb.ai\n  login user\n  password {'0' * 40}\n", None),
+    ({"WANDB_MODE": "disabled"}, "", "disabled"),
+])  # fmt: skip
+def test_wandb_is_online_where_there_is_a_key_unless_a_mode_is_given(
+    variables, netrc, mode, tmp_path, monkeypatch
+):
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
-    if given == "a mode":
-        monkeypatch.setenv("WANDB_MODE", "disabled")
-    elif given == "a key":
-        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    elif given == "a key in netrc":
-        netrc = tmp_path / ".netrc"
-        netrc.write_text("machine api.wandb.ai\n  login user\n  password " + "0" * 40 + "\n")
-        netrc.chmod(0o600)
+    for name, value in {"HOME": str(tmp_path), "USERPROFILE": str(tmp_path), **variables}.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / ".netrc").write_text(netrc)
+    (tmp_path / ".netrc").chmod(0o600)
     monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandb())
     loop = LoopState()
     Loggers(["wandb"], "a run", tmp_path, {}, loop, 0, say=pytest.fail)

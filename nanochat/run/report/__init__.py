@@ -28,7 +28,7 @@ def write_files(run: Run, final: bool, price_per_hour: float | None = None):
     """
     page, text = run_page(run, final, price_per_hour), markdown(run, final)
     contents = {"report.html": page.encode(), "report.md": text.encode()}
-    drawn = [chart for chart in charts_of([run], [run.name]) if chart.id in ("chart-loss", "chart-val_bpb")]
+    drawn = [chart for chart in charts_of([run]) if chart.id in ("chart-loss", "chart-val_bpb")]
     if run.num_steps and drawn:
         contents["loss.png"] = png(drawn)
     for name, content in contents.items():

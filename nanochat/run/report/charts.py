@@ -26,7 +26,7 @@ NO_CHART = {  # numbers of a record that are no curve worth seeing, or the same 
     "smoothed_loss", "skipped", "spike", "peak_memory", "eval_time_s",
 }  # fmt: skip
 SPIKE, SKIPPED = "spike (6 sigma)", "skipped step (not finite)"  # kinds of marks
-AXES = {"step": "steps", "tokens": "tokens", "train_time_s": "time"}  # what runs are compared by
+AXES = {"step": "", "tokens": "-tokens", "train_time_s": "-time"}  # what runs are compared by: end of the id
 
 
 @dataclass
@@ -60,15 +60,15 @@ class Chart:
     def values(self) -> np.ndarray:
         """All finite y values, those of the bands included."""
         parts = [part for c in self.curves for part in (c.y, c.low, c.high) if part is not None]
-        values = np.concatenate(parts) if parts else np.array([])
+        values = np.concatenate(parts)
         return values[np.isfinite(values)]
 
 
-def charts_of(runs: list[Run], names: list[str]) -> list[Chart]:
+def charts_of(runs: list[Run]) -> list[Chart]:
     """The charts of one run, or of several runs in the same charts: of every number in their records.
 
-    names: of the runs. The loss and the validation of several runs stand over steps, tokens and time. A chart
-    without values is left out.
+    The loss and the validation of several runs stand over steps, tokens and time. A chart without values is
+    left out.
     """
     of_steps = dict.fromkeys(name for run in runs for name in run.steps)
     of_records = dict.fromkeys(name for run in runs for name in run.record_keys)
@@ -77,46 +77,41 @@ def charts_of(runs: list[Run], names: list[str]) -> list[Chart]:
         if key in NO_CHART or key.startswith("val_bpb_"):  # these are curves of val_bpb's chart
             continue
         several = len(runs) > 1 and key in ("loss", "val_bpb")
-        make = _step_chart if key in of_steps else _record_chart
-        made += [make(runs, names, key, axis) for axis in (AXES if several else ["step"])]
+        title, unit = KNOWN.get(key, (key, ""))
+        for axis, suffix in AXES.items() if several else [("step", "")]:
+            made.append(Chart(f"chart-{key}{suffix}", title, unit, axis))
+            (_add_steps if key in of_steps else _add_records)(made[-1], runs, key)
     if len(runs) == 1:
         made.append(position_chart(runs[0]))
     return [chart for chart in made if any(np.isfinite(curve.y).any() for curve in chart.curves)]
 
 
-def _chart(key: str, axis: str) -> Chart:
-    title, unit = KNOWN.get(key, (key, ""))
-    by = "" if axis == "step" else f"-{AXES[axis]}"
-    return Chart(f"chart-{key}{by}", title, unit, axis)
-
-
-def _step_chart(runs, names, key, axis) -> Chart:
-    chart, alone = _chart(key, axis), len(runs) == 1
-    for color, (run, name) in enumerate(zip(runs, names, strict=True)):
+def _add_steps(chart: Chart, runs: list[Run], key: str):
+    """Add the curves of a number of training records."""
+    alone = len(runs) == 1
+    for color, run in enumerate(runs):
         if key in run.steps:
             ends = bin_ends(len(run.steps["step"]))
-            x, values = run.steps[axis][ends], run.steps[key]
+            x, values = run.steps[chart.axis][ends], run.steps[key]
             y, low, high = step_curve(values, ends, smoothed=key != "lr_multiplier")
             band = {"low": low, "high": high} if alone else {}
-            chart.curves.append(Curve(chart.title if alone else name, x, y, color, **band))
+            chart.curves.append(Curve(chart.title if alone else run.name, x, y, color, **band))
     chart.log = key not in ("loss", "lr_multiplier") and spans(chart)
     if alone and key in ("loss", "grad_norm"):
         chart.marks = marks(runs[0])
-    return chart
 
 
-def _record_chart(runs, names, key, axis) -> Chart:
-    chart, alone = _chart(key, axis), len(runs) == 1
-    for run, name in zip(runs, names, strict=True):
+def _add_records(chart: Chart, runs: list[Run], key: str):
+    """Add the curves of a number of other records."""
+    for run in runs:
         for each in run.validation_keys if key == "val_bpb" else [key]:
-            pairs = [(number(r.get(axis)), number(r.get(each))) for r in run.records]
+            pairs = [(number(r.get(chart.axis)), number(r.get(each))) for r in run.records]
             pairs = [pair for pair in pairs if None not in pair]
             x, y = np.array(chosen_of(pairs, BINS), dtype=float).reshape(-1, 2).T
             of_set = each.removeprefix(key)[1:]  # a further validation set
-            called = of_set or chart.title if alone else f"{name} {of_set}".rstrip()
+            called = of_set or chart.title if len(runs) == 1 else f"{run.name} {of_set}".rstrip()
             if len(y):
                 chart.curves.append(Curve(called, x, y, len(chart.curves), dots=True))
-    return chart
 
 
 def bin_ends(length: int, most: int = BINS) -> np.ndarray:

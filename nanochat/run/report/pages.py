@@ -1,5 +1,6 @@
 """report.html, the page of one run, and the page that compares runs."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from nanochat.run.report import charts, elements, summary
@@ -24,7 +25,7 @@ BEST = {
 
 def run_page(run: Run, final: bool, price_per_hour: float | None = None) -> str:
     """The whole page. final: if False, the run goes on, and the page reloads itself."""
-    figures = {chart.id: figure(chart) for chart in charts.charts_of([run], [run.name])}
+    figures = {chart.id: figure(chart) for chart in charts.charts_of([run])}
     scores = [figures.pop(id) for id in ("chart-own_score", "chart-core") if id in figures]
     position = figures.pop("chart-position", "")
     plan = [line.partition(": ")[::2] for line in plan_lines(run)]
@@ -127,11 +128,12 @@ def _environment(run: Run) -> str:
 def comparison_page(runs: list[Run], price_per_hour: float | None = None) -> str:
     """The whole page, for two runs or more."""
     names = unique_names(runs)
+    runs = [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
     sections = [
-        ("numbers", "Numbers", _numbers(runs, names, price_per_hour)),
-        ("curves", "Curves", grid([*map(figure, charts.charts_of(runs, names))])),
-        ("settings", "What differs", _differences(runs, names)),
-        ("samples", "What they write", _last_samples(runs, names)),
+        ("numbers", "Numbers", _numbers(runs, price_per_hour)),
+        ("curves", "Curves", grid([*map(figure, charts.charts_of(runs))])),
+        ("settings", "What differs", _differences(runs)),
+        ("samples", "What they write", _last_samples(runs)),
     ]
     lead = f"{len(runs)} runs beside each other: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}."
     head = f'<h1>Comparison of runs</h1><p class="lead">{e(lead)}</p>'
@@ -151,15 +153,15 @@ def unique_names(runs: list[Run]) -> list[str]:
     return names if len(set(names)) == len(names) else [f"{n} ({i})" for i, n in enumerate(names, start=1)]
 
 
-def _numbers(runs, names, price_per_hour) -> str:
+def _numbers(runs, price_per_hour) -> str:
     """A table of `at_a_glance` of each run; the best values are bold where they can be compared."""
     found = []
     for run in runs:
         entries = summary.at_a_glance(run, price_per_hour)
         found.append({"kind": run.kind})
         found[-1] |= {f"{name}, {unit}" if unit else name: value for name, value, unit, _ in entries}
-    columns = list(dict.fromkeys(column for values in found for column in values))
-    rows = [[name, *(values.get(c, "") for c in columns)] for name, values in zip(names, found, strict=True)]
+    columns = list(dict.fromkeys(column for cells in found for column in cells))
+    rows = [[run.name, *(cells.get(c, "") for c in columns)] for run, cells in zip(runs, found, strict=True)]
     best, apart = set(), []
     for i, column in enumerate(columns, start=1):
         known = next((name for name in BEST if column.startswith(name)), None)
@@ -182,7 +184,7 @@ def _part_of(run: Run, name: str) -> str:
     return text(value)
 
 
-def _differences(runs, names) -> str:
+def _differences(runs) -> str:
     """A table of the settings, versions and machines that differ between the runs."""
     rows, settings = [], dict.fromkeys(name for run in runs for name in run.settings())
     if len({run.kind for run in runs}) > 1:  # each script has settings of its own
@@ -197,13 +199,13 @@ def _differences(runs, names) -> str:
             rows.append([name, *(text(run.section(part).get(name)) for run in runs)])
     rows = [row for row in rows if len(set(row[1:])) > 1][:200]
     nothing = "<p>Nothing: settings, text, tokenizer, versions and machine are the same.</p>"
-    return card(table(["what", *names], rows)) or nothing
+    return card(table(["what", *(run.name for run in runs)], rows)) or nothing
 
 
-def _last_samples(runs, names) -> str:
+def _last_samples(runs) -> str:
     made = []
-    for run, name in zip(runs, names, strict=True):
+    for run in runs:
         if run.samples:
-            title = f"{name}, after {run.samples[-1]['step']:,} steps"
+            title = f"{run.name}, after {run.samples[-1]['step']:,} steps"
             made.append(_sample_set(title, run.samples[-1]["samples"][:4], opened=False))
     return "\n".join(made)

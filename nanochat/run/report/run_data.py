@@ -184,14 +184,14 @@ def read_run(folder, say=lambda warning: None) -> Run:
     OSError for a file that cannot be read."""
     folder = Path(folder)
     try:
-        os.lstat(folder / "metrics.jsonl")
+        file = os.fdopen(open_plain(folder / "metrics.jsonl", os.O_RDONLY), "rb")
     except (FileNotFoundError, NotADirectoryError) as error:
         what = "has no metrics.jsonl" if folder.is_dir() else "is no folder"
         raise UserError(f"{folder} {what}; name the folder of a run, such as base_checkpoints/d4") from error
     run = Run(text(folder.resolve().name), folder, _read_config(folder / "config.json", say))
-    run.written = (folder / "metrics.jsonl").stat().st_mtime
     columns = {name: array("d") for name in COLUMNS}
-    with os.fdopen(open_plain(folder / "metrics.jsonl", os.O_RDONLY), "rb") as file:
+    with file:
+        run.written = os.fstat(file.fileno()).st_mtime
         for record in records_in(file, lambda warning: say(f"{warning} in {folder}")):
             progress = number(record.get("progress"))
             run.progress = run.progress if progress is None else min(max(progress, 0.0), 1.0)
