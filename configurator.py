@@ -148,7 +148,9 @@ def _declared_settings(path):
     aliases = ast.literal_eval(keywords["aliases"]) if "aliases" in keywords else {}
     names = {variable: name for name, variable in aliases.items()}
     declared, group, end = {}, "", 0
-    for statement in _statements_to_call(tree.body):
+    for statement in tree.body:
+        if _call(statement):
+            break
         heading = _heading(source.split("\n")[end : statement.lineno - 1]) or group
         end = statement.end_lineno
         variable, node = _assignment(statement)
@@ -171,12 +173,6 @@ def _declared_settings(path):
             raise UserError(f"{path}:{statement.lineno}: {variable}: {error}") from None
         group = heading
     return declared
-
-
-def _statements_to_call(body):
-    """The statements up to the one that calls configure()."""
-    last = next((index for index, statement in enumerate(body) if _call(statement)), len(body))
-    return body[: last + 1]
 
 
 def _call(node):
