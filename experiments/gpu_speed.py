@@ -18,9 +18,13 @@ from concurrent.futures import as_completed
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
+import torch
+
 from experiments import gpu_variants
 from experiments.gpu_turns import Report, Turns
 from experiments.sides import Side, peer_folder, threads
+from nanochat import UserError
+from nanochat.files import user_path
 
 
 @dataclass(frozen=True)
@@ -128,11 +132,6 @@ def bench(settings: dict) -> dict[str, dict]:
 
 def make_job(settings: dict, names: list[str]) -> dict:
     """What all parts get. Raises UserError for names of no part, and for what cannot be measured here."""
-    import torch
-
-    from nanochat import UserError
-    from nanochat.files import user_path
-
     if unknown := sorted(set(names) - set(NAMES)):
         raise UserError(f"no part is called {', '.join(unknown)}; --parts takes some of: {', '.join(NAMES)}")
     peer = str(peer_folder(settings["peer"])) if settings["peer"] else None
