@@ -1,10 +1,9 @@
 """Everything to check and time on a GPU, figures first: `python -m scripts.bench --what=gpu`.
 
-Models that train (gpu_variants.groups) are prepared side by side, each in a process of its own: it compiles
-on a CPU, makes its first steps when no other computes, and waits. As soon as those of a group are ready they
-take turns on the quiet GPU, while later ones compile. Then come parts with other figures, one after another,
-and at last the checks of correctness, side by side. Each figure is printed as a line of JSON when it is
-known. Nothing is started that cannot end in time; what crashes, hangs or runs out of memory stops nothing.
+Models that train (gpu_variants.groups) take turns (gpu_turns.py). Then come parts with other figures, one
+after another, and at last the checks of correctness, side by side. Each figure is printed as a line of JSON
+when it is known. Nothing is started that cannot end in time; what crashes, hangs or runs out of memory stops
+nothing.
 
 On a CPU the same parts run with tiny models, so that tests hold them. docs/benchmarks.md says what each
 figure means and what it is read against.
