@@ -49,8 +49,6 @@ MEASURED = {
     "x_before_scale": "scales of the token before: the weights",
     "gates": "gates of all kinds: (W' - W) x",
 }
-READERS, WRITERS = ("query", "key", "value", "up"), ("out", "down")
-GATES = ("value_gate", "head_gate", "x_before_gate")
 
 
 def dial_rates(width: int) -> dict[str, float]:
@@ -130,10 +128,10 @@ def changes(width: int, rates: dict[str, float], steps: int, seed: int) -> dict[
         "head": mean_of("head"),
         "embedding": rms(norm(after["embedding.weight"][idx]) - norm(before["embedding.weight"][idx])),
         "value_embeddings": sum(map(rms, tables)) / len(tables),
-        "readers": mean_of(*READERS),
-        "writers": mean_of(*WRITERS),
+        "readers": mean_of("query", "key", "value", "up"),
+        "writers": mean_of("out", "down"),
         "x_before_scale": sum(map(rms, scales)) / len(scales),
-        "gates": mean_of(*GATES),
+        "gates": mean_of("value_gate", "head_gate", "x_before_gate"),
     }
 
 

@@ -263,8 +263,6 @@ def draw(runs: list[Run], batch: int, path: Path):
 
 def check_settings():
     """Raises UserError for what would be known only after the runs, or would make them unlike."""
-    if not peer:
-        raise UserError("give --peer=FOLDER, a checkout of karpathy/nanochat")
     if plot and not Path(plot).resolve().parent.is_dir():
         raise UserError(f"--plot={plot} is in no folder; make the folder, or give another file")
     named = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in more.split()}
@@ -275,6 +273,7 @@ def check_settings():
 
 if __name__ == "__main__":
     configurator.configure(globals())
+    checkout, base_path = peer_folder(peer), user_path("base_dir", base_dir).resolve()
     check_settings()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C waits for no run: our end ends them
     wanted_depths, ours = numbers("depths", depths), numbers("batches", batches)
@@ -282,7 +281,6 @@ if __name__ == "__main__":
         Run("peer", d, batch, 0) for d in wanted_depths for batch in numbers("peer_batches", peer_batches)
     ]
     runs += [Run("ours", d, batch, seed) for seed in range(seeds) for d in wanted_depths for batch in ours]
-    checkout, base_path = peer_folder(peer), user_path("base_dir", base_dir).resolve()
     device = runtime.start(device_type, seed=0).device.type
     dtype = {"cpu": "float32", "cuda": "bfloat16"}[device] if dtype == "auto" else dtype
     text = peer_run.text_of(data, vocab_size, base_path, val_data, cut=False)

@@ -1,13 +1,10 @@
 """The figures of docs/faq.md that no other page has: `python -m experiments.faq_measurements`, half a minute.
 
-Each experiment has the number of its question; `--what=28` runs that one. Number 41 reads the embedded text,
-and makes it and its tokenizer if they are missing.
+Each experiment has the number of its question; `--what=28` runs that one.
 """
 
 import math
-import time
 import warnings
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -27,14 +24,11 @@ from experiments.measurements import (
     our_optimizer,
     saved_for_backward,
 )
-from nanochat.data.loader import TrainLoader
-from nanochat.data.sources import open_dataset
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine import precision
 from nanochat.machine.precision import name_of
 
-what: Literal["all", "28", "29", "31", "34", "37", "39", "41", "55"] = "all"  # the number of a question
-base_dir = "~/.cache/nanochat"  # where the embedded text is (environment: NANOCHAT_BASE_DIR)
+what: Literal["all", "28", "29", "31", "34", "37", "39", "55"] = "all"  # the number of a question
 
 # That of runs/laptop.py at width 192
 LAPTOP = GPTConfig(4, 192, 3, 4096, max_seq_len=512, spelled=True, value_tables=False, bigrams=8)
@@ -232,24 +226,7 @@ def scaler_with_bfloat16() -> dict:
 
 
 # ------------------------------------------------------------------------------------------------------
-# 41, 55: the wait for a batch, long rows
-
-
-def prefetch(rows=4, max_seq_len=512, step_s=0.03, steps=100) -> dict:
-    """Milliseconds that a step of 2,048 tokens waits for its batch: at once, and after other work."""
-    base, figures = Path(base_dir).expanduser(), {}
-    dataset = open_dataset("embedded", base_dir=base)
-    tokenizer = dataset.open_tokenizer("auto", -1, base)
-    for name, pause in (("at once", 0), (f"after {1e3 * step_s:.0f} ms of other work", step_s)):
-        with TrainLoader(dataset.train_shards, tokenizer, rows, max_seq_len, rows) as loader:
-            for _ in range(20):  # the first steps fill the buffers of the lanes
-                next(loader)
-            before = loader.wait_s
-            for _ in range(steps):
-                time.sleep(pause)
-                next(loader)
-            figures[name] = 1e3 * (loader.wait_s - before) / steps
-    return figures
+# 55: long rows
 
 
 def long_rows(lengths=(256, 1024, 4096), D=128, scale=1.2) -> dict:
@@ -294,7 +271,6 @@ if __name__ == "__main__":
         "34": default_dtype,
         "37": dtypes_and_bytes,
         "39": scaler_with_bfloat16,
-        "41": prefetch,
         "55": long_rows,
     }
     print(f"torch {torch.__version__}, one thread")

@@ -10,6 +10,9 @@ import torch
 from torch.utils import benchmark
 
 from experiments.gpu_parts import each, model_job
+from nanochat.machine import hardware, runtime
+from nanochat.ops import attention_backends as backends
+from nanochat.ops.attention import BACKENDS, cannot_run
 
 
 def ceilings(job: dict, depths: list[int]) -> dict:
@@ -33,8 +36,6 @@ def products(job: dict, depths: list[int]) -> dict:
     The products of one kind are weighted by how often a micro-batch has them. `mfu_ceiling` is their TFLOP/s
     as a share of the peak that MFU is measured against. by_layer: forward, input gradient, weight gradient.
     """
-    from nanochat.machine import hardware, runtime
-
     device = runtime.start(job["device"], seed=0).device
     dtype = torch.float32 if job["small"] else torch.bfloat16
     peak, _ = hardware.peak_flops(device, dtype)
@@ -89,9 +90,6 @@ def attention_speed(job: dict) -> dict:
 
     TFLOP/s count the scores that a token sees, not the whole T x T: half for a full layer.
     """
-    from nanochat.ops import attention_backends as backends
-    from nanochat.ops.attention import BACKENDS, cannot_run
-
     device, small = torch.device(job["device"]), job["small"]
     B, H, T, D = (1, 2, 64, 32) if small else (16, 6, 2048, 128)
     dtype = torch.float32 if small else torch.bfloat16
@@ -114,8 +112,6 @@ def attention_speed(job: dict) -> dict:
 
 def time_attention(name: str, way, shape, window: int, dtype, device) -> dict:
     """The times of one way; flex runs compiled, as it does in a model."""
-    from nanochat.ops import attention_backends as backends
-
     B, H, T, D = shape
     if name == "flex":
         backends.make_block_mask(T, window, device)

@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from experiments.kernel_bytes import Calls, scheduled, tensors_in
-from experiments.sides import peer_config
+from experiments.sides import SHAPE, peer_config
 
 CUDA = torch.device("cuda", 0)
 PYTHON: dict = {}  # our operators that are written in PyTorch: {name: its function}
@@ -292,12 +292,9 @@ def ours(job: dict) -> tuple[torch.nn.Module, list[Part]]:
 
     kernels.use(job["kernels"])
     PYTHON["nanochat::head_and_loss"] = loss.gradients_in_chunks
-    shape = (
-        job[n] for n in ("depth", "aspect_ratio", "head_dim", "max_seq_len", "vocab_size", "window_pattern")
-    )
     mode, parts = FakeTensorMode(), {}
     with mode:
-        model = GPT(scaling.model_config(*shape))
+        model = GPT(scaling.model_config(*(job[name] for name in SHAPE)))
         model.init_rotary()
     for module in model.modules():
         if hasattr(module, "attend"):

@@ -13,9 +13,17 @@ from pathlib import Path
 
 import torch
 
+import configurator
 from experiments import peer_run
 from experiments.sides import ROOT
+from nanochat import optim
+from nanochat.diagnostics import scaled_rates, training_step
 from nanochat.files import temporary_folder
+from nanochat.gpt import GPT
+from nanochat.machine import runtime
+from nanochat.machine.compiling import compile_parts
+from nanochat.ops import attention as ways
+from nanochat.plan import scaling
 from nanochat.run.metrics import read_metrics
 
 FIRST_STEPS = 5  # of 30 that are compared tightly; later ones amplify rounding
@@ -42,10 +50,6 @@ def losses(job: dict) -> dict:
     All start from the same weights and see the same tokens, which follow a rule that can be learned. float16
     runs with a GradScaler; its first scale is so low that no step is skipped.
     """
-    from nanochat.gpt import GPT
-    from nanochat.machine import runtime
-    from nanochat.plan import scaling
-
     T, rows, head_dim = (32, 4, 32) if job["small"] else (256, 8, 128)
     config = scaling.model_config(2, head_dim, head_dim, T, 512, "SL")
     torch.manual_seed(0)
@@ -53,15 +57,17 @@ def losses(job: dict) -> dict:
     start.init_weights(torch.Generator().manual_seed(0))
     batches = [learnable(rows, T, 512, step) for step in range(6 if job["small"] else 30)]
     weights = start.state_dict()
-    reference = train(config, weights, batches, runtime.Machine(torch.device("cpu")), torch.float32, False)
+    reference = train(config, weights, batches, runtime.Machine(torch.device("cpu")), torch.float32)
     machine, found, checks = runtime.start(job["device"], seed=0), {"cpu float32": reference}, {}
+    # On a CPU, where this is for the tests, one without a C++ compiler
+    backend = "aot_eager" if job["small"] else "inductor"
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         for compiled in (False, True):
             if compiled and (dtype == torch.float16 or (job["small"] and dtype == torch.bfloat16)):
                 continue  # it would show nothing new
             label = f"{name} {'compiled' if compiled else 'eager'}"
-            found[label] = train(config, weights, batches, machine, dtype, compiled, backend(job))
+            found[label] = train(config, weights, batches, machine, dtype, backend if compiled else None)
             first, later = TOLERANCES[name]
             apart = [abs(a / b - 1) for a, b in zip(found[label], reference, strict=True)]
             checks[f"{label}, first {FIRST_STEPS} steps"] = max(apart[:FIRST_STEPS]), first
@@ -69,11 +75,6 @@ def losses(job: dict) -> dict:
     checks["last loss over first"] = reference[-1] / reference[0], 0.9
     ends = {label: [run[0], run[-1]] for label, run in found.items()}
     return checked(checks, first_and_last_loss=ends)
-
-
-def backend(job: dict) -> str:
-    """The backend of torch.compile. On a CPU, where this is for the tests, one without a C++ compiler."""
-    return "aot_eager" if job["small"] else "inductor"
 
 
 def learnable(rows: int, T: int, vocab_size: int, seed: int):
@@ -89,26 +90,19 @@ def learnable(rows: int, T: int, vocab_size: int, seed: int):
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def train(config, weights, batches, machine, dtype, compiled, backend="inductor") -> list[float]:
-    """The losses of one step a batch, from those weights."""
-    import configurator
-    from nanochat import optim
-    from nanochat.diagnostics import scaled_rates, training_step
-    from nanochat.gpt import GPT
-    from nanochat.machine.compiling import compile_parts
-    from nanochat.ops import attention
-
+def train(config, weights, batches, machine, dtype, backend: str | None = None) -> list[float]:
+    """The losses of one step a batch, from those weights. backend: of torch.compile (None: eager)."""
     model = GPT(config)
     model.load_state_dict(weights)
     model.init_rotary()
     model.to(device := machine.device)
-    attention.use(model, attention.choose(config, machine, dtype, compiled, documents=False, resolved={}))
+    compiled = backend is not None
+    ways.use(model, ways.choose(config, machine, dtype, compiled, documents=False, resolved={}))
     defaults = configurator.defaults(ROOT / "scripts" / "base_train.py")
     tokens = batches[0][0].numel()
     groups = optim.parameter_groups(model, *scaled_rates(defaults, config, tokens, len(batches)))
-    optimizer = optim.MuonAdamW(groups, dtype, 0 if compiled and backend == "inductor" else None)
-    fp16 = dtype == torch.float16
-    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=fp16)
+    optimizer = optim.MuonAdamW(groups, dtype, 0 if backend == "inductor" else None)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=dtype == torch.float16)
     step_model = compile_parts(model, backend=backend) if compiled else model
     found = []
     for inputs, targets in batches:
@@ -124,8 +118,6 @@ def train(config, weights, batches, machine, dtype, compiled, backend="inductor"
 
 def attention(job: dict) -> dict:
     """Each way to compute attention, forward and backward, against float64, and why others cannot run."""
-    from nanochat.ops import attention as ways
-
     shape = (1, 2, 64, 32) if job["small"] else (2, 6, 2048, 128)
     checks, cannot = {}, {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):

@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 
 from experiments.sides import our_plan
+from nanochat.machine import hardware, runtime
+from nanochat.ops import attention_backends
 
 PACKAGES = ["triton", "flash-attn", "flash_attn_3", "flash-attn-4", "kernels", "torchao", "numpy"]
 DEPTHS = 12, 24
@@ -55,9 +57,6 @@ def model_job(job: dict, depth: int, **settings) -> dict:
 
 def machine(job: dict) -> dict:
     """What there is: GPU, driver, memory, versions, the peak that MFU is measured against."""
-    from nanochat.machine import hardware, runtime
-    from nanochat.ops import attention_backends
-
     here = runtime.start(job["device"], seed=0)
     peak, source = hardware.peak_flops(here.device, torch.bfloat16)
     sizes = {str(depth): size(model_job(job, depth), here) for depth in DEPTHS}

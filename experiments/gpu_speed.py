@@ -1,10 +1,9 @@
 """Everything to check and time on a GPU, figures first: `python -m scripts.bench --what=gpu`.
 
-Models that train (gpu_variants.groups) are prepared side by side, each in a process of its own: it compiles
-on a CPU, makes its first steps when no other computes, and waits. As soon as those of a group are ready they
-take turns on the quiet GPU, while later ones compile. Then come parts with other figures, one after another,
-and at last the checks of correctness, side by side. Each figure is printed as a line of JSON when it is
-known. Nothing is started that cannot end in time; what crashes, hangs or runs out of memory stops nothing.
+Models that train (gpu_variants.groups) take turns (gpu_turns.py). Then come parts with other figures, one
+after another, and at last the checks of correctness, side by side. Each figure is printed as a line of JSON
+when it is known. Nothing is started that cannot end in time; what crashes, hangs or runs out of memory stops
+nothing.
 
 On a CPU the same parts run with tiny models, so that tests hold them. docs/benchmarks.md says what each
 figure means and what it is read against.
@@ -18,9 +17,13 @@ from concurrent.futures import as_completed
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
+import torch
+
 from experiments import gpu_variants
 from experiments.gpu_turns import Report, Turns
 from experiments.sides import Side, peer_folder, threads
+from nanochat import UserError
+from nanochat.files import user_path
 
 
 @dataclass(frozen=True)
@@ -128,11 +131,6 @@ def bench(settings: dict) -> dict[str, dict]:
 
 def make_job(settings: dict, names: list[str]) -> dict:
     """What all parts get. Raises UserError for names of no part, and for what cannot be measured here."""
-    import torch
-
-    from nanochat import UserError
-    from nanochat.files import user_path
-
     if unknown := sorted(set(names) - set(NAMES)):
         raise UserError(f"no part is called {', '.join(unknown)}; --parts takes some of: {', '.join(NAMES)}")
     peer = str(peer_folder(settings["peer"])) if settings["peer"] else None

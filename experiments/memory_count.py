@@ -57,13 +57,6 @@ class CudaLists(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def fake_model(config: GPTConfig) -> GPT:
-    """The model with fake tensors on the CPU. To be called in a FakeTensorMode."""
-    model = GPT(config)
-    model.cos, model.sin = (torch.empty(config.max_seq_len, 1, config.head_dim) for _ in range(2))
-    return model
-
-
 def plain_formulas():
     """Norms and all that as a GPU computes them, and not by hand as a CPU does."""
     return mock.patch.object(elementwise, "_by_hand", lambda x: False)
@@ -74,7 +67,8 @@ def eager(config: GPTConfig, rows: int, dtype: torch.dtype) -> dict[str, int]:
     the `peak`."""
     with FakeTensorMode(), contextlib.ExitStack() as stack:
         stack.enter_context(plain_formulas())
-        model = fake_model(config)
+        model = GPT(config)
+        model.init_rotary()
         idx = torch.zeros(rows, config.max_seq_len, dtype=torch.int64)
         for p in model.parameters():
             p.grad = torch.empty_like(p)  # of the first micro-step
@@ -103,7 +97,8 @@ def compiled(config: GPTConfig, rows: int, dtype: torch.dtype) -> dict[str, int]
         return graphs
 
     with FakeTensorMode(allow_non_fake_inputs=True), plain_formulas():
-        model = fake_model(config)
+        model = GPT(config)
+        model.init_rotary()
         idx = torch.zeros(rows, config.max_seq_len, dtype=torch.int64)
         tensors = {**dict(model.named_parameters()), "cos": model.cos, "sin": model.sin}
 

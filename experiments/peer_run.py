@@ -41,7 +41,6 @@ FORMAT = 1  # of the folder that `prepare` makes; part of its name
 VALIDATION = "shard_06542.parquet"  # the peer validates on the shard that is last by name
 SHORT = 1000  # characters that a short document has at least
 STEP = re.compile(r"step \d+/\d+ .*?loss: (\S+) .*? tok/sec: ([\d,]+)")  # the peer's line about a step
-OUR_FIRST_STEP = "step 1/"  # what ours begins with
 FULL_SPEED = EAGER_STEPS + 2  # the step of ours that is as fast as all later ones: the one before compiles
 # What it imports, and a run that logs to the terminal does not use
 UNUSED = ("rustbpe", "wandb")

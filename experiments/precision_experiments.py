@@ -177,16 +177,8 @@ def scaler_steps() -> list[dict]:
         scaler.update()
         optimizer.zero_grad()
         moved = not torch.equal(before, flat(model.parameters()))
-        records.append(
-            {
-                "step": step,
-                "scale": scale,
-                "loss": loss.item(),
-                "scaled": scaled,
-                "norm": norm,
-                "moved": moved,
-            }
-        )
+        record = {"step": step, "scale": scale, "loss": loss.item()}
+        records.append(record | {"scaled": scaled, "norm": norm, "moved": moved})
     return records
 
 

@@ -24,6 +24,7 @@ from experiments.sides import ROOT, peer_folder
 from nanochat import UserError
 from nanochat.files import temporary_folder, user_path
 from nanochat.run.metrics import read_metrics
+from nanochat.terminal import print_line
 
 ROUNDS = 3  # at most; a round has a run of each side
 POINTS = 6  # checkpoints on the way, about
@@ -68,11 +69,9 @@ def bench(settings: dict) -> dict:
 
     Raises UserError if `peer` is no folder of karpathy/nanochat, `folder` is none, or a run fails.
     """
-    if not settings["peer"]:
-        raise UserError("give --peer=FOLDER, a checkout of karpathy/nanochat")
+    peer, base_dir = peer_folder(settings["peer"]), user_path("base_dir", settings["base_dir"])
     if (folder := settings["folder"]) and not Path(folder).is_dir():
         raise UserError(f"--folder={folder} is no folder; make it, or name another one")
-    peer, base_dir = peer_folder(settings["peer"]), user_path("base_dir", settings["base_dir"])
     text = peer_run.text_of(settings["data"], settings["vocab_size"], base_dir)
     with temporary_folder(settings["folder"]) as folder:
         race = Race(peer, text, settings["recipe"], base_dir, settings["minutes"], folder, {})
@@ -81,11 +80,6 @@ def bench(settings: dict) -> dict:
         best = best_settings(race)
         laps = run_rounds(race, best, min(ROUNDS, settings["rounds"]))
     return results(laps, best)
-
-
-def say(text: str):
-    """A race is long: what is done stands on stderr."""
-    print(text, file=sys.stderr, flush=True)
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -169,7 +163,7 @@ def best_settings(race: Race) -> dict:
     key = hashlib.sha256(json.dumps([sources, race.shape, race.minutes]).encode()).hexdigest()[:12]
     kept = race.text / f"peer-best-{key}.json"
     if kept.exists():
-        say(f"the peer's best settings are in {kept}; remove it to look for them again")
+        print_line(f"the peer's best settings are in {kept}; remove it to look for them again", sys.stderr)
         return json.loads(kept.read_text("utf-8"))
     tried: list[dict] = []
 
@@ -178,7 +172,8 @@ def best_settings(race: Race) -> dict:
         found = {"settings": settings, "dtype": dtype}
         lap, run = peer_lap(race, found, SEARCH * race.minutes, peer_trial(race, settings, dtype))
         tried.append(found | {"bpb": lap.bpb, "seconds": lap.seconds, "tok_per_sec": run.tok_per_sec})
-        say(f"the peer with {named(found)}: {lap.bpb:.4f} bits per byte after {lap.seconds:.0f} s")
+        reached = f"{lap.bpb:.4f} bits per byte after {lap.seconds:.0f} s"
+        print_line(f"the peer with {named(found)}: {reached}", sys.stderr)
 
     for rows in ROWS:
         attempt(race.shape | {"device_batch_size": rows})
@@ -217,7 +212,7 @@ def run_rounds(race: Race, best: dict, rounds: int) -> dict[str, list[Lap]]:
                 lap, before = peer_lap(race, best, race.minutes, before)
             laps[side].append(lap)
             reached = f"{lap.bpb:.4f} bits per byte after {lap.tokens:,} tokens in {lap.seconds:.0f} s"
-            say(f"round {number + 1}, {side}: {reached}")
+            print_line(f"round {number + 1}, {side}: {reached}", sys.stderr)
     return laps
 
 

@@ -5,7 +5,7 @@ is another package in each. The first line of stdin is the job, a JSON object; e
 Every answer is one line of JSON. What the code prints by itself goes to stderr.
 
     {"do": "first"}                          seconds of one micro-step, which compiles, and of a whole step
-    {"do": "steps", "count": 3}              seconds a step, the last loss, the peak of memory
+    {"do": "steps", "count": 3}              seconds a step, the peak of memory
     {"do": "trace", "path": "F", "count": 2} so many profiled steps, written as a Chrome trace
     {"do": "update"}                         seconds of one optimizer step, on gradients that stay the same
     {"do": "write", "rows": 8, "tokens": 9}  seconds to write so many tokens in each row; no steps after it
@@ -52,10 +52,12 @@ SAMPLING = {"temperature": 0.8, "top_k": 50}
 # Here: start a side, give it orders
 
 
-def peer_folder(checkout: str | Path) -> Path:
-    """The folder of the peer. Raises UserError if it is another folder."""
+def peer_folder(checkout: str | Path | None) -> Path:
+    """The folder of the peer. Raises UserError if it is another folder or none."""
     from nanochat import UserError
 
+    if not checkout:
+        raise UserError("give --peer=FOLDER, a checkout of karpathy/nanochat")
     folder = Path(checkout).expanduser().resolve()
     for name in ("scripts/base_train.py", "nanochat/gpt.py"):
         if not (folder / name).exists():
@@ -418,7 +420,8 @@ def first(side, batches) -> dict:
         second = steps(side, batches, 1)
     gc.collect()
     gc.freeze()
-    return second | {"first_step_s": first_step_s, "kept_bytes": release()["bytes"]}
+    release()
+    return second | {"first_step_s": first_step_s}
 
 
 def steps(side, batches, count: int, warm_up: bool = False) -> dict:
@@ -439,7 +442,7 @@ def steps(side, batches, count: int, warm_up: bool = False) -> dict:
     peak = reserved = 0  # bytes that tensors have taken at most, and that torch has reserved, on a GPU
     if side.device.type == "cuda":
         peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    return {"step_s": step_s, "loss": loss, "peak_bytes": peak, "reserved_bytes": reserved}
+    return {"step_s": step_s, "peak_bytes": peak, "reserved_bytes": reserved}
 
 
 def trace(side, batches, path: str, count: int) -> dict:
@@ -455,7 +458,7 @@ def trace(side, batches, path: str, count: int) -> dict:
                 side.step(batches)
             synchronize(side.device)
     profile.export_chrome_trace(path)
-    return {"steps": count}
+    return {}
 
 
 def update(side, batches) -> dict:
@@ -486,12 +489,11 @@ def write(side, batches, rows: int, tokens: int) -> dict:
 
 
 def release(side=None, batches=None) -> dict:
-    """Memory that no tensor uses goes back to the GPU. Weights and state stay: so many bytes."""
-    if not torch.cuda.is_initialized():
-        return {"bytes": 0}
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return {"bytes": torch.cuda.memory_reserved()}
+    """Memory that no tensor uses goes back to the GPU. Weights and state stay."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    return {}
 
 
 def main():

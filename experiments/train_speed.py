@@ -75,7 +75,7 @@ def train(settings: dict, variant: str, run: Path, more: dict | None = None) -> 
         "planned": json.loads((run / "config.json").read_text("utf-8"))["derived"],
         "records": [r for r in records if "loss" in r and steps // 3 <= r["step"] < steps],
         "peak_memory_bytes": evaluated["peak_memory"],
-        "first_step_s": next(s for s, line in done.lines if line.startswith(peer_run.OUR_FIRST_STEP)),
+        "first_step_s": next(s for s, line in done.lines if line.startswith("step 1/")),
     }
 
 

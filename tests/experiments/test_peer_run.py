@@ -14,7 +14,7 @@ import torch
 from helpers import ROOT, assert_ended, python_m
 from watch import Watch
 
-from experiments import peer_run, sides
+from experiments import peer_run
 from nanochat import UserError
 from nanochat.data.parquet import Documents
 from nanochat.data.sources import open_dataset
@@ -106,8 +106,6 @@ def test_a_run_has_the_settings_asked_for_and_its_figures_are_read(checkout, pre
 def test_a_run_that_fails_says_why(checkout, prepared, tmp_path):
     with pytest.raises(UserError, match="no such depth"):
         peer_run.train(checkout, prepared[2], tmp_path / "place", {"depth": 13}, "float32")
-    with pytest.raises(UserError, match="--peer is a folder of karpathy/nanochat"):
-        sides.peer_folder(tmp_path)
     program = "print('one'); print('two', end=''); raise SystemExit(3)"
     done = peer_run.watch([sys.executable, "-S", "-c", program])  # the last line needs no end
     assert done.status == 3 and done.tail() == "one\ntwo" and done.peak_memory_bytes > 1 << 20
