@@ -161,6 +161,8 @@ def _rows(path: Path) -> Iterator[tuple[dict, str]]:
         rows = (value for batch in batches for value in batch.column(0).to_pylist())
         for number, value in enumerate(rows, start=1):
             yield {columns[0]: value}, f"{path}, row {number}"
+    except UserError:  # a ValueError, as some of pyarrow's are
+        raise
     except PYARROW_ERRORS as error:
         raise UserError(f"{path} is damaged ({first_line(error)}); get it again") from error
 

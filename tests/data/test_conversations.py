@@ -124,3 +124,10 @@ def test_a_damaged_file_is_a_sentence(tmp_path, val, name, content, says):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=says):
         read(tmp_path / name, val)
+
+
+def test_a_parquet_file_without_conversations_is_not_called_damaged(tmp_path, val):
+    pq.write_table(pa.table({"text": ["Hi"]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet has no column") as error:
+        read(tmp_path / "a.parquet", val)
+    assert "damaged" not in str(error.value)
