@@ -111,13 +111,6 @@ def centred(tasks: list[Task], accuracies: dict[str, float]) -> tuple[dict[str, 
 # From examples to token rows
 
 
-def fewshot(task: Task, index: int) -> list[dict]:
-    """The worked examples of a question: other examples of its task, drawn by its index."""
-    others = len(task.examples) - 1
-    drawn = random.Random(FEWSHOT_SEED + index).sample(range(others), min(task.num_fewshot, others))
-    return [task.examples[i + (i >= index)] for i in drawn]
-
-
 def choices(example: dict) -> list[tuple[str, str]]:
     """(context, continuation) of each choice of an example; of language_modeling the only one."""
     if "choices" in example:
@@ -128,9 +121,13 @@ def choices(example: dict) -> list[tuple[str, str]]:
 
 
 def prompts(task: Task, index: int) -> list[str]:
-    """The texts of a question: one for each choice; for language_modeling, without and with the answer."""
-    worked = ""
-    for shot in fewshot(task, index):
+    """The texts of a question: one for each choice; for language_modeling, without and with the answer.
+
+    Each begins with the worked examples: other examples of the task, drawn by the question's index.
+    """
+    worked, others = "", len(task.examples) - 1
+    for i in random.Random(FEWSHOT_SEED + index).sample(range(others), min(task.num_fewshot, others)):
+        shot = task.examples[i + (i >= index)]
         context, answer = choices(shot)[shot.get("gold", 0)]
         worked += f"{context}{task.delimiter}{answer}\n\n"
     of_question = [

@@ -117,18 +117,12 @@ def chunk_losses_in_one_pass(logits, targets, gradient: bool = False, scale: flo
     return losses
 
 
-def _by_kernel(logits, targets, gradient: bool, scale: float):
-    from nanochat.ops import triton_kernels  # the import takes seconds
-
-    return triton_kernels.softcapped_losses_(logits, targets, gradient, scale, SOFTCAP)
-
-
 operators.register(
     "softcapped_losses_",
     "(Tensor(a!) logits, Tensor targets, bool gradient, float scale) -> Tensor",
     chunk_losses_in_one_pass,
     lambda logits, *_: logits.new_empty(logits.size(0), dtype=torch.float32),
-    kernel=_by_kernel,
+    kernel=lambda *inputs: operators.triton_kernels().softcapped_losses_(*inputs, SOFTCAP),
 )
 
 

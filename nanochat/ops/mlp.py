@@ -42,32 +42,20 @@ def _down_activated_backward(dy, weight, z, r):
     return (r[:, None] * (dy.float() @ weight.float()) * slope_of_activation(z)).to(z.dtype)
 
 
-def _up_activated_kernel(x, weight, r):
-    from nanochat.ops import triton_kernels  # the import takes seconds
-
-    return triton_kernels.up_activated(x, weight, r, SLOPE)
-
-
-def _down_activated_backward_kernel(dy, weight, z, r):
-    from nanochat.ops import triton_kernels
-
-    return triton_kernels.down_activated_backward(dy, weight, z, r, SLOPE)
-
-
 # x, dy (N, C), weight (F, C) or (C, F), and z (N, F) are bfloat16, r (N,) is float32
 operators.register(
     "up_activated",  # z = packed_activation(r * (x @ weight.T))
     "(Tensor x, Tensor weight, Tensor r) -> Tensor",
     _up_activated,
     lambda x, weight, r: x.new_empty(x.size(0), weight.size(0)),
-    kernel=_up_activated_kernel,
+    kernel=lambda *inputs: operators.triton_kernels().up_activated(*inputs, SLOPE),
 )
 operators.register(
     "down_activated_backward",  # r * du = r * (dy @ weight) * dz/du, (N, F)
     "(Tensor dy, Tensor weight, Tensor z, Tensor r) -> Tensor",
     _down_activated_backward,
     lambda dy, weight, z, r: torch.empty_like(z),
-    kernel=_down_activated_backward_kernel,
+    kernel=lambda *inputs: operators.triton_kernels().down_activated_backward(*inputs, SLOPE),
 )
 
 

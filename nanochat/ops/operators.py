@@ -30,6 +30,13 @@ def register_autograd(name: str, keep, gradients):
     torch.library.register_autograd(f"nanochat::{name}", gradients, setup_context=keep, lib=LIBRARY)
 
 
+def triton_kernels():
+    """The module of the kernels by hand. Its import takes seconds, so it waits for the first call on CUDA."""
+    from nanochat.ops import triton_kernels
+
+    return triton_kernels
+
+
 def compute_dtype(x) -> torch.dtype:
     """Autocast's dtype on the device of x, without autocast that of x."""
     device = x.device.type

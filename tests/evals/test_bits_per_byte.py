@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 from evals.as_threads import in_processes
+from test_gpt import make_model
 
 from nanochat.data.validation import ValidationBatches
 from nanochat.evals.bits_per_byte import bits_per_byte
-from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine.compiling import compile_parts
 from nanochat.machine.runtime import Machine
 
@@ -20,12 +20,7 @@ V, T, BOS = 50, 80, 0
 @pytest.fixture(scope="module")
 def problem():
     """A model, documents as lists of tokens, the array made of them, and a length for each token."""
-    model = GPT(GPTConfig(2, 32, 2, V, T))
-    generator = torch.Generator().manual_seed(0)
-    model.init_weights(generator)
-    for p in model.parameters():
-        if p.ndim == 2:
-            p.data.normal_(std=0.5, generator=generator)
+    model, generator = make_model(2, 32, 2, V, T, stir=0.5), torch.Generator().manual_seed(0)
     draw = np.random.default_rng(0)
     documents = [draw.integers(1, V, n).tolist() for n in (3, 200, 1, 79, 80, 81, 0, 40, 17, 16, 90, 64, 65)]
     tokens = np.concatenate([[BOS, *document] for document in documents]).astype(np.int32)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import test_gpt
 import torch
 import torch.nn.functional as F
 from bundles import write_bundle
@@ -22,7 +23,7 @@ from nanochat import UserError
 from nanochat.data.tokenizer import train
 from nanochat.evals import core
 from nanochat.evals.bundle import Task, open_bundle
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT
 from nanochat.machine.runtime import Machine
 
 ALONE = Machine(torch.device("cpu"))
@@ -42,13 +43,8 @@ def tokenizer(tasks):
 
 def make_model(tokenizer, window_pattern="L") -> GPT:
     """Large random weights, so that no decision is a matter of rounding."""
-    config = GPTConfig(2, 32, 2, tokenizer.vocab_size, MAX_SEQ_LEN, window_pattern, bigrams=3)
-    model, generator = GPT(config), torch.Generator().manual_seed(1)
-    model.init_weights(generator)
-    for p in model.parameters():
-        if p.ndim > 0:
-            p.data.normal_(std=0.3, generator=generator)
-    return model
+    sizes = 2, 32, 2, tokenizer.vocab_size, MAX_SEQ_LEN
+    return test_gpt.make_model(*sizes, window_pattern, stir=0.3, bigrams=3)
 
 
 @pytest.fixture(scope="module")
