@@ -163,6 +163,8 @@ class MuonAdamW(ShardedOptimizer):
             handle.wait()
 
     def _adamw(self, group, params, found_inf):
+        if not params:
+            return
         states = [self.state[p] for p in params]
         adamw(
             [p.data[self.rows(p)] for p in params],

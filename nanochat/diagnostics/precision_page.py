@@ -7,9 +7,10 @@ from nanochat.diagnostics.recorder import PHASES, Record
 from nanochat.machine.precision import name_of
 from nanochat.terminal import table
 
-NORMS = {"mean", "rsqrt", "_fused_rms_norm"}
+NORMS = {"mean", "rsqrt", "_fused_rms_norm", "native_layer_norm", "native_group_norm", "native_batch_norm"}
+CROSS_ENTROPY = {"_log_softmax", "nll_loss_forward", "nll_loss2d_forward"}
 SOFTMAX = {"_softmax", "_safe_softmax"}
-CROSS_ENTROPY = {"softmax", "log_"}  # those of loss.py, in the phase "loss"
+OUR_CROSS_ENTROPY = {"softmax", "log_"}  # those of loss.py, in the phase "loss"
 FUSED_ATTENTION = ("scaled_dot_product", "_flash_attention", "_efficient_attention")
 _FLASH = (
     "fused attention, which never holds the whole matrix of scores. By its source it sums the products of "
@@ -21,6 +22,7 @@ GLOSSARY = {
     "_foreach_mul_": "multiplies a list of tensors in place",
     "_foreach_norm": "the norm of each tensor of a list",
     "_fused_adamw_": "AdamW's whole update of a list of parameters in one kernel",
+    "_log_softmax": "with nll_loss_forward: the cross-entropy",
     "_scaled_dot_product_cudnn_attention": "fused attention of cuDNN, which does not document its inside",
     "_scaled_dot_product_efficient_attention": "fused attention; we did not read its source",
     "_scaled_dot_product_flash_attention": _FLASH,
@@ -112,7 +114,8 @@ def _forward_parts(record):
     forward = [op for op in record.ops if op.phase in ("forward", "loss")]
     norms = [op for op in forward if op.name in NORMS]
     residual = [op for op in forward if op.name == "add" and re.fullmatch(r"blocks\.\d+", op.module)]
-    cross_entropy = [op for op in forward if op.phase == "loss" and op.name in CROSS_ENTROPY]
+    ours = [op for op in forward if op.phase == "loss" and op.name in OUR_CROSS_ENTROPY]
+    cross_entropy = [op for op in forward if op.name in CROSS_ENTROPY] + ours
     for subject, ops in (
         ("Norms (the mean of squares and its root)", norms),
         ("The residual stream (sums in `blocks.*`)", residual),

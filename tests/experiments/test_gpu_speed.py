@@ -78,7 +78,6 @@ def test_a_part_that_raises_hangs_or_dies_ends_with_what_it_started_and_stops_no
     assert results["hangs"]["error"].endswith("stopped after 3 s") and results["hangs"]["seconds"] >= 3
     assert "ended" in results["dies"]["error"] and "out of memory" in results["has_no_memory"]["error"]
     assert_ended(int((tmp_path / "child").read_text()))
-    assert not sides.Side.alive
     assert results["works"]["figure"] == 2 and results["is_wrong"]["found"] == 1
     assert results["on a GPU"]["skipped"] == "needs cuda and nocturnal"
 
@@ -305,6 +304,15 @@ def test_variants_of_ours_are_the_models_that_their_settings_ask_for_planned_as_
 
 # ------------------------------------------------------------------------------------------------------
 # Processes
+
+
+def test_a_side_that_does_not_answer_is_ended():
+    step_job = gpu_parts.model_job(CPU, 12)
+    with pytest.raises(RuntimeError, match=r"stopped after 0\.2 s"):
+        sides.Side("ours", step_job, quiet=True, limit_s=0.2)
+    with pytest.raises(RuntimeError, match=r"ours ended; .*cannot compute in no such"):
+        sides.Side("ours", step_job | {"dtype": "no such"}, quiet=True)
+    assert not sides.Side.alive
 
 
 def test_one_at_a_time_has_the_gpu_while_it_computes_and_none_while_it_compiles(tmp_path):
