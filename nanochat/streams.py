@@ -64,11 +64,7 @@ class Output(io.RawIOBase):
                 if written is None:  # the file is full, and does not block
                     time.sleep(0.05)
         except (OSError, ValueError):
-            self.give_up()
-
-    def give_up(self):
-        """Send what comes later nowhere."""
-        self.raw = None
+            self.raw = None  # what comes later goes nowhere
 
 
 class Writer:
@@ -190,7 +186,7 @@ def drain(seconds: float | None) -> bool:
 def _end():
     if not drain(END_S if _may_drop else None):
         for output in _outputs():
-            output.give_up()
+            output.raw = None  # what is left goes nowhere
     _write_directly()
 
 

@@ -77,7 +77,7 @@ def compile_parts(model: nn.Module, dynamic: bool = False, backend: str | Callab
     return compiled
 
 
-def compile_after(model: nn.Module, steps: int | None, calls: int = 1, say=lambda text: None) -> Callable:
+def compile_after(model: nn.Module, steps: int | None, calls: int, say: Callable) -> Callable:
     """A model that runs eager for `steps` steps of `calls` calls each, and compiled after that.
 
     steps: 0 = compiled from the first call, None = never compiled: the model itself. say: print, for the
@@ -87,23 +87,19 @@ def compile_after(model: nn.Module, steps: int | None, calls: int = 1, say=lambd
         return model
     if steps == 0:
         return compile_parts(model)
-    return CompileAfter(model, steps * calls, say)
+    eager_calls = steps * calls
 
-
-class CompileAfter:
-    """See `compile_after`."""
-
-    def __init__(self, model: nn.Module, calls: int, say: Callable):
-        self.model, self.eager_calls, self.calls, self.say = model, calls, 0, say
-
-    def __call__(self, *args, **kwargs):
-        if self.calls == self.eager_calls:
-            self.say("compiling: the next step takes longer")
-            self.model = compile_parts(self.model)
-        if self.calls == self.eager_calls + 1:
+    def call(*args, **kwargs):
+        nonlocal model, eager_calls
+        if eager_calls == 0:
+            say("compiling: the next step takes longer")
+            model = compile_parts(model)
+        if eager_calls == -1:
             freeze_garbage()  # the compiler's objects
-        self.calls += 1
-        return self.model(*args, **kwargs)
+        eager_calls -= 1
+        return model(*args, **kwargs)
+
+    return call
 
 
 def freeze_garbage():

@@ -209,9 +209,9 @@ class _Ending:
         if not self._begun.acquire(blocking=False):
             return
         if not hangs:
-            self._say_no_answer(ended, ": it has ended, and its own message says why")
+            self._say_no_answer(ended, hangs=False)
         elif waits:
-            self._say_no_answer(missing, self._hangs())
+            self._say_no_answer(missing, hangs=True)
         else:
             print(watchdog.place_of_main_thread(), end="", file=sys.stderr)
             said = f"process {self.rank}: the others have waited {self.timeout_s:.0f} s for this one"
@@ -253,17 +253,16 @@ class _Ending:
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         missing = _without_mark(self._live_store(), self.rank, self.world_size)
-        if "imed out" in str(error) or "imeout" in str(error):  # where this one waited helps to find out why
+        hangs = "imed out" in str(error) or "imeout" in str(error)
+        if hangs:  # where this one waited helps to find out why
             print(*traceback_module.format_tb(trace)[-3:], first_line(error), sep="", file=sys.stderr)
-            self._say_no_answer(missing, self._hangs())
-        else:
-            self._say_no_answer(missing, ": it has ended, and its own message says why")
+        self._say_no_answer(missing, hangs)
 
-    def _hangs(self) -> str:
-        return f" for {self.timeout_s:.0f} s: it hangs, or it is far slower than this one"
-
-    def _say_no_answer(self, missing: list[int], why: str):
+    def _say_no_answer(self, missing: list[int], hangs: bool):
         who = f"process {_few(missing)}" if missing else "the other processes"
+        why = ": it has ended, and its own message says why"
+        if hangs:
+            why = f" for {self.timeout_s:.0f} s: it hangs, or it is far slower than this one"
         sentence = f"process {self.rank}: no answer from {who}{why}"
         print(f"error: {sentence}; all end, and finished checkpoints are good", file=sys.stderr)
 

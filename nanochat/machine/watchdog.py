@@ -178,9 +178,11 @@ class Watchdog:
             now = time.monotonic()
             before, seconds = now, min(now - before, 2 * ROUND_S)  # a pause of this process does not count
             if found := self._found(seconds):
-                self._announce(found)
-                verdict, *ranks = found.split()
                 store = self._store if self.hears() else None
+                if store and not self._verdict:
+                    with contextlib.suppress(Exception):
+                        store.compare_set("verdict", "none", found)
+                verdict, *ranks = found.split()
                 return self._end([int(r) for r in ranks], verdict == HANGS, len(_waits) > 0, store)
 
     def hears(self) -> bool:
@@ -203,11 +205,6 @@ class Watchdog:
             if longest > patience and (self._first.pid is None or is_gone(self._first.pid)):
                 return f"{ENDED} 0"
         return HANGS if longest > self.timeout_s + LATER_S else ""
-
-    def _announce(self, found: str):
-        if not self._verdict and self.hears():
-            with contextlib.suppress(Exception):
-                self._store.compare_set("verdict", "none", found)
 
 
 def _longest_wait(seconds: float) -> float:
