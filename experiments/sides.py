@@ -263,7 +263,7 @@ def our_plan(job: dict, machine, dtype):
     if machine.device.type == "cuda":  # as on a GPU where nothing else runs, so that all parts plan the same
         memory = torch.cuda.get_device_properties(machine.device).total_memory
         hardware = replace(hardware, memory=min(int(0.98 * memory), MEMORY_GIB * 2**30))
-    plan = planning.derive(settings, tokenizer, text, hardware)
+    plan = planning.derive(settings, tokenizer, text, hardware, {})
     return replace(plan, compiled=job["compile"]).with_largest_micro_batch()
 
 

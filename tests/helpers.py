@@ -367,7 +367,7 @@ def make_plan(
     hardware = planning.Hardware(
         device_type, world_size, torch.float32, "asked for", memory, peak_flops, "told"
     )
-    plan = planning.derive(DEFAULTS | LAPTOP | settings, tokenizer, dataset, hardware, resolved)
+    plan = planning.derive(DEFAULTS | LAPTOP | settings, tokenizer, dataset, hardware, resolved or {})
     sections = wording.sections(plan, dataset, tokenizer, "runs/d4")
     return plan, wording.text(sections, plan.warnings(""))
 

@@ -252,12 +252,12 @@ class Plan:
         }
 
 
-def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dict | None = None) -> Plan:
+def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dict) -> Plan:
     """The plan for the settings of base_train, {name: value}, on a data set and with its tokenizer; pure.
 
     Raises UserError for settings that contradict each other.
     """
-    V, resolved = tokenizer.vocab_size, resolved or {}
+    V = tokenizer.vocab_size
     config, horizon = scaling.horizon_of(settings, V, hardware.peak_flops, resolved)
     data_tokens = dataset.estimated_tokens(tokenizer)
     config = replace(config, **scaling.tables_for(settings, V, horizon, data_tokens, resolved))

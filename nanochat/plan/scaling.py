@@ -3,7 +3,7 @@
 The reference is a d12 model trained on 12 tokens a parameter with batches of 2**19 tokens. The learning rates
 of the scripts are for it; the rules carry them to other sizes. planning.py puts the rules together.
 
-resolved: what a resumed run resolved at its first start (None or {}: a new run). It stays.
+resolved: what a resumed run resolved at its first start ({}: a new run). It stays.
 """
 
 import bisect
@@ -53,7 +53,7 @@ def model_config(
     return GPTConfig(depth, width, num_heads, vocab_size, max_seq_len, window_pattern, bigrams=bigrams)
 
 
-def aspect_ratio_for(settings: dict, vocab_size: int, flops: float, resolved: dict | None = None) -> int:
+def aspect_ratio_for(settings: dict, vocab_size: int, flops: float, resolved: dict) -> int:
     """The aspect ratio of the settings; if it is -1, the one that suits a run of so many FLOPs.
 
     That is WIDEST. If the FLOPs are too few for it, the model reads BEST_RATIO tokens for each of its
@@ -62,7 +62,7 @@ def aspect_ratio_for(settings: dict, vocab_size: int, flops: float, resolved: di
     if settings["aspect_ratio"] != -1:
         return settings["aspect_ratio"]
     if resolved or flops <= 0:
-        return (resolved or {}).get("aspect_ratio", WIDEST)
+        return resolved.get("aspect_ratio", WIDEST)
     depth, head_dim, T = settings["depth"], settings["head_dim"], settings["max_seq_len"]
 
     def is_too_wide(width: int) -> bool:
@@ -132,7 +132,7 @@ def derive_horizon(
 
 
 def horizon_of(
-    settings: dict, vocab_size: int, peak_flops: float, resolved: dict | None = None
+    settings: dict, vocab_size: int, peak_flops: float, resolved: dict
 ) -> tuple[GPTConfig, Horizon]:
     """The model and the horizon for the settings of base_train, {name: value}, and a vocabulary.
 
@@ -166,9 +166,7 @@ def horizon_of(
     return config, horizon
 
 
-def tables_for(
-    settings: dict, vocab_size: int, horizon: Horizon, data_tokens: int, resolved: dict | None = None
-) -> dict:
+def tables_for(settings: dict, vocab_size: int, horizon: Horizon, data_tokens: int, resolved: dict) -> dict:
     """Which rows tokens have beside embedding and head: GPTConfig's spelled, value_tables and bigrams.
 
     Sub-word embeddings (subword.py) help where a run is too short for each token's row to learn alone, tables
@@ -178,7 +176,7 @@ def tables_for(
     found = {"spelled": tokens < SPELLED_TOKENS, "value_tables": tokens >= TABLE_TOKENS}
     rows = min(MOST_ROWS, min(horizon.tokens, data_tokens) // TOKENS_PER_ROW)
     found["bigrams"] = max(FEWEST_BIGRAMS, rows // vocab_size)
-    found |= {name: kept for name, kept in (resolved or {}).items() if name in found}
+    found |= {name: kept for name, kept in resolved.items() if name in found}
     if settings["spelling"] != "auto":
         found["spelled"] = settings["spelling"] == "on"
     return found if settings["bigrams"] == -1 else found | {"bigrams": settings["bigrams"]}
@@ -199,7 +197,7 @@ def horizon_tokens(settings: dict, hardware, vocab_size: int = -1) -> int:
     of public text).
     """
     given = [size for size in (vocab_size, settings["vocab_size"], 32768) if size != -1]
-    _, horizon = horizon_of(settings, given[0], hardware.peak_flops)
+    _, horizon = horizon_of(settings, given[0], hardware.peak_flops, {})
     return horizon.tokens
 
 

@@ -163,7 +163,7 @@ def simulate(settings: dict) -> Simulation:
     vocab_size = settings["vocab_size"] if settings["vocab_size"] != -1 else PUBLIC_VOCABULARY
     tokenizer = types.SimpleNamespace(vocab_size=vocab_size)
     text = types.SimpleNamespace(estimated_tokens=lambda tokenizer: ENOUGH_TEXT, text_bytes=0, more_text="")
-    plan = planning.derive(settings, tokenizer, text, hardware)
+    plan = planning.derive(settings, tokenizer, text, hardware, {})
     plan = replace(plan, compiled=True, compile_reason="assumed").with_largest_micro_batch()
     gradient_bytes = 2 if settings["gradient_dtype"] == "bfloat16" else 4
     exchange = exchanged_bytes(plan.config, world_size, gradient_bytes)

@@ -101,13 +101,13 @@ def test_a_table_with_numbers_that_no_subword_has_is_refused(number):
 @pytest.mark.parametrize(
     ("spelling", "tokens", "before", "found"),
     [
-        ("auto", 10, None, (True, False)),
-        ("auto", scaling.TABLE_TOKENS, None, (True, True)),
-        ("auto", scaling.SPELLED_TOKENS, None, (False, True)),
+        ("auto", 10, {}, (True, False)),
+        ("auto", scaling.TABLE_TOKENS, {}, (True, True)),
+        ("auto", scaling.SPELLED_TOKENS, {}, (False, True)),
         # A resumed run that is made longer stays what it was
         ("auto", scaling.SPELLED_TOKENS, {"spelled": True, "value_tables": False}, (True, False)),
-        ("on", 10**9, None, (True, True)),
-        ("off", 10, None, (False, False)),
+        ("on", 10**9, {}, (True, True)),
+        ("off", 10, {}, (False, False)),
         ("off", 10, {"spelled": True}, (False, False)),  # another model, which checkpoints refuse
     ],
 )

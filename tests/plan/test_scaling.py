@@ -52,7 +52,7 @@ def test_sizes_that_no_model_can_have_are_refused_in_one_sentence(setting, value
 def width(flops, depth=4, head_dim=64, before=None, **changes):
     """The width with which a run of so many FLOPs begins, if nobody gives an aspect ratio."""
     given = {"aspect_ratio": -1, "depth": depth, "head_dim": head_dim, "max_seq_len": 512} | changes
-    ratio = scaling.aspect_ratio_for(given, 4096, flops, before)
+    ratio = scaling.aspect_ratio_for(given, 4096, flops, before or {})
     return config(depth, aspect_ratio=ratio, head_dim=head_dim, vocab_size=4096, max_seq_len=512).width
 
 
@@ -76,7 +76,7 @@ def test_the_width_is_64_a_layer_unless_flops_decide_the_run_or_somebody_says_ot
         tokens = scaling.REFERENCE_RATIO * scaling_parameters(model)
         flops = tokens * flops_per_token(on_meta(model))
         given = {"aspect_ratio": -1, "depth": depth, "head_dim": 128, "max_seq_len": 2048}
-        assert scaling.aspect_ratio_for(given, 32768, flops) == scaling.WIDEST
+        assert scaling.aspect_ratio_for(given, 32768, flops, {}) == scaling.WIDEST
 
 
 # -- Horizon
@@ -101,8 +101,8 @@ def test_a_horizon_of_more_steps_than_a_run_can_have_is_refused_and_minutes_are_
     given = off | {"total_batch_size": -1, "aspect_ratio": -1, "depth": 1, "head_dim": 16, "max_seq_len": 64}
     given |= {"window_pattern": "L", "bigrams": -1, "target_flops": 1e30}
     with pytest.raises(UserError, match=r"1e\+30 FLOPs / .* steps, and a run has at most 1,000,000,000"):
-        scaling.horizon_of(given, 512, 1e12)
-    _, horizon = scaling.horizon_of(given | {"target_flops": -1.0, "target_minutes": 1e6}, 512, 1e18)
+        scaling.horizon_of(given, 512, 1e12, {})
+    _, horizon = scaling.horizon_of(given | {"target_flops": -1.0, "target_minutes": 1e6}, 512, 1e18, {})
     assert horizon.num_iterations == scaling.MOST_STEPS
 
 
@@ -146,7 +146,7 @@ def test_with_the_steps_given_the_batch_is_the_best_one_for_the_tokens_it_makes(
 
 def bigrams_for(V, tokens, data_tokens, setting=-1, before=None):
     given, length = {"spelling": "auto", "bigrams": setting}, scaling.Horizon(tokens, 1, 1e9, "", "")
-    return scaling.tables_for(given, V, length, data_tokens, before)["bigrams"]
+    return scaling.tables_for(given, V, length, data_tokens, before or {})["bigrams"]
 
 
 @FEW
