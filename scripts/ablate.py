@@ -37,7 +37,7 @@ from pathlib import Path
 import configurator
 from nanochat import UserError, checkpoint, streams
 from nanochat.data.sources import open_dataset
-from nanochat.files import temporary_folder, user_path
+from nanochat.files import temporary_folder, user_path, write_whole
 from nanochat.machine import runtime
 from nanochat.run.metrics import read_metrics
 
@@ -217,7 +217,7 @@ class Training:
             "step_s": statistics.median(record["step_time_s"] for record in steps),
             "git_commit": commit or runtime.git_commit(),
         }  # fmt: skip
-        checkpoint.write_whole(self.kept, json_module.dumps(result).encode())
+        write_whole(self.kept, json_module.dumps(result).encode())
         for saved in (self.folder / "run").glob("step_*"):  # else a list of variants fills the disk
             shutil.rmtree(saved)
         print(f"{self}: {result['val_bpb']:.4f} bits per byte, {result['step_s']:.3f} s a step", flush=True)

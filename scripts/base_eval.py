@@ -10,6 +10,7 @@ tasks are made from the validation text; CORE's are added if its bundle is here
 base_eval_NNNNNN.md and .json for the checkpoint of step NNNNNN.
 """
 
+import functools
 import json
 import os
 import time
@@ -21,7 +22,6 @@ import torch
 import configurator
 from nanochat import UserError, checkpoint
 from nanochat.checkpoint.files import to_json
-from nanochat.checkpoint.folder import STEP
 from nanochat.data.dataset import sample_prompts as prompts_for
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ from nanochat.engine import continuations, find_source, load_for_inference
 from nanochat.evals.bits_per_byte import validate
 from nanochat.evals.bundle import Task, open_bundle
 from nanochat.evals.tasks import cloze_tasks, score_tasks
-from nanochat.files import user_path
+from nanochat.files import user_path, write_whole
 from nanochat.machine import precision, runtime
 from nanochat.terminal import bar, fenced, printable, table
 
@@ -95,9 +95,7 @@ found = find_source(source, base_path, say)
 if step != -1:
     found = checkpoint.find(found.path.parent, step, say)
 machine.check_same({"the checkpoint": found.path.name, "its identity": found.state["identity"]})
-# Without out_dir the results go to the run's folder, or into a checkpoint that was copied out of its run
-home = found.path.parent if STEP.fullmatch(found.path.name) else found.path
-folder = home if out_dir is None else user_path("out_dir", out_dir)
+folder = found.run_folder if out_dir is None else user_path("out_dir", out_dir)
 
 run = settings_of_run(found)
 if data is not None:  # the run's validation files belong to the run's data
@@ -175,13 +173,10 @@ if "bpb" in parts:
     more = compute_dtype, machine, compiled, lambda batches, text: batches
     results |= validate(model, validation, token_bytes, *more)
 if "core" in parts:
-
-    def shown(total, text, unit):
-        return bar(text, unit, total, hidden=not machine.is_main)
-
+    shown = functools.partial(bar, hidden=not machine.is_main)
     results |= score_tasks(model, tokenizer, own, public, compute_dtype, machine, shown)
 if "sample" in parts and machine.is_main:
-    prompts = prompts_for(run["sample_prompts"], dataset) if dataset else run["sample_prompts"].split("|")
+    prompts = prompts_for(run["sample_prompts"], dataset)
     results["samples"] = continuations(model, tokenizer, prompts, compute_dtype, run["seed"])
 facts["time"] = f"{time.monotonic() - began:.1f} s"
 
@@ -199,7 +194,7 @@ def tasks_table(tasks: list[Task], accuracies: dict[str, float]) -> str:
 
 
 def page() -> str:
-    shown = [f"# {home.name}, step {found.step:,}", table([["", ""], *facts.items()], left=2)]
+    shown = [f"# {found.run_folder.name}, step {found.step:,}", table([["", ""], *facts.items()], left=2)]
     if "val_bpb" in results:
         shown += [f"## Bits per byte: {results['val_bpb']:.6f}"]
         more = [[name[8:], f"{bits:.6f}"] for name, bits in results.items() if name.startswith("val_bpb_")]
@@ -225,8 +220,8 @@ if machine.is_main:
     stem = folder / f"base_eval_{found.step:06d}"
     try:  # before anything is printed: nobody may read it
         os.makedirs(folder, exist_ok=True)
-        checkpoint.write_whole(Path(f"{stem}.json"), to_json(results))
-        checkpoint.write_whole(Path(f"{stem}.md"), text.encode(errors="backslashreplace"))
+        write_whole(Path(f"{stem}.json"), to_json(results))
+        write_whole(Path(f"{stem}.md"), text.encode(errors="backslashreplace"))
         place = f"results: {stem}.md and .json"
     except (OSError, UserError) as error:
         place = f"the results are not written: {error}"

@@ -69,7 +69,7 @@ def to_transformers(ours: GPT, identity: dict, endings: dict):
     return theirs
 
 
-def card(name: str, checkpoint: Checkpoint, chat: bool) -> str:
+def card(checkpoint: Checkpoint, chat: bool) -> str:
     """The model card: what it is, how it is used, and what the run says of itself."""
     plan = []
     if "config.json" in checkpoint.files:
@@ -87,7 +87,7 @@ library_name: transformers
 pipeline_tag: text-generation
 # license: add the one you choose here, as in: mit
 ---
-# {name}
+# {checkpoint.run_folder.name}
 
 A GPT that was trained with nanochat. It {kind}.
 
@@ -128,13 +128,12 @@ theirs = to_transformers(ours, identity, generation_config(tokenizer, chat)).to(
 # ------------------------------------------------------------------------------------------------------
 # Write, under another name until it is complete
 
-run_folder = checkpoint.path.parent if checkpoint.path.name.startswith("step_") else checkpoint.path
 try:
     with building(folder) as temporary:
         theirs.save_pretrained(temporary)  # with the file of its code
         write_text(tokenizer, temporary, chat, ours.config.max_seq_len)
         (temporary / EXPORTED_TOKENIZER).write_bytes(tokenizer.to_bytes())  # for --init_from
-        (temporary / "README.md").write_text(card(run_folder.name, checkpoint, chat), encoding="utf-8")
+        (temporary / "README.md").write_text(card(checkpoint, chat), encoding="utf-8")
         if folder.exists():
             folder.rmdir()  # empty
         temporary.rename(folder)

@@ -108,7 +108,7 @@ log_to = loggers.choose(logger, run)  # a missing package is told before any wor
 base_path = user_path("base_dir", base_dir)
 base = find_source(source, base_path, say, kinds=["base_checkpoints"])
 config = model_config(base, base.load_model())
-tag = model_tag or (base.path.parent if base.path.name.startswith("step_") else base.path).name
+tag = model_tag or base.run_folder.name
 run_path = user_path("out_dir", out_dir or base_path / "mid_checkpoints" / tag)
 tokenizer = Tokenizer.load(base.path / "tokenizer.json")
 chat_format.check(tokenizer, config.vocab_size)

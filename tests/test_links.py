@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from nanochat import UserError, checkpoint
+from nanochat.files import write_whole
 from nanochat.run import metrics, report
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="links need a right there, and pipes have no names")
@@ -50,7 +51,7 @@ def test_no_temporary_name_is_a_way_out_of_the_folder(folder, outside):
     log = metrics.Metrics(folder)
     log.write({"step": 0, "loss": 2.0})
     metrics.rewind_metrics(folder / "metrics.jsonl", 1)
-    checkpoint.write_whole(folder / "config.json", b"{}")
+    write_whole(folder / "config.json", b"{}")
     report.write_report(folder, True, pytest.fail)
     assert (folder / "config.json").read_bytes() == b"{}" and not (folder / "config.json").is_symlink()
     assert (folder / "report.md").stat().st_size and not any((folder / name).is_symlink() for name in names)

@@ -15,7 +15,6 @@ There is no pickle in it, so loading a stranger's checkpoint reads data and runs
 from nanochat.checkpoint.background import AsyncSaver
 from nanochat.checkpoint.files import Damaged
 from nanochat.checkpoint.folder import (
-    check_shared,
     checkpoints_in,
     lock_folder,
     make_room,
@@ -40,4 +39,3 @@ from nanochat.checkpoint.save_and_load import (
     open_checkpoint,
     save,
 )
-from nanochat.files import write_whole

@@ -164,6 +164,11 @@ class Checkpoint:
     files: tuple  # names of all its files
 
     @property
+    def run_folder(self):
+        """The folder of its run, or its own if it was copied out of there."""
+        return self.path.parent if STEP.fullmatch(self.path.name) else self.path
+
+    @property
     def resolved(self):
         """What the run resolved at its first start: settings that were auto, number of steps, batch."""
         numbers = {"num_iterations": max(1, self.state["num_iterations"])}

@@ -162,11 +162,11 @@ UNSPACED = 8  # characters of a prompt if the first word is longer than CHARACTE
 PROMPTS, DOCUMENTS = 3, 200  # prompts to make, and documents to look at
 
 
-def sample_prompts(setting: str, dataset: Dataset) -> list[str]:
+def sample_prompts(setting: str, dataset: Dataset | None) -> list[str]:
     """The prompts of the setting `sample_prompts`: `auto`, or texts separated by |.
 
     auto: Python's keywords for the embedded text, else the first words of the first validation documents that
-    have words, all different. If no document has words, the only prompt is empty.
+    have words, all different. If no document has words, the only prompt is empty. Texts need no data set.
     """
     if setting != "auto":
         return setting.split("|")

@@ -62,8 +62,8 @@ def score_tasks(
 
     own_tasks: {label: accuracy}, own_score: the mean of the centred accuracies; core_tasks: {label: centred
     accuracy}, core: their mean. An empty list of tasks has no fields, and neither has a model that is no GPT:
-    it may lack GPT's KV cache. bar(total, text, unit) opens a progress bar, as Console.bar does. Raises
-    UserError if the model's loss is not a number.
+    it may lack GPT's KV cache. bar(description, unit, total) opens a progress bar, as Console.bar does.
+    Raises UserError if the model's loss is not a number.
     """
     if not isinstance(model, GPT):
         return {}
@@ -79,5 +79,5 @@ def score_tasks(
 
 def _evaluate(model, tokenizer, tasks, dtype, machine, bar, text):
     questions = -(-sum(len(task.examples) for task in tasks) // machine.world_size)
-    with bar(questions, text, "questions") as shown:
+    with bar(text, "questions", questions) as shown:
         return core.evaluate(model, tokenizer, tasks, dtype, machine, progress=shown.update)

@@ -56,15 +56,14 @@ class Console:
             return
         print_line(printable("\n".join(map(str, lines))), sys.stdout, above=self.terminal)
 
-    def bar(self, total: int | None, text: str, unit: str = "batches"):
-        """A bar over `total` pieces of work, in place of the live line: `with console.bar(9, "evaluating") as
-        bar: bar.update()`."""
+    def bar(self, description: str, unit: str, total: int):
+        """terminal.bar in place of the live line."""
         self._hide()
-        return bar(text, unit, total, hidden=not self.enabled, terminal=self.terminal, leave=False)
+        return bar(description, unit, total, hidden=not self.enabled, terminal=self.terminal, leave=False)
 
     def over(self, batches, text: str):
         """Yield the batches of a sequence, under a bar."""
-        with self.bar(len(batches), text) as shown:
+        with self.bar(text, "batches", len(batches)) as shown:
             for batch in batches:
                 yield batch
                 shown.update()

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from nanochat import checkpoint, optim
+from nanochat.files import write_whole
 from nanochat.machine import distributed, runtime
 from nanochat.plan import wording
 from nanochat.plan.planning import Plan
@@ -118,7 +119,7 @@ class RunOutput:
         }
         self.log = metrics.Metrics(path, enabled=machine.is_main)  # its file is what makes it a run's folder
         if machine.is_main:
-            checkpoint.write_whole(path / "config.json", self._files["config.json"])
+            write_whole(path / "config.json", self._files["config.json"])
             self.log.loggers = Loggers(loggers, run_name, path, facts, loop, step, machine.print)
         self.console = Console(step, machine.is_main, loop, clock, plan.bytes_per_token)
         self._saver = checkpoint.AsyncSaver(path, machine.rank, machine.world_size, run_id)

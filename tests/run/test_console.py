@@ -117,7 +117,7 @@ def test_processes_other_than_the_first_print_nothing(capsys, clock):
     console = open_console(0, 3, enabled=False)
     make(console, clock, 0)
     console.print("hello")
-    with console.bar(10, "evaluating") as bar:
+    with console.bar("evaluating", "batches", 10) as bar:
         clock.now += 100
         bar.update(10)
     console.close()
@@ -160,7 +160,7 @@ def test_a_bar_takes_the_place_of_the_live_line_and_goes_away(clock, monkeypatch
     screen = open_screen(monkeypatch)
     console = open_console(0, 50)
     make(console, clock, 0)
-    with console.bar(4, "evaluating") as bar:
+    with console.bar("evaluating", "batches", 4) as bar:
         bar.update(1)
         console.print("warning: a disk is slow")  # as the thread that saves may say meanwhile
         bar.update(1)
@@ -178,7 +178,7 @@ def test_a_narrow_terminal_shows_the_most_important_numbers(clock, monkeypatch):
     for step in range(200):
         make(console, clock, step)
     assert screen.lines == ["step 200/5000 | loss 3.0000"]  # "20 min left" would need two more columns
-    with console.bar(100, "evaluating") as bar:
+    with console.bar("evaluating", "batches", 100) as bar:
         bar.refresh()
         assert "evaluating" in screen.lines[-1] and all(len(line) <= 40 for line in screen.lines)
 
@@ -200,7 +200,7 @@ def test_without_a_terminal_on_both_streams_nothing_is_redrawn(clock, monkeypatc
         monkeypatch.setattr(sys, where, file)
     console = open_console(0, 50)
     make(console, clock, 0)
-    console.bar(5, "evaluating").update(5)
+    console.bar("evaluating", "batches", 5).update(5)
     assert "\r" not in screen.getvalue() + file.getvalue()
 
 
