@@ -217,13 +217,13 @@ def assert_same_run(out: Path, other: Path):
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
-def wait_until(is_true, process=None):
+def wait_until(is_true, process=None, every_s=0.01):
     """Return when is_true() is, which may take ten minutes, and while the process goes on."""
     deadline = time.monotonic() + 600
     while not is_true():
         assert time.monotonic() < deadline, "it has not come to that"
         assert process is None or process.poll() is None, process.communicate()
-        time.sleep(0.01)
+        time.sleep(every_s)
 
 
 def wait_for_step(process, out: Path, step: int):
@@ -264,14 +264,25 @@ def save_step(out_dir: Path, step: int, **more) -> Path:
     return checkpoint.save(out_dir, step, **{**what, **more})
 
 
-def craft(folder: Path, files: dict[str, bytes]):
-    """Replace files of a checkpoint, and give it a manifest with checksums that fit, as a stranger would."""
+def read_manifest(folder: Path) -> dict:
+    """The manifest of a checkpoint without its checksum."""
     body = json.loads((folder / "manifest.json").read_bytes())
     del body["checksum"]
+    return body
+
+
+def write_manifest(folder: Path, body: dict):
+    """Write a manifest whose checksum fits."""
+    (folder / "manifest.json").write_bytes(save_and_load._manifest(body))
+
+
+def craft(folder: Path, files: dict[str, bytes]):
+    """Replace files of a checkpoint, and give it a manifest with checksums that fit, as a stranger would."""
+    body = read_manifest(folder)
     for name, content in files.items():
         (folder / name).write_bytes(content)
         body["files"][name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (folder / "manifest.json").write_bytes(save_and_load._manifest(body))
+    write_manifest(folder, body)
 
 
 def check(found: checkpoint.Checkpoint, step: int):

@@ -8,26 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import check, names_in, numbers, save_step
+from helpers import check, craft, names_in, numbers, read_manifest, save_step, write_manifest
 
 from nanochat import UserError
 from nanochat.checkpoint import Damaged, SaveError, find, find_weights, open_checkpoint, save, save_and_load
-from nanochat.checkpoint.files import write_file
 
 OPTIMIZER = "optimizer-00000-of-00001.safetensors"
-
-
-def read_manifest(path):
-    """The manifest without its checksum."""
-    body = json.loads((path / "manifest.json").read_bytes())
-    del body["checksum"]
-    return body
-
-
-def write_manifest(path, body):
-    """Write a manifest whose checksum fits."""
-    (path / "manifest.json").write_bytes(save_and_load._manifest(body))
-
 
 # What is saved is what is found
 
@@ -187,10 +173,8 @@ def test_loading_runs_no_code_from_a_checkpoint_made_by_a_stranger(tmp_path):
     bomb = Bomb()
     bomb.target = str(tmp_path / "boom")
     path = save_step(tmp_path / "run", 1)
-    body, opened = read_manifest(path), open_checkpoint(path)
-    for name in ("model.safetensors", OPTIMIZER):
-        body["files"][name] = write_file(path / name, [pickle.dumps(bomb)])
-    write_manifest(path, body)
+    opened = open_checkpoint(path)
+    craft(path, dict.fromkeys(("model.safetensors", OPTIMIZER), pickle.dumps(bomb)))
     with pytest.raises(Damaged, match=r"safetensors cannot be read"):
         open_checkpoint(path)
     for load in (opened.load_model, opened.load_optimizer):  # what has changed since

@@ -5,10 +5,10 @@ import os
 
 import pytest
 import torch
-from helpers import craft, numbers, save_step
+from helpers import craft, numbers, read_manifest, save_step, write_manifest
 
 from nanochat import UserError
-from nanochat.checkpoint import Damaged, find, load_weights, open_checkpoint, save_and_load
+from nanochat.checkpoint import Damaged, find, load_weights, open_checkpoint
 from nanochat.machine import runtime
 
 STATE = {
@@ -70,10 +70,9 @@ def test_a_state_without_a_part_or_with_one_of_another_type_is_named(run_folder,
 )  # fmt: skip
 def test_a_strange_manifest_is_refused(run_folder, change):
     path = run_folder / "step_000002"
-    good = json.loads((path / "manifest.json").read_bytes())
-    del good["checksum"]
+    good = read_manifest(path)
     for body in (good | change, {name: good[name] for name in good if name not in change}):
-        (path / "manifest.json").write_bytes(save_and_load._manifest(body))
+        write_manifest(path, body)
         with pytest.raises(Damaged, match=r"manifest\.json"):
             open_checkpoint(path)
 

@@ -5,14 +5,12 @@ import re
 
 import pytest
 import torch
-from helpers import ROOT, run
+from helpers import DEFAULTS, run
 
-import configurator
 from nanochat import UserError
 from nanochat.plan import scaling, simulation
 from nanochat.plan.simulation import known_device, simulate
 
-DEFAULTS = configurator.defaults(ROOT / "scripts" / "base_train.py")
 H100 = known_device("H100")
 
 
