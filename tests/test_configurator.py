@@ -227,6 +227,11 @@ WRONG = {  # an argument -> words of its error
     "--no-plam": "unknown --no-plam; --no_plan?",
     "--plan_onyl": "unknown --plan_onyl; --plan_only?",
     "--no-depth": "unknown --no-depth; --depth?",
+    "--base": "unknown --base; --base_dir?",  # and what other programs call a setting
+    "--config=a.py": "--config path",
+    "--bf16": "--bf16 --dtype=bfloat16",
+    "--n-layer=4": "--n-layer --depth",
+    "--gpus=8": "--gpus torchrun",
     "--a\nb\x1b[31m": r"unknown '--a\nb\x1b[31m'",
     "--no-plan=true": "--no-plan no value",
     "depth=6": "file depth=6: No such --depth?",

@@ -128,21 +128,6 @@ def stopped(capsys, *argv):
     return stop.value.code, *capsys.readouterr()
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        ("--base", ["--base_dir"]),
-        ("--config=a.py", ["path"]),
-        ("--bf16", ["--dtype=bfloat16"]),
-        ("--n-layer=4", ["--depth"]),
-        ("--gpus=8", ["torchrun"]),
-    ],
-)
-def test_an_unknown_setting_is_answered_with_those_that_may_be_meant(folder, capsys, typed, meant):
-    status, _, err = stopped(capsys, typed)
-    assert status == 2 and typed.partition("=")[0] in err and all(word in err for word in meant)
-
-
 def test_help_gives_each_setting_one_line_in_its_group_where_the_terminal_has_room(capsys, monkeypatch):
     for columns in "80", "110", "300":
         monkeypatch.setenv("COLUMNS", columns)

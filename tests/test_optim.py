@@ -4,11 +4,11 @@ names."""
 import copy
 import math
 import re
-import shutil
 
 import pytest
 import test_gpt
 import torch
+from helpers import needs_compiler
 
 from nanochat import UserError
 from nanochat.gradients import clip_grad_norm_
@@ -131,7 +131,7 @@ def test_muon_leaves_a_matrix_without_gradient_as_it_is():
     assert 0 < (params[0] - before).norm() < 2 * 0.02 * 1.15 * (6 / 4 * 4) ** 0.5
 
 
-@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-5), (torch.bfloat16, 5e-3)])
 def test_compiled_and_eager_muon_agree_to_rounding_and_new_rates_compile_nothing_anew(dtype, close):
     torch.manual_seed(0)
@@ -227,7 +227,7 @@ def test_on_a_cpu_only_rows_with_a_gradient_are_read_and_the_result_is_the_same(
         torch.testing.assert_close(*[list(model.parameters()) for model, *_ in runs], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
+@needs_compiler
 def test_the_compiled_row_wise_update_agrees_and_skips_also_at_the_first_step():
     torch.manual_seed(0)
     eager = torch.randn(64, 48), torch.zeros(64), torch.zeros(())

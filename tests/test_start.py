@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from helpers import ROOT, command, insert, losses, python_m
+from helpers import ROOT, command, insert, losses, needs_compiler, python_m
 
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine import precision, runtime
@@ -100,7 +100,7 @@ runpy.run_module("scripts.base_train", run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
+@needs_compiler
 def test_a_compiled_run_begins_with_ten_eager_steps_and_goes_on_from_any_of_them(corpus, tmp_path):
     (tmp_path / "auto.py").write_text(AUTO)
 

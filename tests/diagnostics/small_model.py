@@ -1,10 +1,9 @@
 """Our model at a size that takes milliseconds, and a recorded step of it."""
 
 import torch
-from helpers import ROOT
+from helpers import DEFAULTS
 from test_gpt import make_model
 
-import configurator
 from nanochat import optim
 from nanochat.diagnostics import scaled_rates
 from nanochat.diagnostics.recorder import Record, record_step
@@ -13,7 +12,6 @@ from nanochat.machine import precision
 
 CPU = torch.device("cpu")
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-DEFAULTS = configurator.defaults(ROOT / "scripts" / "base_train.py")
 
 
 def gpt() -> GPT:

@@ -1,14 +1,13 @@
 """When code is compiled, which parts of it, and code that runs eager at first."""
 
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers import ROOT, make_plan
+from helpers import ROOT, make_plan, needs_compiler
 from test_gpt import make_model
 from torch._dynamo.utils import counters
 
@@ -103,7 +102,7 @@ print(*(found["autograd_cache_" + name] for name in ("hit", "miss", "bypass")))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
+@needs_compiler
 def test_the_next_process_finds_all_compiled_code_on_disk(tmp_path):
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     counts = []
