@@ -20,6 +20,7 @@ from helpers import (
     run,
     run_tree,
     wait_for_step,
+    wait_until,
 )
 
 from nanochat import checkpoint
@@ -102,16 +103,14 @@ def test_other_processes_and_micro_batches_give_the_same_losses(
 @pytest.mark.slow
 def test_a_run_killed_at_10_random_moments_equals_an_undisturbed_one_bit_for_bit(base, chats, tmp_path):
     long = ["--num_iterations=3000", "--warmdown_ratio=0", "--save_every=20", "--eval_every=-1"]
-    draw, out, kills = random.Random(3), tmp_path / "killed", 0
-    while kills < 10:
+    draw, out = random.Random(3), tmp_path / "killed"
+    for _ in range(10):
         process = Process(mid(base, chats, out, *long))
         before = checkpoint.newest_in_words(out)
-        while checkpoint.newest_in_words(out) == before and process.poll() is None:
-            time.sleep(0.01)
+        wait_until(lambda before=before: checkpoint.newest_in_words(out) != before, process)
         time.sleep(draw.uniform(0, 0.3))
         process.kill()
         assert process.wait() == -9, "it ended before the last kill"
-        kills += 1
     newest = max(checkpoint.checkpoints_in(out))
     end = [f"--num_iterations={newest + 5}", "--warmdown_ratio=0", "--save_every=20", "--eval_every=-1"]
     run(mid(base, chats, out, *end))
