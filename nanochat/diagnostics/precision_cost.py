@@ -22,7 +22,7 @@ from nanochat import UserError, optim
 from nanochat.diagnostics import training_step
 from nanochat.engine import cast_weights, generate
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.machine import precision, runtime
+from nanochat.machine import memory, precision, runtime
 from nanochat.terminal import table
 
 PROMPT = 16  # tokens that the generated ones follow
@@ -109,14 +109,14 @@ def work():
     """The worker's program. stdin has lines of JSON, the job and then commands; stdout gets the answers."""
     job = json.loads(sys.stdin.readline())
     machine = runtime.start(job["device_type"], job["seed"])
-    before = 0 if machine.device.type == "cuda" else machine.peak_memory()
+    before = 0 if machine.device.type == "cuda" else memory.peak(machine.device)
     kind = {"training": Training, "inference": Inference}[job["kind"]]
     worker = kind(machine, GPTConfig(**job["config"]), job)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         name, arguments = json.loads(line)
         if name == "memory":
-            answer = {"peak": machine.peak_memory(), "before": before}
+            answer = {"peak": memory.peak(machine.device), "before": before}
         else:
             answer = getattr(worker, name)(**arguments)
         print(json.dumps(answer), flush=True)
@@ -243,7 +243,7 @@ def _inference_rows(workers, folder, new_tokens) -> list[dict]:
     rows, base, shape = [], None, load_file(folder / "tokens.safetensors")["tokens"].shape
     for worker in workers:
         read, made = (statistics.median(a[key] for a in worker.answers) for key in ("read", "generate"))
-        memory = worker.ask("memory")
+        taken = worker.ask("memory")
         worker.ask("logits", path=str(folder / "logits.safetensors"))
         logits = load_file(folder / "logits.safetensors")["logits"]
         base = logits if base is None else base
@@ -255,7 +255,7 @@ def _inference_rows(workers, folder, new_tokens) -> list[dict]:
             "size": base.abs().max().item(),
             "same_choice": (logits.argmax(-1) == base.argmax(-1)).double().mean().item(),
         }
-        rows.append(row | memory)
+        rows.append(row | taken)
     return rows
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nanochat.machine import runtime
+from nanochat.machine import memory, runtime
 from nanochat.machine.precision import name_of
 
 
@@ -103,7 +103,7 @@ def survey(machine, dtype: torch.dtype, dtype_reason: str = "") -> Hardware:
         memory=min(machine.all_gather(machine.free_memory())),
         peak_flops=sum(machine.all_gather(flops)),
         peak_source=source,
-        held=max(machine.all_gather(machine.held_memory())),
+        held=max(machine.all_gather(memory.held(machine.device))),
         name=machine.all_gather(runtime.device_name(machine.device))[0],
     )
 

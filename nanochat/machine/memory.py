@@ -41,10 +41,11 @@ def _below_limit() -> int:
     return 2**63
 
 
-def held() -> int:
-    """Bytes of this process in memory (0: unknown)."""
-    with contextlib.suppress(OSError, StopIteration):
-        return 1024 * _entry("/proc/self/status", "VmRSS:")
+def held(device: torch.device) -> int:
+    """Bytes of a CPU's memory that this process has now (0: on another device, or unknown)."""
+    if device.type == "cpu":
+        with contextlib.suppress(OSError, StopIteration):
+            return 1024 * _entry("/proc/self/status", "VmRSS:")
     return 0
 
 

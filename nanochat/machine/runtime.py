@@ -122,14 +122,6 @@ class Machine:
         """Bytes that this process may still use: its GPU's, else its share of the machine's memory."""
         return memory.free(self.device, distributed.processes_here(self.world_size))
 
-    def held_memory(self) -> int:
-        """Bytes of a CPU's memory that this process has now (0: on another device, or unknown)."""
-        return memory.held() if self.device.type == "cpu" else 0
-
-    def peak_memory(self) -> int:
-        """The most bytes so far: allocated on the GPU, else resident in this process (0: unknown)."""
-        return memory.peak(self.device)
-
     @functools.cached_property
     def environment(self) -> dict:
         """The machine and the versions that a run uses, for its config.json; found out once."""

@@ -12,7 +12,7 @@ import torch
 
 from nanochat import checkpoint, optim
 from nanochat.files import write_whole
-from nanochat.machine import distributed, runtime
+from nanochat.machine import distributed, memory, runtime
 from nanochat.plan import wording
 from nanochat.plan.planning import Plan
 from nanochat.run import metrics
@@ -176,7 +176,7 @@ class RunOutput:
         self.console.print(*(f"step {step}: {line}" for line in scores_in_words(record)))
         self.console.print(*(f"--- {text}" for text in record.get("samples", ())))
         totals = {"progress": self._clock.progress(step), "tokens": loop.tokens}
-        totals |= {"train_time_s": loop.train_seconds, "peak_memory": self._machine.peak_memory()}
+        totals |= {"train_time_s": loop.train_seconds, "peak_memory": memory.peak(self._machine.device)}
         self.log.write(record | totals | {"eval_time_s": time.monotonic() - began})
         self.report(final)
         self._clock.add_evaluation(time.monotonic() - began)
@@ -261,8 +261,8 @@ class RunOutput:
             again = "" if resume == "auto" else " with --resume=auto"
             said = f"stopped by {stopped_by} after {step} steps and saved; the same command{again} goes on"
         else:
-            memory = f"{self._machine.peak_memory() / 2**30:.2f} GiB at most"
-            said = f"done: {self._loop.train_seconds:.0f} s in steps, {memory}"
+            peak = memory.peak(self._machine.device)
+            said = f"done: {self._loop.train_seconds:.0f} s in steps, {peak / 2**30:.2f} GiB at most"
             said += f"\nreport: {self._path / 'report.html'}"
             if (minutes := self._clock.minutes) and step <= WARM_UP:
                 said += f"\nwarning: --target_minutes={minutes:g} left time for {step} steps only; give more"
