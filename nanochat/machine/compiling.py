@@ -87,16 +87,16 @@ def compile_after(model: nn.Module, steps: int | None, calls: int, say: Callable
         return model
     if steps == 0:
         return compile_parts(model)
-    eager_calls = steps * calls
+    done, eager_calls = 0, steps * calls
 
     def call(*args, **kwargs):
-        nonlocal model, eager_calls
-        if eager_calls == 0:
+        nonlocal model, done
+        if done == eager_calls:
             say("compiling: the next step takes longer")
             model = compile_parts(model)
-        if eager_calls == -1:
+        if done == eager_calls + 1:
             freeze_garbage()  # the compiler's objects
-        eager_calls -= 1
+        done += 1
         return model(*args, **kwargs)
 
     return call

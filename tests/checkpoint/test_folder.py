@@ -3,12 +3,9 @@
 import errno
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 
 import pytest
-from helpers import ROOT, check, names_in, save_step
+from helpers import check, names_in, python, save_step
 
 from nanochat import UserError
 from nanochat.checkpoint import changes, find, folder, lock_folder, set_aside
@@ -90,21 +87,21 @@ def test_what_differs_from_the_checkpoint_is_refused_by_name_and_accepted_by_nam
 # The lock
 
 
+HOLDER = """
+import os, sys, time
+from nanochat.checkpoint import lock_folder
+lock_folder(sys.argv[1])
+if os.fork() == 0:  # the worker says when it runs: then it no longer holds the lock
+    print(os.getpid(), flush=True)
+time.sleep(100)
+"""
+
+
 def test_a_run_keeps_others_out_until_it_is_killed(tmp_path):
     """Even if a worker that it forked lives on."""
-    source = """
-        import os, sys, time
-        from nanochat.checkpoint import lock_folder
-        lock_folder(sys.argv[1])
-        if os.fork() == 0:  # the worker says when it runs: then it no longer holds the lock
-            print(os.getpid(), flush=True)
-        time.sleep(100)
-        """
     (tmp_path / ".tmp-step_000001-99").mkdir()
-    command = [sys.executable, "-c", textwrap.dedent(source), str(tmp_path)]
-    holder = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    worker = int(holder.stdout.readline())
-    try:
+    with python(HOLDER, tmp_path) as holder:
+        worker = int(holder.stdout.readline())
         assert names_in(tmp_path) == [".lock"]
         (tmp_path / ".tmp-step_000002-99").mkdir()
         with pytest.raises(UserError, match=f"in use by process {holder.pid} on host .* since .*--out_dir"):
@@ -115,10 +112,7 @@ def test_a_run_keeps_others_out_until_it_is_killed(tmp_path):
         os.kill(worker, 0)
         lock_folder(tmp_path).close()
         assert names_in(tmp_path) == [".lock"]
-    finally:
-        holder.kill()
         os.kill(worker, signal.SIGKILL)
-        holder.stdout.close()
 
 
 def test_a_file_system_without_locks_is_named_once_and_used(tmp_path, monkeypatch):

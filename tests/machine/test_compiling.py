@@ -1,13 +1,11 @@
 """When code is compiled, which parts of it, and code that runs eager at first."""
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers import ROOT, make_plan, needs_compiler
+from helpers import make_plan, needs_compiler, python
 from test_gpt import make_model
 from torch._dynamo.utils import counters
 
@@ -104,11 +102,9 @@ print(*(found["autograd_cache_" + name] for name in ("hit", "miss", "bypass")))
 @pytest.mark.slow
 @needs_compiler
 def test_the_next_process_finds_all_compiled_code_on_disk(tmp_path):
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     counts = []
     for _ in range(2):
-        command = [sys.executable, "-c", MICRO_STEP]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        counts.append([int(n) for n in done.stdout.split()])
+        with python(MICRO_STEP, env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}) as child:
+            counts.append([int(n) for n in child.stdout.read().split()])
     (_, compiled, _), second = counts
     assert compiled > 0 and second == [compiled, 0, 0]
