@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, Process
+from helpers import ROOT, Process, wait_until
 
 from nanochat.data.parquet import Documents
 from nanochat.data.sources import open_dataset
@@ -86,9 +86,7 @@ def test_a_signal_ends_the_training(tmp_path, name, status):
     runs = ["".join(letters.choices("acgt", k=100_000)) for _ in range(80)]
     path.write_text("".join(json.dumps(run) + "\n" for run in runs))
     process = Process(["scripts.tok_train", f"--data={path}", "--vocab_size=60000", f"--base_dir={tmp_path}"])
-    while "data:" not in process.stdout:
-        assert process.poll() is None, process.stderr
-        time.sleep(0.01)
+    wait_until(lambda: "data:" in process.stdout, process)
     time.sleep(2)  # now it merges
     process.send_signal(getattr(signal, name))
     _, errors = process.communicate()
