@@ -102,17 +102,21 @@ def test_a_run_keeps_others_out_until_it_is_killed(tmp_path):
     (tmp_path / ".tmp-step_000001-99").mkdir()
     with python(HOLDER, tmp_path) as holder:
         worker = int(holder.stdout.readline())
-        assert names_in(tmp_path) == [".lock"]
-        (tmp_path / ".tmp-step_000002-99").mkdir()
-        with pytest.raises(UserError, match=f"in use by process {holder.pid} on host .* since .*--out_dir"):
-            lock_folder(tmp_path)
-        assert (tmp_path / ".tmp-step_000002-99").exists()  # only the holder may clean up
-        holder.send_signal(signal.SIGKILL)
-        holder.wait()
-        os.kill(worker, 0)
-        lock_folder(tmp_path).close()
-        assert names_in(tmp_path) == [".lock"]
-        os.kill(worker, signal.SIGKILL)
+        try:
+            assert names_in(tmp_path) == [".lock"]
+            (tmp_path / ".tmp-step_000002-99").mkdir()
+            with pytest.raises(
+                UserError, match=f"in use by process {holder.pid} on host .* since .*--out_dir"
+            ):
+                lock_folder(tmp_path)
+            assert (tmp_path / ".tmp-step_000002-99").exists()  # only the holder may clean up
+            holder.send_signal(signal.SIGKILL)
+            holder.wait()
+            os.kill(worker, 0)
+            lock_folder(tmp_path).close()
+            assert names_in(tmp_path) == [".lock"]
+        finally:
+            os.kill(worker, signal.SIGKILL)
 
 
 def test_a_file_system_without_locks_is_named_once_and_used(tmp_path, monkeypatch):

@@ -105,6 +105,8 @@ def test_the_next_process_finds_all_compiled_code_on_disk(tmp_path):
     counts = []
     for _ in range(2):
         with python(MICRO_STEP, env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}) as child:
-            counts.append([int(n) for n in child.stdout.read().split()])
+            printed, errors = child.communicate()
+        assert child.returncode == 0, errors
+        counts.append([int(n) for n in printed.split()])
     (_, compiled, _), second = counts
     assert compiled > 0 and second == [compiled, 0, 0]

@@ -136,10 +136,13 @@ def test_a_second_ctrl_c_ends_a_run_at_once_and_says_what_is_lost(tree, corpus, 
     assert process.wait() == 130 and process.stderr.endswith(f"stopped at once: {said}\n"), process.stderr
 
 
-def test_accepted_changes_are_said_and_the_text_is_read_from_its_start(corpus, tmp_path):
+def test_changes_are_refused_by_name_and_accepted_by_name(corpus, tmp_path):
     out = tmp_path / "run"
     run(command(corpus, out, "--num_iterations=3", "--eval_every=-1"))
     longer = ["--num_iterations=5", "--eval_every=-1", "--seed=7", "--total_batch_size=512"]
+    printed = run(command(corpus, out, *longer, "--accept=seed"), status=2)
+    assert "total_batch_size was 256, is 512" in printed and "--accept=total_batch_size" in printed
+    assert "seed was" not in printed
     printed = run(command(corpus, out, *longer, "--accept=seed,total_batch_size"))
     assert "seed, total_batch_size changed, so the text is read from its start" in printed
     assert "the learning rate rises again" in printed
