@@ -2,7 +2,7 @@
 
     python -m scripts.ablate --variants=documents               # a list of experiments/variants, or a file
     python -m scripts.ablate --variants=parts --depths=4,6      # each variant at both depths
-    python -m scripts.ablate --variants=parts --only="own key" --more="--num_iterations=300"
+    python -m scripts.ablate --variants=parts --only="without smear" --more="--num_iterations=300"
 
 A list is a file of Python literals: `settings` of base_train that all variants share, and `variants`, each
 with its own settings and, if its sources differ, "patch": a file beside the list. The first variant is the
@@ -10,7 +10,8 @@ baseline. A patch begins with a line that names its commit; the output of `git d
 
     (git log -1 --format="Fits commit %h"; git diff) > experiments/variants/mine.patch
 
-If a variant has a patch, all variants, the baseline too, are trained with the sources of that commit.
+If a variant has a patch, all variants, the baseline too, are trained with the sources of that commit. A
+training finds the name of its variant in the environment as VARIANT, so variants can share a patch.
 
 A training is a run of scripts/base_train.py with one thread, on each core one. After a stop the same command
 continues every training. Results are kept in <base_dir>/ablations/, so a command with more seeds or depths
@@ -199,7 +200,7 @@ class Training:
         arguments = [f"--{name}={value}" for name, value in given.items()]
         command = [sys.executable, where / "scripts" / "base_train.py", *arguments]
         one_thread = {"OMP_NUM_THREADS": "1"} if machine.device.type == "cpu" else {}
-        environment = os.environ | {"PYTHONPATH": str(where)} | one_thread
+        environment = os.environ | {"PYTHONPATH": str(where), "VARIANT": self.variant} | one_thread
         with open(self.folder / "log.txt", "a") as log:
             return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 

@@ -3,7 +3,9 @@
     python -m scripts.ablate --variants=parts --seeds=1 --more="--data=FOLDER --val_data=FILE"     # to screen
 
 The settings are those of a short run, for screening. `--more="--aspect_ratio=64 --head_dim=128
---num_iterations=600 --compile=on"` makes them those of the d4 model of docs/benchmarks.md.
+--num_iterations=600 --compile=on"` makes them those of the d4 model of docs/benchmarks.md, and
+`--more="--max_seq_len=256 --vocab_size=2048 --num_iterations=1536 --compile=on"` with the mixed text those of
+the long runs in docs/ablations.md.
 """
 
 settings = {
@@ -20,18 +22,29 @@ settings = {
 variants = {
     "today": {},
     # Parts of the model
-    "no value embeddings": {"patch": "parts/no-value-embeddings.patch"},
-    "no gate for a head's output": {"patch": "parts/no-head-gate.patch"},
+    "without shifted keys": {"patch": "without.patch"},
+    "without keys as queries": {"patch": "without.patch"},
+    "without QK scale": {"patch": "without.patch"},
+    "without gates of heads": {"patch": "without.patch"},
+    "without value embeddings": {"patch": "without.patch"},
+    "without gate of value embeddings": {"patch": "without.patch"},
+    "without tables": {"patch": "without.patch"},
+    "without rows of the head": {"patch": "without.patch"},
+    "without smear": {"patch": "without.patch"},
+    "without gate of the smear": {"patch": "without.patch"},
+    "without x0 in the last block": {"patch": "without.patch"},
+    "without leak": {"patch": "without.patch"},
+    "without softcap": {"patch": "without.patch"},
     "tokens do not share their spelling": {"spelling": "off"},
     "no rows for pairs of tokens": {"bigrams": 0},
-    "no stream of the token before": {"patch": "parts/no-stream-before.patch"},
-    "own key": {"patch": "parts/own-key.patch"},
     # Parts of the optimizer and the schedules
-    "plain weight decay": {"patch": "parts/plain-decay.patch"},
+    "without normalization": {"patch": "without.patch"},
+    "without cautious decay": {"patch": "without.patch"},
+    "without falling momentum": {"patch": "without.patch"},
     "no weight decay": {"weight_decay": 0.0},
+    "no clipping": {"grad_clip": -1},
     "weight_decay x 2": {"weight_decay": 0.56},
     "weight_decay / 2": {"weight_decay": 0.14},
-    "momentum rises to 0.95 and stays": {"patch": "parts/momentum-stays.patch"},
     "matrix_lr x 1.3": {"matrix_lr": 0.026},
     "matrix_lr x 2": {"matrix_lr": 0.04},
     "matrix_lr / 2": {"matrix_lr": 0.01},

@@ -222,23 +222,27 @@ def test_a_list_that_is_none_is_one_sentence(text, tmp_path):
 def test_a_variant_with_a_patch_and_its_baseline_have_the_commit_that_it_names_and_the_texts_of_today(
     repository, tmp_path
 ):
-    """The texts are named relatively, with a comma and a field, and the tokenizer suits them."""
+    """The texts are named relatively, with a comma and a field, and the tokenizer suits them. Two variants
+    share a patch, which knows their names."""
     tree, commit = repository
     (tree / "nanochat" / "gpt.py").write_text("raise SystemExit('the sources of today')\n")
     for name in "a", "b":
         lines = (json.dumps({"content": f"document {name}{i} " + "word and " * 30}) for i in range(200))
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    patch = PATCH.replace("number = 2", f"open({str(tmp_path / 'patched')!r}, 'w')")
+    note = f"import os; open({str(tmp_path)!r} + '/' + os.environ['VARIANT'], 'w')"
+    patch = PATCH.replace("number = 2", note)
     (tmp_path / "mine.patch").write_text(f"Fits commit {commit}\n{patch}")
     texts = ",".join(os.path.relpath(tmp_path / f"{name}.jsonl", tree) for name in "ab")
     more = f"--data={texts} --text_field=content --max_seq_len=32 --total_batch_size=128 --num_iterations=3"
     table = f"--table={tmp_path / 'table.md'}"
     places = [f"--base_dir={tmp_path / 'base'}", table, "--depths=1", "--seeds=1", "--json"]
-    mine = variants(tmp_path, {"usual": {}, "patched": {"patch": "mine.patch"}})
+    listed = {"usual": {}, "one": {"patch": "mine.patch"}, "two": {"patch": "mine.patch"}}
+    mine = variants(tmp_path, listed)
     done = python_m(["scripts.ablate", mine, f"--more={more}", *places], tree)
     assert done.returncode == 0, done.stderr
-    assert [run["variant"] for run in results_of(done.stdout)] == ["usual", "patched"]
-    assert [row["commit"] for row in rows(tmp_path)] == [commit] * 2 and (tmp_path / "patched").exists()
+    assert [run["variant"] for run in results_of(done.stdout)] == ["usual", "one", "two"]
+    assert [row["commit"] for row in rows(tmp_path)] == [commit] * 3
+    assert [(tmp_path / name).exists() for name in ("usual", "one", "two")] == [False, True, True]
 
 
 @pytest.mark.slow
