@@ -193,6 +193,15 @@ def run(arguments: list[str], status: int = 0, processes: int = 1, folder: Path 
     return printed
 
 
+def run_stages(program: str, folder: Path, *stages: tuple):
+    """Run a program, Python text with a function `main(argument)`: of each stage (number of processes,
+    argument) so many processes, one stage after the other."""
+    path = folder / "program.py"
+    path.write_text(f"{program}\nimport json, sys\nmain(json.loads(sys.argv[1]))\n")
+    for processes, argument in stages:
+        run([str(path), json.dumps(argument)], processes=processes)
+
+
 def records(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 

@@ -3,8 +3,7 @@
 import re
 
 import pytest
-from helpers import command, losses, run
-from processes import run_in_processes
+from helpers import command, losses, run, run_stages
 
 # Each process makes its own gradients twice: through DDP with the exchange, and through a copy of the model
 # that knows of no other process. The average of the copies' gradients, in float64, is what has to come.
@@ -132,22 +131,21 @@ def main(variants):
 """
 
 
-def check_in_processes(*stages):
-    run_in_processes(PROCESSES, [[world_size, variants] for world_size, *variants in stages])
-
-
 OURS, NCCL = ("MuonAdamW", "gloo", "float32"), ("MuonAdamW", "nccl", "float32")
 ROUNDED = ("MuonAdamW", "gloo", "bfloat16"), ("MuonAdamW", "nccl", "bfloat16")
 
 
-def test_each_process_gets_the_average_of_its_share_and_the_norm_of_all():
-    check_in_processes((3, OURS))
+def test_each_process_gets_the_average_of_its_share_and_the_norm_of_all(tmp_path):
+    run_stages(PROCESSES, tmp_path, (3, [OURS]))
 
 
 @pytest.mark.slow
-def test_each_process_gets_the_same_with_nccl_s_calls_in_bfloat16_and_with_an_optimizer_of_torch():
+def test_each_process_gets_the_same_with_nccl_s_calls_in_bfloat16_and_with_an_optimizer_of_torch(
+    tmp_path,
+):
     torch_s = ("AdamW", "gloo", "float32"), ("AdamW", "gloo", "bfloat16")
-    check_in_processes((2, OURS, NCCL, *ROUNDED, *torch_s), (4, OURS, NCCL, *ROUNDED), (3, NCCL))
+    all_ways = [OURS, NCCL, *ROUNDED]
+    run_stages(PROCESSES, tmp_path, (2, [*all_ways, *torch_s]), (4, all_ways), (3, [NCCL]))
 
 
 # base_train, with a compiler that counts the graphs it is given and runs them as they are

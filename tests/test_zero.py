@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import run_stages
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import run_in_processes
 from safetensors.torch import load_file
 
 from nanochat.gpt import GPT, GPTConfig
@@ -107,19 +107,20 @@ def main(argument):
 """
 
 
-def run_stages(folder: Path, stages: list) -> dict:
-    """Stages of (processes, first step, last step), each from the files of the one before; the weights."""
+def weights_after(folder: Path, *stages: tuple[int, int, int]) -> dict:
+    """The weights after stages of (processes, first step, last step). Each goes on from the files of the one
+    before."""
     folder.mkdir()
     sizes = [0, *(world_size for world_size, *_ in stages)]
-    run_in_processes(STEPS, [[n, [str(folder), sizes[i], *steps]] for i, (n, *steps) in enumerate(stages)])
+    run_stages(STEPS, folder, *((n, [str(folder), sizes[i], *steps]) for i, (n, *steps) in enumerate(stages)))
     return load_file(folder / "model")
 
 
 def test_one_three_five_seven_and_two_processes_make_the_same_weights_and_take_over_each_others_state(
     tmp_path,
 ):
-    calm = run_stages(tmp_path / "calm", [(1, 0, 10)])
-    moved = run_stages(tmp_path / "moved", [(1, 0, 2), (3, 2, 5), (5, 5, 7), (7, 7, 8), (2, 8, 10)])
+    calm = weights_after(tmp_path / "calm", (1, 0, 10))
+    moved = weights_after(tmp_path / "moved", (1, 0, 2), (3, 2, 5), (5, 5, 7), (7, 7, 8), (2, 8, 10))
     assert calm.keys() == moved.keys()
     for name, weight in calm.items():
         torch.testing.assert_close(moved[name], weight, rtol=1e-5, atol=1e-5)
