@@ -95,9 +95,9 @@ class SlowMuon:
                 self.p[i, j] -= lr * (update[i, j] + decay * self.p[i, j])
 
 
-def muon_group(params, decay=0.0):
+def muon_group(params):
     named = {"method": "muon", "params": params, "names": [f"w{i}" for i in range(len(params))]}
-    return named | {"lr": 0.02, "betas": (0.95, 0.9), "weight_decay": decay}
+    return named | {"lr": 0.02, "betas": (0.95, 0.9), "weight_decay": 0.3}
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (12, 6), (5, 15)])
@@ -105,7 +105,7 @@ def test_muon_is_the_slow_per_matrix_implementation_over_several_steps(shape):
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(*shape, generator=generator)) for _ in range(3)]
     slow = [SlowMuon(p.detach(), decay=0.3) for p in params]
-    optimizer = MuonAdamW([muon_group(params, decay=0.3)])
+    optimizer = MuonAdamW([muon_group(params)])
     for step in range(5):
         lr, beta = 0.02 + 0.01 * step, 0.85 + 0.02 * step  # both change from step to step
         optimizer.param_groups[0].update(lr=lr, betas=(beta, 0.9))
@@ -120,7 +120,7 @@ def test_muon_is_the_slow_per_matrix_implementation_over_several_steps(shape):
 def test_muon_leaves_a_matrix_without_gradient_as_it_is():
     params = [torch.nn.Parameter(torch.randn(6, 4)) for _ in range(2)]
     before = params[0].detach().clone()
-    optimizer = MuonAdamW([muon_group(params, decay=0.3)])
+    optimizer = MuonAdamW([muon_group(params)])
     for _ in range(3):
         params[0].grad, params[1].grad = torch.zeros(6, 4), torch.randn(6, 4)
         optimizer.step()
@@ -138,7 +138,7 @@ def test_compiled_and_eager_muon_agree_to_rounding_and_new_rates_compile_nothing
     eager = [torch.nn.Parameter(torch.randn(112, 160)) for _ in range(3)]
     compiled = copy.deepcopy(eager)
     optimizers = [
-        MuonAdamW([muon_group(params, decay=0.3)], dtype, 0 if params is compiled else None)
+        MuonAdamW([muon_group(params)], dtype, 0 if params is compiled else None)
         for params in (eager, compiled)
     ]
     for step in range(4):

@@ -155,10 +155,6 @@ def test_show_prints_the_conversations_with_their_targets(base, chats, tmp_path)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_source_that_is_not_there_ends_in_one_sentence_and_status_2(base, chats, tmp_path):
-    assert "no checkpoint at nowhere" in run(mid("nowhere", chats, tmp_path / "run"), status=2)
-
-
 def test_other_conversations_in_the_same_folder_are_refused_and_nothing_is_lost(base, chats, undisturbed):
     out, _ = undisturbed
     before = (out / "metrics.jsonl").read_bytes()
