@@ -1,6 +1,7 @@
 """A small Hugging Face Hub on loopback: as much of it as the real client, huggingface_hub, asks for."""
 
 import contextlib
+import errno
 import hashlib
 import http.server
 import json
@@ -156,3 +157,8 @@ def hub(monkeypatch):
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+def full_disk(*_, **__):
+    """In place of huggingface_hub.file_download.http_get."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from helpers import wait_until
+from hub_server import full_disk
 
 from nanochat.data import download
 from nanochat.data.download import BackgroundDownload
@@ -55,14 +56,11 @@ def test_bad_answers_are_told_once_until_a_file_comes(hub, arrival, capfd):
 def test_a_hub_that_is_gone_and_a_full_disk_end_nothing(hub, arrival, monkeypatch):
     import huggingface_hub.file_download as library
 
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     thread = start(arrival)
     wait_until(lambda: "127.0.0.1:9" in arrival.problem)
     with monkeypatch.context() as patch:
-        patch.setattr(library, "http_get", full)
+        patch.setattr(library, "http_get", full_disk)
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         wait_until(lambda: arrival.problem == os.strerror(errno.ENOSPC))
         assert thread.is_alive()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers import Process, wait_until
-from hub_server import shard
+from hub_server import full_disk, shard
 
 from nanochat import UserError
 from nanochat.data import download
@@ -115,13 +115,10 @@ def test_what_is_here_needs_no_network_and_is_compared_when_asked(hub, tmp_path,
 def test_a_full_disk_and_a_folder_that_is_a_file_are_told_at_once(hub, tmp_path, monkeypatch):
     import huggingface_hub.file_download as library
 
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"file cannot be written .*--base_dir"):
         fetch(REPO, [ZERO], tmp_path / "file")
-    monkeypatch.setattr(library, "http_get", full)
+    monkeypatch.setattr(library, "http_get", full_disk)
     with pytest.raises(UserError, match=f"cannot be written .{os.strerror(errno.ENOSPC)}"):
         fetch(REPO, [ZERO, ONE], tmp_path / "there")
     assert not list((tmp_path / "there").glob("*.parquet"))

@@ -22,18 +22,16 @@ def config(depth, aspect_ratio=64, max_seq_len=512, vocab_size=4096):
     return scaling.model_config(depth, aspect_ratio, 128, max_seq_len, vocab_size, "L")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_estimate_for_eager_code_is_what_autograd_keeps(dtype):
-    found = memory_count.compare(config(2), 2, dtype, is_compiled=False)
-    assert 0.95 < found["ratio"] < 1.1, found
+def of_d12(dtype, is_compiled):
+    return pytest.param(config(12, 64, 2048, 32768), 8, dtype, is_compiled, marks=pytest.mark.slow)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "is_compiled"), [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)]
-)
-def test_the_estimate_holds_for_d12(dtype, is_compiled):
-    found = memory_count.compare(config(12, 64, 2048, 32768), 8, dtype, is_compiled)
+@pytest.mark.parametrize(("model", "rows", "dtype", "is_compiled"), [
+    (config(2), 2, torch.float32, False), (config(2), 2, torch.float16, False),
+    of_d12(torch.float32, True), of_d12(torch.bfloat16, True), of_d12(torch.bfloat16, False),
+])  # fmt: skip
+def test_the_estimate_is_what_autograd_and_the_partitioner_keep(model, rows, dtype, is_compiled):
+    found = memory_count.compare(model, rows, dtype, is_compiled)
     assert 0.95 < found["ratio"] < 1.1, found
 
 

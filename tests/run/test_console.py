@@ -207,21 +207,22 @@ def test_without_a_terminal_on_both_streams_nothing_is_redrawn(clock, monkeypatc
 # -- The time that is left
 
 
-def simulate(steps: int, every: int, seconds: float, pause: float, total: int) -> float:
-    """What is shown after so many steps of a run that pauses before steps every, 2 * every, ..."""
+def time_left(*seconds: float, pauses: dict[int, float] | None = None) -> TimeLeft:
+    """After steps that took so many seconds. pauses: {step: seconds before it}."""
     left, now = TimeLeft(), 0.0
-    for step in range(steps):
-        now += (pause if step and step % every == 0 else 0.0) + seconds
-        left.add(seconds, now)
-    return left.after(total - steps)
+    for step, each in enumerate(seconds):
+        now += (pauses or {}).get(step, 0.0) + each
+        left.add(each, now)
+    return left
 
 
 def test_the_time_left_counts_the_evaluations_to_come():
     for steps in (101, 150, 199, 201, 400):
-        pauses = 1000 // 100 - (steps - 1) // 100
-        true = (1000 - steps) * 0.2 + pauses * 30
-        assert simulate(steps, 100, 0.2, 30, 1000) == pytest.approx(true, abs=31), steps
-    assert simulate(50, 100, 0.2, 30, 1000) == pytest.approx(950 * 0.2)  # before the first none is known
+        pauses = dict.fromkeys(range(100, steps, 100), 30.0)
+        true = (1000 - steps) * 0.2 + (10 - len(pauses)) * 30
+        found = time_left(*[0.2] * steps, pauses=pauses).after(1000 - steps)
+        assert found == pytest.approx(true, abs=31), steps
+    assert time_left(*[0.2] * 50).after(950) == pytest.approx(950 * 0.2)  # before the first none is known
 
 
 def test_the_time_left_counts_the_last_evaluation_and_the_last_step_has_none(capsys, clock):
@@ -234,20 +235,12 @@ def test_the_time_left_counts_the_last_evaluation_and_the_last_step_has_none(cap
 
 
 def test_the_time_left_follows_a_machine_that_becomes_slower_and_knows_nothing_after_one_step():
-    left, now = TimeLeft(), 0.0
-    left.add(60.0, now)  # compiles
-    assert left.after(9) is None
-    left.add(0.1, now := 100.0)  # after a pause for what is done once
-    assert left.after(9) == pytest.approx(0.9)
-    for seconds in [0.1] * 500 + [0.3] * 400:
-        now += seconds
-        left.add(seconds, now)
-    assert left.after(100) == pytest.approx(30, rel=0.05)
+    assert time_left(60.0).after(9) is None  # it compiles; then a pause for what is done once
+    assert time_left(60.0, 0.1, pauses={1: 99.9}).after(9) == pytest.approx(0.9)
+    slower = time_left(60.0, *[0.1] * 501, *[0.3] * 400, pauses={1: 99.9})
+    assert slower.after(100) == pytest.approx(30, rel=0.05)
 
 
 def test_a_step_that_compiles_later_is_no_measure_of_the_time_left():
-    left, now = TimeLeft(), 0.0
-    for seconds in [0.9] + [0.2] * 9 + [40.0] + [0.1] * 2:  # of a CPU: the eleventh compiles
-        now += seconds
-        left.add(seconds, now)
-    assert left.after(500) == pytest.approx(50)
+    # of a CPU: the eleventh compiles
+    assert time_left(0.9, *[0.2] * 9, 40.0, 0.1, 0.1).after(500) == pytest.approx(50)
