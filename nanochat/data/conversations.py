@@ -22,10 +22,9 @@ from nanochat import UserError
 from nanochat.data import textfiles
 from nanochat.data.chat_format import ConversationData, Conversations, Message
 from nanochat.data.hub import PREFIX, local_files
-from nanochat.data.parquet import PYARROW_ERRORS
+from nanochat.data.parquet import open_parquet, values_in
 from nanochat.data.python_questions import open_embedded
 from nanochat.files import user_path
-from nanochat.terminal import first_line
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 SHOWN_ERRORS = 10  # bad conversations that a message shows
@@ -107,7 +106,7 @@ def _read_files(setting: str, value: str, bad: list[str], fetched: Callable) -> 
     for path, weight in _sources(setting, value):
         on_hub = path.startswith(PREFIX)
         files, _ = reversed(fetched(path)) if on_hub else textfiles.find_files(setting, path)
-        files = [file for file in files if file.suffix not in (".txt", ".md", ".py")]
+        files = [file for file in files if file.suffix.lower() not in (".txt", ".md", ".py")]
         if not files:
             raise UserError(f"{setting}={path} has no .jsonl .jsonl.gz .json .parquet file; give one")
         for file in files:
@@ -150,21 +149,12 @@ def _values(path: Path, bad: list[str]) -> Iterator[tuple[object, str]]:
 
 
 def _rows(path: Path) -> Iterator[tuple[dict, str]]:
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.ParquetFile(path)
-        columns = [name for name in ("messages", "conversations") if name in table.schema_arrow.names]
-        if not columns:
-            raise UserError(f"{path} has no column `messages` or `conversations`; name another file")
-        batches = table.iter_batches(1024, columns=columns[:1], use_threads=False)
-        rows = (value for batch in batches for value in batch.column(0).to_pylist())
-        for number, value in enumerate(rows, start=1):
-            yield {columns[0]: value}, f"{path}, row {number}"
-    except UserError:  # a ValueError, as some of pyarrow's are
-        raise
-    except PYARROW_ERRORS as error:
-        raise UserError(f"{path} is damaged ({first_line(error)}); get it again") from error
+    file = open_parquet(path)
+    columns = [name for name in ("messages", "conversations") if name in file.schema_arrow.names]
+    if not columns:
+        raise UserError(f"{path} has no column `messages` or `conversations`; name another file")
+    for number, value in enumerate(values_in(path, file, columns[0]), start=1):
+        yield {columns[0]: value}, f"{path}, row {number}"
 
 
 # -- one conversation

@@ -110,18 +110,32 @@ class Documents:
         return self._groups.documents()
 
 
-def open_shard(shard: Path, field: str = "text"):
-    """Open a shard as a pyarrow ParquetFile. Raises UserError if it has no text in the column `field`."""
+def open_parquet(path: Path):
+    """Open a file as a pyarrow ParquetFile. Raises UserError if it is none."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        source = pa.OSFile(os.fsencode(shard))  # from a str, pyarrow takes UTF-8 names only
-        file = pq.ParquetFile(source, page_checksum_verification=True)
+        source = pa.OSFile(os.fsencode(path))  # from a str, pyarrow takes UTF-8 names only
+        return pq.ParquetFile(source, page_checksum_verification=True)
     except PYARROW_ERRORS as error:
         raise UserError(
-            f"{shard} cannot be read as a parquet file ({first_line(error)}); remove it or get it again"
+            f"{path} cannot be read as a parquet file ({first_line(error)}); remove it or get it again"
         ) from error
+
+
+def values_in(path: Path, file, column: str) -> Iterator:
+    """The values of a column of an open parquet file. Raises UserError if it is damaged."""
+    try:
+        for batch in file.iter_batches(1024, columns=[column], use_threads=False):
+            yield from batch.column(0).to_pylist()
+    except PYARROW_ERRORS as error:
+        raise UserError(f"{path} is damaged ({first_line(error)}); get it again") from error
+
+
+def open_shard(shard: Path, field: str = "text"):
+    """Open a shard as a pyarrow ParquetFile. Raises UserError if it has no text in the column `field`."""
+    file = open_parquet(shard)
     schema = file.schema_arrow
     if schema.names.count(field) != 1 or not _is_text(schema.field(field).type):
         columns = ", ".join(f"{column.name}: {column.type}" for column in schema)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from nanochat import UserError
-from nanochat.data.parquet import PYARROW_ERRORS, open_shard
+from nanochat.data.parquet import open_shard, values_in
 from nanochat.files import user_path
 from nanochat.terminal import first_line
 
@@ -109,7 +109,8 @@ def read_documents(path: Path, text_field: str, advance: Callable[[int], None]) 
     suffix, done = path.suffix.lower(), 0
     with opened(path) as file:
         if suffix == ".parquet":
-            texts = _column(path, text_field)
+            shard = open_shard(path, text_field)
+            texts = (text or "" for text in values_in(path, shard, text_field))
         elif suffix in (".json", ".jsonl", ".gz"):
             texts = (_text_of(value, text_field, place) for value, place in json_values(path, file))
         else:
@@ -223,13 +224,3 @@ def _text_of(value, text_field: str, place: str) -> str:
             "another field with --text_field"
         )
     return text or ""
-
-
-def _column(path: Path, text_field: str) -> Iterator[str]:
-    """The texts of a column of a parquet file."""
-    shard = open_shard(path, text_field)
-    try:
-        for batch in shard.iter_batches(1024, columns=[text_field], use_threads=False):
-            yield from (text or "" for text in batch.column(0).to_pylist())
-    except PYARROW_ERRORS as error:
-        raise UserError(f"{path} is damaged ({first_line(error)}); get it again") from error

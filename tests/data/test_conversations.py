@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -48,8 +49,10 @@ def test_the_formats_in_wide_use_give_the_same_messages(tmp_path, val):
     assert read(tmp_path / "a.json", val).messages == [expected] * 3
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
     assert read(tmp_path / "b.jsonl.gz", val).messages == [expected] * 3
-    pq.write_table(pa.Table.from_pylist([rows[0]] * 2), tmp_path / "c.parquet")
-    assert read(tmp_path / "c.parquet", val).messages == [expected] * 2
+    strange = tmp_path / os.fsdecode(b"\xff.parquet")
+    with strange.open("wb") as file:
+        pq.write_table(pa.Table.from_pylist([rows[0]] * 2), file)
+    assert read(strange, val).messages == [expected] * 2
 
 
 def test_files_have_weights_and_a_folder_holds_several(tmp_path, val):
@@ -57,6 +60,7 @@ def test_files_have_weights_and_a_folder_holds_several(tmp_path, val):
     a = write_jsonl(tmp_path / "a.jsonl", [messages(*GOOD)] * 2)
     for name in ("b", "c"):
         write_jsonl(tmp_path / "more" / f"{name}.jsonl", [messages(("user", name), ("assistant", "x"))])
+    (tmp_path / "more" / "README.MD").write_text("no conversation")
     train = read(f"{a}:3,{tmp_path / 'more'}:0.5", val)
     assert train.weights == [3, 3, 0.5, 0.5]
     assert [m[0][1] for m in train.messages] == ["Hi", "Hi", "b", "c"]
@@ -116,7 +120,7 @@ def test_validation_is_drawn_by_the_first_question_and_does_not_move(tmp_path):
     ("name", "content", "says"),
     [
         ("a.jsonl.gz", b"\x1f\x8b broken", r"a\.jsonl\.gz cannot be read"),
-        ("a.parquet", b"PAR1 broken", r"a\.parquet is damaged"),
+        ("a.parquet", b"PAR1 broken", r"a\.parquet cannot be read as a parquet file"),
         ("a.txt", b"Hi", "has no .jsonl"),
     ],
 )
