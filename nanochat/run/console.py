@@ -125,9 +125,8 @@ class Console:
 
 def fitting(pieces: list[str], columns: int) -> str:
     """As many of the pieces as a line has columns for; at least the first one, cut to the line's width."""
-    pieces = list(pieces)
     while len(pieces) > 1 and len(" | ".join(pieces)) > columns:
-        pieces.pop()
+        pieces = pieces[:-1]
     return " | ".join(pieces)[:columns]
 
 

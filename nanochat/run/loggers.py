@@ -28,12 +28,14 @@ def choose(logger: str | None, run: str) -> list[str]:
     names = [name.strip() for name in logger.split(",")] if logger else ["wandb"] * (run != UNNAMED)
     if unknown := [name for name in names if name not in KINDS]:
         raise UserError(f"there is no logger {unknown[0]!r}; --logger takes any of {','.join(KINDS)}")
-    if missing := [name for name in names if not _is_installed(name)]:
+    specs = {name: importlib.util.find_spec(name) for name in names}
+    # A folder of that name, such as a run's, has no origin
+    if missing := [name for name, spec in specs.items() if not (spec and spec.origin)]:
         raise UserError(
             f"{' and '.join(missing)} cannot be imported; install it with `pip install {' '.join(missing)}`, "
             "or leave it out of --logger"
         )
-    return list(dict.fromkeys(names))
+    return list(specs)
 
 
 class Loggers:
@@ -160,11 +162,6 @@ class Trackio(WritesTables):
 
 
 KINDS = {"wandb": Wandb, "tensorboard": TensorBoard, "trackio": Trackio}  # by the name of the package
-
-
-def _is_installed(package: str) -> bool:
-    spec = importlib.util.find_spec(package)
-    return bool(spec and spec.origin)  # a folder of that name, such as a run's, has none
 
 
 def _name(run: str, folder: Path) -> str:
