@@ -11,7 +11,7 @@ from nanochat.data import packing
 from nanochat.data.loader import TrainLoader
 from nanochat.data.parquet import RowGroups
 
-BOS = 0
+BOS = (1 << 20) - 1  # the last one: no row has it without being told
 
 
 class Numbers:
@@ -19,7 +19,7 @@ class Numbers:
 
     bos_id = BOS
     fingerprint = "numbers"
-    vocab_size = 1 << 20
+    vocab_size = BOS + 1
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(text.split(), dtype=np.uint32)

@@ -7,7 +7,6 @@ import functools
 import itertools
 import json
 import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,14 +14,13 @@ import torch
 from corpora import BOS, Corpus, Numbers, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shards import flat, write_shard
+from shards import flat
 
 from nanochat import UserError
 from nanochat.data import loader as loader_module
 from nanochat.data import packing
 from nanochat.data.loader import TrainLoader, merge_states
 from nanochat.data.parquet import RowGroups
-from nanochat.data.tokenizer import train
 
 
 def slow_rows(epochs, row_tokens: int):
@@ -131,25 +129,6 @@ def test_a_restart_where_the_lanes_are_in_different_epochs_changes_nothing(tmp_p
         _, (state,) = run(shards, steps, n_lanes=4, T=16)
         assert len({position["epoch"] for position in state["lanes"].values()}) > 1
         assert np.array_equal(run(shards, 120 - steps, n_lanes=4, T=16, state=state)[0], expected[steps:])
-
-
-def test_rows_of_real_text_say_what_the_documents_say(tmp_path):
-    texts = [path.read_text("utf-8") for path in sorted(Path(json.__file__).parent.parent.glob("[a-h]*.py"))]
-    texts = [text[i : i + 3000] for text in texts for i in range(0, len(text), 3000)][:300]
-    shards = [write_shard(tmp_path / f"{i}.parquet", texts[i::2], row_group_size=16) for i in range(2)]
-    tokenizer = train(texts, 600)
-    rows = run(shards, 40, n_lanes=8, T=128, tokenizer=tokenizer)[0].reshape(-1, 129)
-    known = {tuple(tokenizer.encode(text).tolist()) for text in texts}
-    whole = 0
-    for row in rows:
-        starts = np.flatnonzero(row == tokenizer.bos_id)
-        assert starts[0] == 0
-        whole += sum(tuple(piece[1:].tolist()) in known for piece in np.split(row, starts[1:]))
-    assert whole > 0
-    text = "".join(texts)
-    for row in rows[:20]:
-        for piece in np.split(row, np.flatnonzero(row == tokenizer.bos_id)):
-            assert tokenizer.decode(piece[1:]).strip("�") in text
 
 
 def test_a_document_much_longer_than_the_buffer_is_streamed(tmp_path):
