@@ -252,7 +252,6 @@ def is_alive(pid: int) -> bool:
 
 
 def assert_ended(*pids: int):
-    """These processes end, or have ended."""
     wait_until(lambda: not any(map(is_alive, pids)))
 
 

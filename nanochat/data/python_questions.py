@@ -159,7 +159,6 @@ def _rng(text: str) -> random.Random:
 
 
 def _add(split: Conversations, turns: list[Turn], weight: float = 1.0):
-    """Add a conversation of questions and answers to a split."""
     messages = [message for q, a in turns for message in (("user", q), ("assistant", a))]
     rng = _rng(messages[0][1])
     if rng.random() < WITH_SYSTEM:

@@ -101,7 +101,6 @@ class Run:
 
     @property
     def model(self) -> dict:
-        """The model's sizes."""
         model = self.section("identity").get("model")
         return model if isinstance(model, dict) else {}
 

@@ -144,7 +144,6 @@ def changed_settings(run: Run, defaults: dict) -> dict[str, dict]:
 
 
 def script_of(run: Run) -> str:
-    """The script that made the run."""
     return f"scripts.{run.kind}_train"
 
 
@@ -157,7 +156,6 @@ def defaults_of(script: str) -> dict:
 
 
 def plan_lines(run: Run) -> list[str]:
-    """The lines of the plan that config.json holds."""
     plan = run.config.get("plan")
     return [text(line) for line in plan[:100]] if isinstance(plan, list) else []
 
