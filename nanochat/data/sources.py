@@ -83,6 +83,8 @@ def open_dataset(
         dataset = _open_files(folder, data, files, val_sets, text_field, others)
     more = zip(set_names(paths)[1:], val_sets[1:], strict=True)
     more_val = {name: _open_validation(folder, files, text_field)[0] for name, files in more}
+    for val_shards in more_val.values():
+        _check_twins(dataset.train_shards, val_shards)
     return replace(dataset, more_val=more_val)
 
 

@@ -11,6 +11,7 @@ import codecs
 import contextlib
 import gzip
 import io
+import itertools
 import json
 import os
 import re
@@ -71,7 +72,8 @@ def set_names(paths: list[str]) -> list[str]:
     names = [""]
     for path in paths[1:]:
         name = re.sub(r"[^\w-]+", "_", Path(path.rstrip("/")).name.split(".")[0])[:40] or "set"
-        names.append(f"{name}_{len(names)}" if name in names else name)
+        numbered = (f"{name}_{number}" for number in itertools.count(2))
+        names.append(next(one for one in itertools.chain([name], numbered) if one not in names))
     return names
 
 

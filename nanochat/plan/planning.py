@@ -93,7 +93,7 @@ class Plan:
     @property
     def bytes_per_token(self) -> float:
         """Mean UTF-8 bytes of a token of the training text; 0 if they are not known."""
-        return self.data_bytes / self.data_tokens if self.data_tokens else 0.0
+        return self.data_bytes / self.data_tokens
 
     @property
     def expected_memory(self) -> dict[str, int]:

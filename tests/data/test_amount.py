@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from shards import write_shard
 
+from nanochat import UserError
 from nanochat.data.amount import vocabulary_size
 from nanochat.data.dataset import Dataset
 from nanochat.data.public import PUBLIC, TOKENS_PER_SHARD
@@ -56,7 +57,8 @@ def true_tokens(dataset: Dataset) -> int:
 def test_the_tokens_of_a_small_data_set_are_counted_exactly(tmp_path):
     dataset = in_place(tmp_path / "in", ["", *documents(500_000)], row_group_size=7)
     assert dataset.estimated_tokens(Words()) == true_tokens(dataset)
-    assert in_place(tmp_path / "empty", [""] * 4).estimated_tokens(Words()) == 0
+    with pytest.raises(UserError, match="holds no text"):
+        in_place(tmp_path / "empty", [""] * 4).estimated_tokens(Words())
 
 
 @pytest.mark.parametrize(

@@ -229,6 +229,8 @@ def test_validation_that_equals_a_training_shard_is_refused(hub, tmp_path, monke
     folder = tmp_path / "data" / "climbmix"
     fetch(REPO, list(hub.files), folder)
     (folder / "shard_00003.parquet").write_bytes(hub.files[ONE])
-    for arguments in ("climbmix",), (folder, folder / "shard_00003.parquet"):
+    (tmp_path / "own.parquet").write_bytes(shard(5))
+    further = f"{tmp_path / 'own.parquet'},{folder / 'shard_00003.parquet'}"
+    for arguments in ("climbmix",), (folder, folder / "shard_00003.parquet"), ("climbmix", further):
         with pytest.raises(UserError, match=rf"{ONE} .*shard_00003.parquet have the same content"):
             open_dataset(*arguments, base_dir=tmp_path)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nanochat import UserError
 from nanochat.data import textfiles
-from nanochat.data.textfiles import SECTION, find_files, read_documents
+from nanochat.data.textfiles import SECTION, find_files, read_documents, set_names
 
 
 def read(path: Path, field: str = "text") -> list[str]:
@@ -109,6 +109,11 @@ def test_files_are_found_in_nested_folders_without_hidden_ones(tmp_path):
     assert [path.name for path in twice] == ["c.txt", "f.jsonl.gz"]
     with pytest.raises(UserError, match="nowhere does not exist"):
         find_files("data", f"{tmp_path},{tmp_path / 'nowhere'}")
+
+
+def test_each_validation_set_has_a_name_of_its_own():
+    names = set_names(["x.txt", "a_2.txt", "q/a.txt", "r/a.txt", "s/a.txt"])
+    assert names[:3] == ["", "a_2", "a"] and len(set(names)) == 5
 
 
 def test_a_compressed_stream_is_never_unpacked_as_a_whole(tmp_path):
