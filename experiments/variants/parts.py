@@ -24,17 +24,17 @@ variants = {
     # Parts of the model
     "without shifted keys": {"patch": "without.patch"},
     "without keys as queries": {"patch": "without.patch"},
-    "without QK scale": {"patch": "without.patch"},
+    "without QK scale": {"patch": "without.patch"},  # 1, not 1.2
     "without gates of heads": {"patch": "without.patch"},
     "without value embeddings": {"patch": "without.patch"},
     "without gate of value embeddings": {"patch": "without.patch"},
-    "without tables": {"patch": "without.patch"},
+    "without tables": {"patch": "without.patch"},  # all value embeddings are rows of the head
     "without rows of the head": {"patch": "without.patch"},
     "without smear": {"patch": "without.patch"},
     "without gate of the smear": {"patch": "without.patch"},
     "without x0 in the last block": {"patch": "without.patch"},
-    "without leak": {"patch": "without.patch"},
-    "without softcap": {"patch": "without.patch"},
+    "without leak": {"patch": "without.patch"},  # ReLU squared
+    "without softcap": {"patch": "without.patch"},  # 60, not 15
     "tokens do not share their spelling": {"spelling": "off"},
     "no rows for pairs of tokens": {"bigrams": 0},
     # Parts of the optimizer and the schedules

@@ -4,6 +4,7 @@ import json
 import random
 import re
 import shutil
+import time
 
 import pytest
 from helpers import (
@@ -19,7 +20,10 @@ from helpers import (
     run,
     run_tree,
     wait_for_step,
+    wait_until,
 )
+
+from nanochat import checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +98,24 @@ def test_other_processes_and_micro_batches_give_the_same_losses(
 ):
     run(mid(base, chats, tmp_path / "run", f"--device_batch_size={rows}"), processes=processes)
     assert losses(tmp_path / "run") == pytest.approx(losses(undisturbed[0]), abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_10_random_moments_equals_an_undisturbed_one_bit_for_bit(base, chats, tmp_path):
+    long = ["--num_iterations=3000", "--warmdown_ratio=0", "--save_every=20", "--eval_every=-1"]
+    draw, out = random.Random(3), tmp_path / "killed"
+    for _ in range(10):
+        process = Process(mid(base, chats, out, *long))
+        before = checkpoint.newest_in_words(out)
+        wait_until(lambda before=before: checkpoint.newest_in_words(out) != before, process)
+        time.sleep(draw.uniform(0, 0.3))
+        process.kill()
+        assert process.wait() == -9, "it ended before the last kill"
+    newest = max(checkpoint.checkpoints_in(out))
+    end = [f"--num_iterations={newest + 5}", "--warmdown_ratio=0", "--save_every=20", "--eval_every=-1"]
+    run(mid(base, chats, out, *end))
+    run(mid(base, chats, tmp_path / "calm", *end))
+    assert_same_run(out, tmp_path / "calm")
 
 
 def test_an_overflow_in_float16_is_skipped_and_training_goes_on(base, chats, tree, tmp_path):
