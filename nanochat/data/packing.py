@@ -140,12 +140,7 @@ class Feed:
         self._epoch = min(epoch for epoch, _ in self.start.values())
         self._begin_epoch()
         earliest = [(lane, taken) for lane, (epoch, taken) in self.start.items() if epoch == self._epoch]
-        first = min(taken * self.stride + self.shares[lane] for lane, taken in earliest)  # the next document
-        while self._given < first and (group := next(self._coming, None)) is not None:
-            if self._given + self.groups.sizes[group] > first:
-                self._coming = itertools.chain([group], self._coming)
-                break
-            self._given += self.groups.sizes[group]
+        self._first = min(taken * self.stride + self.shares[lane] for lane, taken in earliest)
 
     def next(self, lane: int) -> tuple[int, str] | None:
         """The lane's next (document number in the data set, text); None once at the end of every epoch."""
@@ -157,6 +152,7 @@ class Feed:
     def _begin_epoch(self) -> None:
         self._coming = iter(self.order(self._epoch))  # the row groups that are still to be read
         self._given = 0  # documents of the epoch in the row groups before those
+        self._first = 0  # the first document of the epoch that a lane still needs
 
     def _read_group(self) -> None:
         """Read one row group and give each lane the documents that it has not taken yet, or end the epoch."""
@@ -168,18 +164,20 @@ class Feed:
             self._epoch += 1
             self._begin_epoch()
             return
-        size, first_document = self.groups.sizes[group], self.groups.starts[group]
+        size, first_document, given = self.groups.sizes[group], self.groups.starts[group], self._given
+        self._given += size
+        if self._given <= self._first:  # all its documents were taken before the restart: it is not read
+            return
         shuffled = permutation(size, self.seed, self._epoch, group + 1)
         wanted = {}
         for lane, share in self.shares.items():
             epoch, taken = self.start[lane]
             if self._epoch < epoch:
                 continue
-            skip = (share - self._given) % self.stride
+            skip = (share - given) % self.stride
             if self._epoch == epoch:  # leave out the documents that were taken before the restart
-                skip += max(0, taken * self.stride + share - (self._given + skip))
+                skip = max(skip, taken * self.stride + share - given)
             wanted[lane] = shuffled[skip :: self.stride]
-        self._given += size
         rows = np.sort(np.concatenate([*wanted.values()]))  # those of this process
         read = self.groups.read(group, rows if len(rows) < size else None)
         texts = dict(zip(rows.tolist(), read, strict=True))
