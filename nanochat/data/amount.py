@@ -13,11 +13,6 @@ TEXT_OF_SMALLEST = 30_000_000  # bytes of text; with more, the vocabulary grows
 SCARCE = 16  # bytes of text a token of a batch; with fewer, the tokens are counted
 
 
-def text_bytes(groups: RowGroups) -> int:
-    """About how many UTF-8 bytes all texts have: the column's size without lengths and page headers."""
-    return max(0, groups.text_bytes - 4 * sum(groups.sizes) - 256 * len(groups.sizes))
-
-
 def vocabulary_size(size: int) -> int:
     """The default vocabulary size for a text of `size` UTF-8 bytes.
 
@@ -40,7 +35,7 @@ def estimate_tokens(groups: RowGroups, tokenizer: Tokenizer) -> int:
     the start of its row group, the last one at the end, the others between. This is fair to long documents: a
     row group ends with the document that makes it large enough, which is often a long one.
     """
-    if text_bytes(groups) <= SAMPLE_BYTES:
+    if groups.text_bytes <= SAMPLE_BYTES:
         return count_tokens(groups, tokenizer)
     windows = min(SAMPLE_WINDOWS, len(groups.sizes))
     size = SAMPLE_BYTES // windows
@@ -51,7 +46,7 @@ def estimate_tokens(groups: RowGroups, tokenizer: Tokenizer) -> int:
         window = text[start : start + size]
         sampled_bytes += len(window.encode("utf-8", "replace"))
         sampled_tokens += len(tokenizer.encode(window))
-    return round(text_bytes(groups) * sampled_tokens / max(1, sampled_bytes))
+    return round(groups.text_bytes * sampled_tokens / max(1, sampled_bytes))
 
 
 def _text_from(groups: RowGroups, group: int, size: int) -> str:
@@ -75,7 +70,7 @@ def check_amount(groups: RowGroups, tokenizer: Tokenizer, rows_per_step: int, ma
             f"the training data has {documents} documents, fewer than the {rows_per_step} rows of a batch; "
             f"use a total_batch_size of at most {documents * max_seq_len} tokens, or more data"
         )
-    if text_bytes(groups) >= SCARCE * batch:
+    if groups.text_bytes >= SCARCE * batch:
         return
     tokens = count_tokens(groups, tokenizer)
     if tokens < batch:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nanochat import UserError
-from nanochat.data.amount import estimate_tokens, text_bytes, vocabulary_size
+from nanochat.data.amount import estimate_tokens, vocabulary_size
 from nanochat.data.parquet import Documents, RowGroups, write_sorted
 from nanochat.data.tokenizer import Tokenizer, open_tokenizer
 from nanochat.files import building
@@ -34,28 +34,35 @@ class Dataset:
     fingerprint: str  # of the content, hexadecimal; a checkpoint stores it
     note: str  # one line for the log: how many documents, from where
     more_val: dict[str, list[Path]] = field(default_factory=dict, kw_only=True)  # further validation sets
+    more_text: str = field(default="", kw_only=True)  # how to get shards that a run lacks, see for_run
 
     @property
     def val_sets(self) -> dict[str, list[Path]]:
         """{name of its bits per byte in a record: shards} of every validation set."""
         return {"val_bpb": self.val_shards} | {f"val_bpb_{name}": s for name, s in self.more_val.items()}
 
+    @property
+    def sampled_shards(self) -> list[Path]:
+        """The training shards that a tokenizer is trained on, and whose text stands for all: here all."""
+        return self.train_shards
+
     def train_texts(self) -> Documents:
-        """The documents that a tokenizer is trained on: all training documents in stored order."""
-        return Documents(self.train_shards)
+        """The documents that a tokenizer is trained on, in stored order."""
+        return Documents(self.sampled_shards)
 
     def estimated_tokens(self, tokenizer: Tokenizer) -> int:
         """About how many training tokens there are, without `<|bos|>`: exact for up to 2 MB of text, else
         estimated from a sample of 2 MB (embedded data of Python 3.11: 0.3 s, and 0.6 % too few). Raises
         UserError if there are none: parquet files in place may hold empty documents alone."""
-        if not (tokens := estimate_tokens(RowGroups(self.train_shards), tokenizer)):
+        if not (tokens := estimate_tokens(RowGroups(self.sampled_shards), tokenizer)):
             raise UserError(f"{self.name} holds no text; give --data files with documents in them")
-        return tokens
+        return tokens * len(self.train_shards) // len(self.sampled_shards)
 
     @property
     def text_bytes(self) -> int:
         """About how many UTF-8 bytes the training text has."""
-        return text_bytes(RowGroups(self.train_shards))
+        sampled = RowGroups(self.sampled_shards).text_bytes
+        return sampled * len(self.train_shards) // len(self.sampled_shards)
 
     @property
     def suggested_vocab_size(self) -> int:
@@ -78,13 +85,11 @@ class Dataset:
     # Public data (public.py) override these: their shards may arrive while the run trains
 
     def for_run(self, tokenizer: Tokenizer, resumed, machine) -> "Dataset":
-        """The data set as a run reads it. resumed: the checkpoint that the run continues, or None."""
-        return self
+        """The data set as a run reads it. resumed: the checkpoint that the run continues, or None.
 
-    @property
-    def more_text(self) -> str:
-        """How to get shards that the horizon needs and the run lacks; "" if it lacks none."""
-        return ""
+        `more_text` of the result says how to get shards that the horizon needs and the run lacks.
+        """
+        return self
 
     def begin(self, machine, stop, timeout_s: float) -> None:
         """Start to download missing shards in the background. stop: the run's StopSignal."""

@@ -37,14 +37,13 @@ class RowGroups:
     """The row groups of all shards, numbered from 0 in the order of the shards; empty ones are left out.
 
     sizes: documents in each row group. starts: documents before each row group, then the number of all.
-    text_bytes: bytes of the column `text` without compression. Raises UserError if a shard cannot be opened.
-    `ArrivingRowGroups` opens its shards one after the other.
+    Raises UserError if a shard cannot be opened. `ArrivingRowGroups` opens its shards one after the other.
     """
 
     def __init__(self, shards: Sequence[Path]):
         self.sizes: list[int] = []
         self.starts = [0]
-        self.text_bytes = 0
+        self._column_bytes = 0  # of the column `text` without compression
         self._shard_of: list[tuple[Path, int]] = []  # shard, and number of the row group within it
         self._open = functools.lru_cache(OPEN_SHARDS)(open_shard)
         for shard in map(Path, shards):
@@ -60,7 +59,12 @@ class RowGroups:
                 self._shard_of.append((shard, i))
                 self.sizes.append(group.num_rows)
                 self.starts.append(self.starts[-1] + group.num_rows)
-                self.text_bytes += group.column(column).total_uncompressed_size
+                self._column_bytes += group.column(column).total_uncompressed_size
+
+    @property
+    def text_bytes(self) -> int:
+        """About how many UTF-8 bytes all texts have: the column's size without lengths and page headers."""
+        return max(0, self._column_bytes - 4 * self.starts[-1] - 256 * len(self.sizes))
 
     arriving = False  # whether shards may still be on their way
 

@@ -6,12 +6,12 @@ epoch reads them in the order of their numbers, so training can begin when the f
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from nanochat import UserError
-from nanochat.data.amount import LARGEST_VOCABULARY, estimate_tokens, text_bytes
+from nanochat.data.amount import LARGEST_VOCABULARY
 from nanochat.data.dataset import Dataset
 from nanochat.data.download import BackgroundDownload
-from nanochat.data.parquet import Documents, RowGroups
 from nanochat.data.streaming_shards import Arrival, ArrivingShards
 from nanochat.data.tokenizer import Tokenizer
 
@@ -57,26 +57,14 @@ class PublicDataset(Dataset):
     public: Public
     arrival: Arrival = field(compare=False)
     here: int  # training shards that are complete, counted up to the first one that is missing
-    needed: int  # training shards that the horizon needs
     download: bool  # whether missing shards are downloaded while training goes on
     tokens: Callable[..., int] | None = field(compare=False)  # tokens(vocab_size) is how many the run reads
-    fixed: bool = False  # whether the number of shards is that of the run's first start
-
-    def train_texts(self) -> Documents:
-        """The documents of the first shard: the tokenizer is the same for any number of shards."""
-        return Documents(self.train_shards[:1])
+    suggested_vocab_size = LARGEST_VOCABULARY  # however few shards are here
 
     @property
-    def suggested_vocab_size(self) -> int:
-        return LARGEST_VOCABULARY  # however few shards are here
-
-    def estimated_tokens(self, tokenizer: Tokenizer) -> int:
-        """About how many tokens this run's shards have: the first shard's, times the number of shards."""
-        return estimate_tokens(RowGroups(self.train_shards[:1]), tokenizer) * len(self.train_shards)
-
-    @property
-    def text_bytes(self) -> int:
-        return text_bytes(RowGroups(self.train_shards[:1])) * len(self.train_shards)
+    def sampled_shards(self) -> list[Path]:
+        """The first shard: the tokenizer is the same for any number of shards."""
+        return self.train_shards[:1]
 
     def for_run(self, tokenizer: Tokenizer, resumed, machine) -> "PublicDataset":
         """The data set with as many shards as the horizon needs; with download=off, at most those that are
@@ -96,29 +84,19 @@ class PublicDataset(Dataset):
         self.arrival.how = command(self.name, count)
         paths = [self.arrival.folder / self.public.file(number) for number in range(count)]
         coming = f", {count - here:,} of them come while training goes on" if count > here else ""
-        return replace(
-            self,
-            train_shards=ArrivingShards(paths, self.arrival),
-            note=f"{count:,} of {self.public.shards - 1:,} training shards{coming}",
-            here=here,
-            needed=needed,
-            fixed=before is not None,
-        )
-
-    @property
-    def more_text(self) -> str:
-        count = len(self.train_shards)
-        if count >= self.needed:
-            return ""
-        if self.fixed:
-            return (
+        note, more_text = f"{count:,} of {self.public.shards - 1:,} training shards{coming}", ""
+        if count < needed and before:
+            more_text = (
                 f"the run keeps the {count} shards of its first start, and a new one (--resume=never) would "
-                f"take {self.needed}"
+                f"take {needed}"
             )
-        return (
-            f"the horizon needs {self.needed} shards of {self.name} and {count} are here, so get the others "
-            f"with {command(self.name, self.needed)}, or give --download=on"
-        )
+        elif count < needed:
+            more_text = (
+                f"the horizon needs {needed} shards of {self.name} and {count} are here, so get the others "
+                f"with {command(self.name, needed)}, or give --download=on"
+            )
+        shards = ArrivingShards(paths, self.arrival)
+        return replace(self, train_shards=shards, note=note, here=here, more_text=more_text)
 
     def begin(self, machine, stop, timeout_s: float) -> None:
         # Other processes wait timeout_s at most, perhaps for the one that waits for a shard
@@ -143,13 +121,6 @@ class UnseenDataset(Dataset):
 
     train_texts, text_bytes = None, 0
     suggested_vocab_size = LARGEST_VOCABULARY
-
-    @classmethod
-    def of(cls, name: str, public: Public, tokens: Callable[..., int]) -> "UnseenDataset":
-        shards = public.shards_for(tokens())
-        note = f"about {shards:,} of {public.shards - 1:,} training shards"
-        note += f", not here yet (get them: {command(name, shards)})"
-        return cls(name, [], [], "unknown", note, public, tokens)
 
     def estimated_tokens(self, tokenizer) -> int:
         return self.public.shards_for(self.tokens(tokenizer.vocab_size)) * TOKENS_PER_SHARD

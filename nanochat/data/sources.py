@@ -280,11 +280,13 @@ def _open_public(
     at_start = {} if val_shards else {public.validation: "validation split"}
     at_start |= {public.file(0): "first training shard"}
     missing = [file for file in at_start if not (folder / file).exists()]
-    if missing and plan_only and tokens:
-        return UnseenDataset.of(name, public, tokens)
+    needed = public.shards_for(tokens()) if tokens else None
+    if missing and plan_only and needed:
+        note = f"about {needed:,} of {public.shards - 1:,} training shards"
+        note += f", not here yet (get them: {command(name, needed)})"
+        return UnseenDataset(name, [], [], "unknown", note, public, tokens)
     if missing and download:
         fetch(public.repo, [*at_start], folder)
-    needed = public.shards_for(tokens()) if tokens else None
     how = command(name, needed or 8) + (", or give --download=on" if needed and not download else "")
     arrival = Arrival(folder, how, PATIENCE_S if download else 0)
     here = 0
@@ -298,16 +300,6 @@ def _open_public(
     opened = _open_shards(name, train[:1], val_shards or [folder / public.validation])
     _check_twins(train, opened.val_shards)
     note = f"{here:,} of {public.shards - 1:,} training shards"
-    return PublicDataset(
-        name,
-        ArrivingShards(train, arrival),
-        opened.val_shards,
-        opened.fingerprint,
-        note,
-        public,
-        arrival,
-        here,
-        needed or here,
-        download,
-        tokens,
-    )
+    shards = ArrivingShards(train, arrival)
+    common = name, shards, opened.val_shards, opened.fingerprint, note
+    return PublicDataset(*common, public, arrival, here, download, tokens)
