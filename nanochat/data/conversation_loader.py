@@ -69,24 +69,21 @@ def render_all(
     conversations: Conversations, tokenizer: Tokenizer, max_seq_len: int, loss_on: str
 ) -> Rendered:
     """Tokenize conversations, at most max_seq_len + 1 tokens of each. Raises UserError if none is left."""
-    ids, is_target, sizes, weights, cut, dropped = [], [], [], [], 0, 0
+    kept, cut = [], 0
     for messages, weight in zip(conversations.messages, conversations.weights, strict=True):
         tokens, are_targets = render(tokenizer, messages, loss_on)
         cut += len(tokens) > max_seq_len + 1
         tokens, are_targets = tokens[: max_seq_len + 1], are_targets[: max_seq_len + 1]
-        if not are_targets.any():
-            dropped += 1
-            continue
-        ids.append(tokens)
-        is_target.append(are_targets)
-        sizes.append(len(tokens))
-        weights.append(weight)
-    if not ids:
+        if are_targets.any():
+            kept.append((tokens, are_targets, weight))
+    if not kept:
         raise UserError(
             f"no conversation has an answer within its first {max_seq_len} tokens; use shorter ones, or a "
             "larger max_seq_len"
         )
-    first = np.concatenate([[0], np.cumsum(sizes)])
+    ids, is_target, weights = zip(*kept, strict=True)
+    first = np.concatenate([[0], np.cumsum(list(map(len, ids)))])
+    dropped = len(conversations.messages) - len(kept)
     return Rendered(np.concatenate(ids), np.concatenate(is_target), first, np.array(weights), cut, dropped)
 
 
@@ -204,7 +201,7 @@ class ConversationLoader:
         rows_per_step, max_seq_len, device_batch_size = self._shape
         rows = []
         while len(rows) < rows_per_step:
-            if self._row >= len(self._rows):  # an epoch may be empty if all weights are small
+            if self._row >= len(self._rows):
                 self._open_epoch(self._epoch + 1)
             taken = self._rows[self._row : self._row + rows_per_step - len(rows)]
             rows += taken
@@ -254,10 +251,7 @@ def as_batch(
     ids = np.full((len(rows), max_seq_len + 1), bos_id, np.int64)
     is_target = np.zeros(ids.shape, bool)
     for n, row in enumerate(rows):
-        at = 0
-        for conversation in row:
-            first, end = rendered.first[conversation], rendered.first[conversation + 1]
-            ids[n, at : at + end - first] = rendered.ids[first:end]
-            is_target[n, at : at + end - first] = rendered.is_target[first:end]
-            at += end - first
+        tokens = np.concatenate([np.arange(rendered.first[c], rendered.first[c + 1]) for c in row])
+        ids[n, : len(tokens)] = rendered.ids[tokens]
+        is_target[n, : len(tokens)] = rendered.is_target[tokens]
     return torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(np.where(is_target[:, 1:], ids[:, 1:], -1))
