@@ -141,14 +141,10 @@ def _sources(setting: str, value: str) -> Iterator[tuple[str, float]]:
 def _values(path: Path, bad: list[str]) -> Iterator[tuple[object, str]]:
     """(value, its place) of each conversation of a file. What is wrong with a line that is no JSON goes to
     `bad`."""
-    if path.suffix.lower() == ".parquet":
-        yield from _rows(path)
+    if path.suffix.lower() != ".parquet":
+        with textfiles.opened(path) as file:
+            yield from textfiles.json_values(path, file, bad)
         return
-    with textfiles.opened(path) as file:
-        yield from textfiles.json_values(path, file, bad)
-
-
-def _rows(path: Path) -> Iterator[tuple[dict, str]]:
     file = open_parquet(path)
     columns = [name for name in ("messages", "conversations") if name in file.schema_arrow.names]
     if not columns:
