@@ -29,7 +29,7 @@ from nanochat import UserError
 from nanochat.data.amount import check_amount
 from nanochat.data.packing import open_lanes
 from nanochat.data.parquet import RowGroups
-from nanochat.data.streaming_shards import LOOK_S, ArrivingRowGroups
+from nanochat.data.streaming_shards import LOOK_S
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.machine.transfers import for_new_thread, to_device
 
@@ -64,7 +64,7 @@ class TrainLoader:
     ):
         check_division(rows_per_step, world_size, device_batch_size)
         self._arrival = getattr(shards, "arrival", None)  # if shards may be missing: the Arrival of these
-        groups = ArrivingRowGroups(shards) if self._arrival else RowGroups(shards)
+        groups = RowGroups(shards, self._arrival)
         lanes = range(rank, rows_per_step, world_size)
         self._stream = {
             "rows_per_step": rows_per_step,
@@ -97,7 +97,7 @@ class TrainLoader:
         """Make the buffers and start the thread that fills them; `packer` is the arguments of open_lanes."""
         self._ready: queue.SimpleQueue = queue.SimpleQueue()  # (rows, positions, epoch) or an error
         self._free: queue.SimpleQueue = queue.SimpleQueue()  # (buffer, event that ends the copy from it)
-        for _ in range(STEPS_AHEAD + 1 + (ARRIVING_AHEAD if packer[0].arriving else 0)):
+        for _ in range(STEPS_AHEAD + 1 + (ARRIVING_AHEAD if self._arrival else 0)):
             shape = (self._rows, packer[-1])
             pin = self._device.type == "cuda"
             self._free.put((torch.empty(shape, dtype=torch.int32, pin_memory=pin), None))

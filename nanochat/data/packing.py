@@ -217,10 +217,10 @@ def open_lanes(
         return lambda epoch: order(epoch)[lane::rows_per_step]
 
     start = {lane: (p["epoch"], p["taken"]) for lane, p in zip(lanes, positions, strict=True)}
-    if not groups.arriving and len(groups.sizes) >= GROUPS_PER_LANE * rows_per_step:
+    if not groups.arrival and len(groups.sizes) >= GROUPS_PER_LANE * rows_per_step:
         feeds = {n: Feed(groups, seed, own_order(n), 1, {n: 0}, {n: start[n]}) for n in lanes}
     else:
-        order_of = arrival_order if groups.arriving else order
+        order_of = arrival_order if groups.arrival else order
         feed = Feed(groups, seed, order_of, rows_per_step, {n: n for n in lanes}, start)
         feeds = dict.fromkeys(lanes, feed)
     opened = [

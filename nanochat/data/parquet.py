@@ -10,6 +10,7 @@ import hashlib
 import math
 import os
 import struct
+import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import BinaryIO
 import numpy as np
 
 from nanochat import UserError
+from nanochat.data.streaming_shards import Arrival
 from nanochat.terminal import first_line
 
 # A document is validation if its hash is a multiple of this number. With Python 3.11 that gives 0.4 M of the
@@ -36,20 +38,42 @@ OPEN_SHARDS = 32  # shards kept open, with their footers, while row groups are r
 class RowGroups:
     """The row groups of all shards, numbered from 0 in the order of the shards; empty ones are left out.
 
-    sizes: documents in each row group. starts: documents before each row group, then the number of all.
-    Raises UserError if a shard cannot be opened. `ArrivingRowGroups` opens its shards one after the other.
+    sizes: documents in each row group. starts: documents before each row group, then the number of all. With
+    an `arrival`, which waits for shards that are on their way, these are of the shards that somebody has
+    needed so far. Raises UserError if a shard cannot be opened.
     """
 
-    def __init__(self, shards: Sequence[Path]):
+    def __init__(self, shards: Sequence[Path], arrival: Arrival | None = None):
+        self.arrival = arrival
         self.sizes: list[int] = []
         self.starts = [0]
-        self._column_bytes = 0  # of the column `text` without compression
+        self._shards = [Path(shard) for shard in shards]
+        self._parts: list[range] = []  # the row groups of each open shard
         self._shard_of: list[tuple[Path, int]] = []  # shard, and number of the row group within it
+        self._column_bytes = 0  # of the column `text` without compression
         self._open = functools.lru_cache(OPEN_SHARDS)(open_shard)
-        for shard in map(Path, shards):
-            self._add(shard)
+        self._cancelled = threading.Event()
+        if arrival is None:
+            self.need()
 
-    def _add(self, shard: Path) -> None:
+    def need(self, documents: float = math.inf, text_bytes: float = 0) -> None:
+        """Open shards until these have that many documents and bytes, or all are open."""
+        while len(self._parts) < len(self._shards):
+            if self.starts[-1] >= documents and self.text_bytes >= text_bytes:
+                break
+            self._open_next()
+
+    def parts(self) -> Iterator[range]:
+        """The numbers of the row groups of one shard after the other. Waits for a shard that is missing."""
+        for number in range(len(self._shards)):
+            if number == len(self._parts):
+                self._open_next()
+            yield self._parts[number]
+
+    def _open_next(self) -> None:
+        shard, first = self._shards[len(self._parts)], len(self.sizes)
+        if self.arrival:
+            self.arrival.wait(shard, self._cancelled)
         metadata = self._open(shard).metadata
         paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
         column = paths.index("text")
@@ -60,24 +84,21 @@ class RowGroups:
                 self.sizes.append(group.num_rows)
                 self.starts.append(self.starts[-1] + group.num_rows)
                 self._column_bytes += group.column(column).total_uncompressed_size
+        self._parts.append(range(first, len(self.sizes)))
+
+    def cancel(self) -> None:
+        """End a wait for a shard in another thread."""
+        self._cancelled.set()
 
     @property
     def text_bytes(self) -> int:
         """About how many UTF-8 bytes all texts have: the column's size without lengths and page headers."""
         return max(0, self._column_bytes - 4 * self.starts[-1] - 256 * len(self.sizes))
 
-    arriving = False  # whether shards may still be on their way
-
     @property
     def stream(self) -> dict[str, int]:
         """What a saved position in the data must have in common with this text."""
-        return {"documents": self.starts[-1]}
-
-    def need(self, documents: float = math.inf, text_bytes: float = 0) -> None:
-        """Open shards until these have that many documents and bytes: here all shards are open."""
-
-    def cancel(self) -> None:
-        """End a wait for a shard in another thread: here nothing waits."""
+        return {"shards": len(self._shards)} if self.arrival else {"documents": self.starts[-1]}
 
     def documents(self) -> Iterator[str]:
         """All documents in stored order."""

@@ -14,11 +14,10 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from nanochat import UserError
-from nanochat.data.parquet import RowGroups
 from nanochat.terminal import duration, is_terminal, print_line
 
 LOOK_S = 0.2  # seconds between two looks for a shard
@@ -107,41 +106,3 @@ class ArrivingShards(list):
     def __init__(self, paths: Iterable[Path], arrival: Arrival):
         super().__init__(paths)
         self.arrival = arrival
-
-
-class ArrivingRowGroups(RowGroups):
-    """The row groups of the shards that are open so far, numbered as in RowGroups."""
-
-    arriving = True
-
-    def __init__(self, shards: ArrivingShards):
-        super().__init__([])
-        self._shards = shards
-        self._parts: list[range] = []  # the row groups of each open shard
-        self._cancelled = threading.Event()
-
-    @property
-    def stream(self) -> dict[str, int]:
-        return {"shards": len(self._shards)}
-
-    def parts(self) -> Iterator[range]:
-        """The numbers of the row groups of one shard after the other. Waits for a shard that is missing."""
-        for number in range(len(self._shards)):
-            if number == len(self._parts):
-                self._open_next()
-            yield self._parts[number]
-
-    def need(self, documents: float = math.inf, text_bytes: float = 0) -> None:
-        while len(self._parts) < len(self._shards):
-            if self.starts[-1] >= documents and self.text_bytes >= text_bytes:
-                break
-            self._open_next()
-
-    def cancel(self) -> None:
-        self._cancelled.set()
-
-    def _open_next(self) -> None:
-        shard, first = self._shards[len(self._parts)], len(self.sizes)
-        self._shards.arrival.wait(shard, self._cancelled)
-        self._add(shard)
-        self._parts.append(range(first, len(self.sizes)))
