@@ -20,7 +20,7 @@ from experiments.sides import PROMPT, ROOT, SHAPE, Batches, Ours, Side, peer_fol
 from nanochat import UserError
 from nanochat import checkpoint as checkpoints
 from nanochat.data.packing import open_lanes
-from nanochat.data.parquet import Documents, RowGroups
+from nanochat.data.parquet import Documents
 from nanochat.data.sources import open_dataset
 from nanochat.evals.bits_per_byte import bits_per_byte
 from nanochat.files import temporary_folder, user_path
@@ -59,7 +59,7 @@ def loader_speed(dataset, tokenizer, rows: int, length: int, rounds: int) -> dic
     epoch = sum(len(tokenizer.encode(text)) for text in texts)  # tokens
     steps_of_epoch = max(1, epoch // (rows * length))
     start = [{"epoch": 0, "taken": 0, "pieces": []}] * rows
-    lanes = open_lanes(RowGroups(dataset.train_shards), tokenizer, rows, 0, range(rows), start, length + 1)
+    lanes = open_lanes(Documents(dataset.train_shards), tokenizer, rows, 0, range(rows), start, length + 1)
     buffer = np.empty((rows, length + 1), dtype=np.int32)
     placed = []  # tokens without <|bos|>, by epoch
 

@@ -3,7 +3,7 @@
 import math
 
 from nanochat import UserError
-from nanochat.data.parquet import RowGroups
+from nanochat.data.parquet import Documents
 from nanochat.data.tokenizer import Tokenizer
 
 SAMPLE_BYTES = 2_000_000  # tokenized in about 0.2 s
@@ -23,56 +23,55 @@ def vocabulary_size(size: int) -> int:
     return min(LARGEST_VOCABULARY, max(SMALLEST_VOCABULARY, 2 ** round(math.log2(best))))
 
 
-def count_tokens(groups: RowGroups, tokenizer: Tokenizer) -> int:
+def count_tokens(documents: Documents, tokenizer: Tokenizer) -> int:
     """The tokens of all documents, without `<|bos|>`. Tokenizes everything."""
-    return sum(len(tokenizer.encode(text)) for text in groups.documents())
+    return sum(len(tokenizer.encode(text)) for text in documents)
 
 
-def estimate_tokens(groups: RowGroups, tokenizer: Tokenizer) -> int:
+def estimate_tokens(documents: Documents, tokenizer: Tokenizer) -> int:
     """About how many tokens all documents have, without `<|bos|>`; the same number on every call.
 
     The sample is SAMPLE_WINDOWS windows of text, evenly spread over the row groups. The first window is at
     the start of its row group, the last one at the end, the others between. This is fair to long documents: a
     row group ends with the document that makes it large enough, which is often a long one.
     """
-    if groups.text_bytes <= SAMPLE_BYTES:
-        return count_tokens(groups, tokenizer)
-    windows = min(SAMPLE_WINDOWS, len(groups.sizes))
+    if documents.text_bytes <= SAMPLE_BYTES:
+        return count_tokens(documents, tokenizer)
+    windows = min(SAMPLE_WINDOWS, len(documents.sizes))
     size = SAMPLE_BYTES // windows
     sampled_bytes = sampled_tokens = 0
     for i in range(windows):
-        text = _text_from(groups, (2 * i + 1) * len(groups.sizes) // (2 * windows), size)
+        text = _text_from(documents, (2 * i + 1) * len(documents.sizes) // (2 * windows), size)
         start = max(0, len(text) - size) * i // max(1, windows - 1)
         window = text[start : start + size]
         sampled_bytes += len(window.encode("utf-8", "replace"))
         sampled_tokens += len(tokenizer.encode(window))
-    return round(groups.text_bytes * sampled_tokens / max(1, sampled_bytes))
+    return round(documents.text_bytes * sampled_tokens / max(1, sampled_bytes))
 
 
-def _text_from(groups: RowGroups, group: int, size: int) -> str:
+def _text_from(documents: Documents, group: int, size: int) -> str:
     """The documents of a row group as one text; if it has fewer than `size` characters, the next row groups
     are added."""
     texts, chars = [], 0
-    while chars < size and group < len(groups.sizes):
-        texts += groups.read(group)
+    while chars < size and group < len(documents.sizes):
+        texts += documents.read(group)
         chars = sum(map(len, texts))
         group += 1
     return "".join(texts)
 
 
-def check_amount(groups: RowGroups, tokenizer: Tokenizer, rows_per_step: int, max_seq_len: int) -> None:
+def check_amount(documents: Documents, tokenizer: Tokenizer, rows_per_step: int, max_seq_len: int) -> None:
     """Raise UserError if the data set is smaller than one batch. A large data set is not tokenized for it."""
     batch = rows_per_step * max_seq_len
-    groups.need(documents=rows_per_step, text_bytes=SCARCE * batch)
-    documents = sum(groups.sizes)
-    if documents < rows_per_step:
+    documents.need(documents=rows_per_step, text_bytes=SCARCE * batch)
+    if (number := len(documents)) < rows_per_step:
         raise UserError(
-            f"the training data has {documents} documents, fewer than the {rows_per_step} rows of a batch; "
-            f"use a total_batch_size of at most {documents * max_seq_len} tokens, or more data"
+            f"the training data has {number} documents, fewer than the {rows_per_step} rows of a batch; "
+            f"use a total_batch_size of at most {number * max_seq_len} tokens, or more data"
         )
-    if groups.text_bytes >= SCARCE * batch:
+    if documents.text_bytes >= SCARCE * batch:
         return
-    tokens = count_tokens(groups, tokenizer)
+    tokens = count_tokens(documents, tokenizer)
     if tokens < batch:
         most = tokens // max_seq_len * max_seq_len
         raise UserError(

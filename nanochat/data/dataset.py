@@ -18,7 +18,7 @@ from pathlib import Path
 
 from nanochat import UserError
 from nanochat.data.amount import estimate_tokens, vocabulary_size
-from nanochat.data.parquet import Documents, RowGroups, write_sorted
+from nanochat.data.parquet import Documents, write_sorted
 from nanochat.data.tokenizer import Tokenizer, open_tokenizer
 from nanochat.files import building
 from nanochat.terminal import first_line
@@ -54,14 +54,14 @@ class Dataset:
         """About how many training tokens there are, without `<|bos|>`: exact for up to 2 MB of text, else
         estimated from a sample of 2 MB (embedded data of Python 3.11: 0.3 s, and 0.6 % too few). Raises
         UserError if there are none: parquet files in place may hold empty documents alone."""
-        if not (tokens := estimate_tokens(RowGroups(self.sampled_shards), tokenizer)):
+        if not (tokens := estimate_tokens(Documents(self.sampled_shards), tokenizer)):
             raise UserError(f"{self.name} holds no text; give --data files with documents in them")
         return tokens * len(self.train_shards) // len(self.sampled_shards)
 
     @property
     def text_bytes(self) -> int:
         """About how many UTF-8 bytes the training text has."""
-        sampled = RowGroups(self.sampled_shards).text_bytes
+        sampled = Documents(self.sampled_shards).text_bytes
         return sampled * len(self.train_shards) // len(self.sampled_shards)
 
     @property

@@ -28,7 +28,7 @@ import torch
 from nanochat import UserError
 from nanochat.data.amount import check_amount
 from nanochat.data.packing import open_lanes
-from nanochat.data.parquet import RowGroups
+from nanochat.data.parquet import Documents
 from nanochat.data.streaming_shards import LOOK_S
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.machine.transfers import for_new_thread, to_device
@@ -64,7 +64,7 @@ class TrainLoader:
     ):
         check_division(rows_per_step, world_size, device_batch_size)
         self._arrival = getattr(shards, "arrival", None)  # if shards may be missing: the Arrival of these
-        groups = RowGroups(shards, self._arrival)
+        documents = Documents(shards, self._arrival)
         lanes = range(rank, rows_per_step, world_size)
         self._stream = {
             "rows_per_step": rows_per_step,
@@ -72,10 +72,10 @@ class TrainLoader:
             "seed": seed,
             "tokenizer": tokenizer.fingerprint,
             "packing": PACKING,
-            **groups.stream,
+            **documents.stream,
         }
         if state is None:
-            check_amount(groups, tokenizer, rows_per_step, max_seq_len)
+            check_amount(documents, tokenizer, rows_per_step, max_seq_len)
             positions = [{"epoch": 0, "taken": 0, "pieces": []} for _ in lanes]
         else:
             check_stream(self._stream, state)
@@ -91,7 +91,7 @@ class TrainLoader:
         self.epoch = min(p["epoch"] for p in positions)  # the earliest of this process's lanes, from 0
         self._process = os.getpid()
         self.wait_s = 0.0  # seconds that next() has waited for data, in all
-        self._start_thread((groups, tokenizer, rows_per_step, seed, lanes, positions, max_seq_len + 1))
+        self._start_thread((documents, tokenizer, rows_per_step, seed, lanes, positions, max_seq_len + 1))
 
     def _start_thread(self, packer: tuple) -> None:
         """Make the buffers and start the thread that fills them; `packer` is the arguments of open_lanes."""
@@ -248,8 +248,8 @@ def _produce(packer: tuple, begin, free: queue.SimpleQueue, ready: queue.SimpleQ
     """Fill free buffers with steps until None comes. An exception goes to the queue in place of a step."""
     try:
         begin()
-        groups, tokenizer, *rest = packer
-        lanes = open_lanes(groups, tokenizer.copy(), *rest)
+        documents, tokenizer, *rest = packer
+        lanes = open_lanes(documents, tokenizer.copy(), *rest)
         while (item := free.get()) is not None:
             buffer, copied = item
             if copied is not None:

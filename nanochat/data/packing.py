@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nanochat import UserError
-from nanochat.data.parquet import RowGroups
+from nanochat.data.parquet import Documents
 from nanochat.data.tokenizer import Tokenizer
 
 BUFFER_PIECES = 32  # pieces that a lane chooses from: enough for a good fit, few enough for a small state
@@ -128,7 +128,7 @@ def drawn_piece(sizes: list[int], salt: int) -> int:
 class Feed:
     """Gives lanes their documents. It reads every row group of an epoch once, for all its lanes."""
 
-    groups: RowGroups
+    documents: Documents
     seed: int
     order: Callable[[int], Iterable[int]]  # order(epoch): the row groups of an epoch
     stride: int  # document n of an epoch, in that order, goes to the lane whose share is n mod stride
@@ -164,7 +164,7 @@ class Feed:
             self._epoch += 1
             self._begin_epoch()
             return
-        size, first_document, given = self.groups.sizes[group], self.groups.starts[group], self._given
+        size, first_document, given = self.documents.sizes[group], self.documents.starts[group], self._given
         self._given += size
         if self._given <= self._first:  # all its documents were taken before the restart: it is not read
             return
@@ -179,14 +179,14 @@ class Feed:
                 skip = max(skip, taken * self.stride + share - given)
             wanted[lane] = shuffled[skip :: self.stride]
         rows = np.sort(np.concatenate([*wanted.values()]))  # those of this process
-        read = self.groups.read(group, rows if len(rows) < size else None)
+        read = self.documents.read(group, rows if len(rows) < size else None)
         texts = dict(zip(rows.tolist(), read, strict=True))
         for lane, mine in wanted.items():
             self._queues[lane].extend((first_document + i, texts[i]) for i in mine.tolist())
 
 
 def open_lanes(
-    groups: RowGroups,
+    documents: Documents,
     tokenizer: Tokenizer,
     rows_per_step: int,
     seed: int,
@@ -202,46 +202,46 @@ def open_lanes(
 
     @functools.lru_cache(maxsize=2)
     def order(epoch: int) -> list[int]:
-        groups.need()
-        return permutation(len(groups.sizes), seed, epoch, 0).tolist()
+        documents.need()
+        return permutation(len(documents.sizes), seed, epoch, 0).tolist()
 
     def arrival_order(epoch: int) -> Iterator[int]:
         """First one shard after the other, shuffled within it, so the first steps need only the first one."""
         if epoch:
             yield from order(epoch)
         else:
-            for part in groups.parts():
+            for part in documents.parts():
                 yield from (part.start + permutation(len(part), seed, 0, -1 - part.start)).tolist()
 
     def own_order(lane: int) -> Callable[[int], list[int]]:
         return lambda epoch: order(epoch)[lane::rows_per_step]
 
     start = {lane: (p["epoch"], p["taken"]) for lane, p in zip(lanes, positions, strict=True)}
-    if not groups.arrival and len(groups.sizes) >= GROUPS_PER_LANE * rows_per_step:
-        feeds = {n: Feed(groups, seed, own_order(n), 1, {n: 0}, {n: start[n]}) for n in lanes}
+    if not documents.arrival and len(documents.sizes) >= GROUPS_PER_LANE * rows_per_step:
+        feeds = {n: Feed(documents, seed, own_order(n), 1, {n: 0}, {n: start[n]}) for n in lanes}
     else:
-        order_of = arrival_order if groups.arrival else order
-        feed = Feed(groups, seed, order_of, rows_per_step, {n: n for n in lanes}, start)
+        order_of = arrival_order if documents.arrival else order
+        feed = Feed(documents, seed, order_of, rows_per_step, {n: n for n in lanes}, start)
         feeds = dict.fromkeys(lanes, feed)
     opened = [
         Lane(lane, feeds[lane], tokenizer, row_tokens, position)
         for lane, position in zip(lanes, positions, strict=True)
     ]
-    _restore_pieces(opened, groups, tokenizer, positions)
+    _restore_pieces(opened, documents, tokenizer, positions)
     return opened
 
 
 def _restore_pieces(
-    lanes: list[Lane], groups: RowGroups, tokenizer: Tokenizer, positions: list[dict]
+    lanes: list[Lane], documents: Documents, tokenizer: Tokenizer, positions: list[dict]
 ) -> None:
     """Tokenize the documents of the lanes' pieces again. Every row group is read once."""
     wanted = sorted({document for position in positions for document, _ in position["pieces"]})
     tokens = {}
     if wanted:
-        groups.need(documents=wanted[-1] + 1)
-    for group, documents in itertools.groupby(wanted, lambda n: bisect_right(groups.starts, n) - 1):
-        texts = groups.read(group)
-        tokens |= {n: tokenizer.encode(texts[n - groups.starts[group]]) for n in documents}
+        documents.need(documents=wanted[-1] + 1)
+    for group, numbers in itertools.groupby(wanted, lambda n: bisect_right(documents.starts, n) - 1):
+        texts = documents.read(group)
+        tokens |= {n: tokenizer.encode(texts[n - documents.starts[group]]) for n in numbers}
     for lane, position in zip(lanes, positions, strict=True):
         for document, first in position["pieces"]:
             lane.add(document, first, tokens[document])

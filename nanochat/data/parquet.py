@@ -35,8 +35,9 @@ PYARROW_ERRORS = (OSError, ValueError, LookupError, TypeError, NotImplementedErr
 OPEN_SHARDS = 32  # shards kept open, with their footers, while row groups are read in any order
 
 
-class RowGroups:
-    """The row groups of all shards, numbered from 0 in the order of the shards; empty ones are left out.
+class Documents:
+    """The documents of all shards: iterate over their texts in stored order, or read one row group; len() is
+    their number. Row groups are numbered from 0 in the order of the shards; empty ones are left out.
 
     sizes: documents in each row group. starts: documents before each row group, then the number of all. With
     an `arrival`, which waits for shards that are on their way, these are of the shards that somebody has
@@ -100,8 +101,10 @@ class RowGroups:
         """What a saved position in the data must have in common with this text."""
         return {"shards": len(self._shards)} if self.arrival else {"documents": self.starts[-1]}
 
-    def documents(self) -> Iterator[str]:
-        """All documents in stored order."""
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def __iter__(self) -> Iterator[str]:
         for group in range(len(self.sizes)):
             yield from self.read(group)
 
@@ -120,19 +123,6 @@ class RowGroups:
                 f"shard {shard} is damaged in row group {i} ({first_line(error)}); get it again"
             ) from error
         return [text or "" for text in texts]
-
-
-class Documents:
-    """The documents of all shards in stored order; len() is their number."""
-
-    def __init__(self, shards: Sequence[Path]):
-        self._groups = RowGroups(shards)
-
-    def __len__(self) -> int:
-        return sum(self._groups.sizes)
-
-    def __iter__(self) -> Iterator[str]:
-        return self._groups.documents()
 
 
 def open_parquet(path: Path):

@@ -9,7 +9,7 @@ from shards import flat, write_shard
 
 from nanochat.data import packing
 from nanochat.data.loader import TrainLoader
-from nanochat.data.parquet import RowGroups
+from nanochat.data.parquet import Documents
 
 BOS = (1 << 20) - 1  # the last one: no row has it without being told
 
@@ -44,7 +44,7 @@ class Corpus:
             )
             for i in range(shards)
         ]
-        self.sizes = RowGroups(self.shards).sizes
+        self.sizes = Documents(self.shards).sizes
 
     def deal(self, n_lanes: int, seed: int, epoch: int, order=None) -> list[list[list[int]]]:
         """The documents of each lane in an epoch, dealt one by one, or by row groups if these are many.

@@ -20,7 +20,7 @@ from nanochat import UserError
 from nanochat.data import loader as loader_module
 from nanochat.data import packing
 from nanochat.data.loader import TrainLoader, merge_states
-from nanochat.data.parquet import RowGroups
+from nanochat.data.parquet import Documents
 
 
 def slow_rows(epochs, row_tokens: int):
@@ -154,9 +154,9 @@ def test_rows_that_follow_each_other_come_from_several_documents_even_beside_a_h
 def read(monkeypatch) -> list[int]:
     """The numbers of the row groups that are read, in order. The check of the amount reads none."""
     numbers: list[int] = []
-    original = RowGroups.read
+    original = Documents.read
     monkeypatch.setattr(
-        RowGroups, "read", lambda self, g, *rows: (numbers.append(g), original(self, g, *rows))[1]
+        Documents, "read", lambda self, g, *rows: (numbers.append(g), original(self, g, *rows))[1]
     )
     monkeypatch.setattr(loader_module, "check_amount", lambda *_: None)
     return numbers

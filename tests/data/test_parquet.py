@@ -10,7 +10,7 @@ from shards import is_validation
 
 from nanochat import UserError
 from nanochat.data import parquet
-from nanochat.data.parquet import RowGroups, write_sorted
+from nanochat.data.parquet import Documents, write_sorted
 
 documents = st.lists(st.tuples(st.sampled_from(["hash", "train", "val"]), st.text(max_size=6)), max_size=60)
 
@@ -37,7 +37,7 @@ def test_what_is_written_equals_a_plain_sort_however_little_memory(
             expected[split].append(text)
     for split, texts in expected.items():
         paths = [folder / name for name in index[split]]
-        groups = RowGroups(paths)
+        groups = Documents(paths)
         read = [text for group in range(len(groups.sizes)) for text in groups.read(group)]
         assert read == sorted(texts, key=lambda text: hashlib.sha256(text.encode()).digest())
         assert max(groups.sizes, default=0) <= 3
@@ -62,7 +62,7 @@ def test_the_fingerprint_tells_documents_and_given_splits_apart_but_not_their_or
 
 def test_lone_surrogates_are_replaced_and_pairs_joined(tmp_path):
     index = write_sorted([("train", "a\ud800b"), ("val", "\ud83d\ude00")], tmp_path)
-    texts = [RowGroups([tmp_path / name]).read(0) for split in ("train", "val") for name in index[split]]
+    texts = [Documents([tmp_path / name]).read(0) for split in ("train", "val") for name in index[split]]
     assert texts == [["a\ufffdb"], ["😀"]]
 
 
@@ -74,4 +74,4 @@ def test_a_flipped_byte_in_a_shard_is_noticed(tmp_path):
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     with pytest.raises(UserError, match="is damaged in row group 0"):
-        RowGroups([shard]).read(0)
+        Documents([shard]).read(0)

@@ -12,7 +12,7 @@ from shards import documents, is_validation, write_shard
 
 from nanochat import UserError
 from nanochat.data import sources as dataset
-from nanochat.data.parquet import Documents, RowGroups
+from nanochat.data.parquet import Documents
 from nanochat.data.sources import open_dataset
 
 
@@ -131,7 +131,7 @@ def test_row_groups_are_numbered_through_the_shards_without_the_empty_ones(tmp_p
         write_shard(tmp_path / "c.parquet", pa.array(["d", "e", "d"]).dictionary_encode()),
         write_shard(tmp_path / "d.parquet", pa.array(["f"], pa.large_string())),
     ]
-    groups = RowGroups(shards)
+    groups = Documents(shards)
     assert (groups.sizes, groups.starts) == ([2, 1, 3, 1], [0, 2, 3, 6, 7])
     assert [groups.read(g) for g in (3, 1, 2, 0)] == [["f"], ["c"], ["d", "e", "d"], ["a", ""]]
 
