@@ -121,8 +121,7 @@ def _read_files(setting: str, value: str, bad: list[str], fetched: Callable) -> 
 
 def _sources(setting: str, value: str) -> Iterator[tuple[str, float]]:
     """(path or address, weight) of each part of a setting."""
-    parts = [value] if user_path(setting, value).exists() else value.split(",")
-    for part in map(str.strip, parts):
+    for part in textfiles.paths_of(setting, value):
         path, colon, weight = part.rpartition(":")
         if not colon or path == PREFIX[:-1] or user_path(setting, part).exists():
             path, weight = part, "1"
