@@ -9,15 +9,15 @@ import functools
 import torch
 from torch.utils import benchmark
 
-from experiments.gpu_parts import each, model_job
+from experiments.gpu_parts import DEPTHS, each, model_job
 from nanochat.machine import hardware, runtime
 from nanochat.ops import attention_backends as backends
 from nanochat.ops.attention import BACKENDS, cannot_run
 
 
-def ceilings(job: dict, depths: list[int]) -> dict:
+def ceilings(job: dict) -> dict:
     """Products, a copy, attention."""
-    return each(products=lambda: products(job, depths), attention=lambda: attention_speed(job))
+    return each(products=lambda: products(job), attention=lambda: attention_speed(job))
 
 
 def seconds_of(action) -> float:
@@ -30,7 +30,7 @@ def seconds_of(action) -> float:
 # Matrix products and memory
 
 
-def products(job: dict, depths: list[int]) -> dict:
+def products(job: dict) -> dict:
     """TFLOP/s of the products of a micro-batch, forward and both backward, by model.
 
     The products of one kind are weighted by how often a micro-batch has them. `mfu_ceiling` is their TFLOP/s
@@ -40,7 +40,7 @@ def products(job: dict, depths: list[int]) -> dict:
     dtype = torch.float32 if job["small"] else torch.bfloat16
     peak, _ = hardware.peak_flops(device, dtype)
     result = {"copy_gb_per_s": copy_speed(device, 2**20 if job["small"] else 2**30)}
-    for depth in depths:
+    for depth in DEPTHS:
         rows = linear_layers(model_job(job, depth))
         found = {name: product_speeds(*shape, dtype, device) for name, (shape, _) in rows.items()}
         spent = sum(count * sum(found[name]) for name, (_, count) in rows.items())

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from concurrent.futures import as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
@@ -34,7 +34,6 @@ class Part:
     name: str
     function: str
     expected_s: float
-    arguments: dict = field(default_factory=dict)
     is_check: bool = False
     needs: tuple[str, ...] = ()
 
@@ -49,17 +48,14 @@ TEXT = "pyarrow", "tiktoken", "safetensors"  # what a run of base_train needs be
 # Name, function, expected seconds
 PARTS = [
     Part("machine", "experiments.gpu_parts.machine", 10),
-    Part(
-        "save_evaluate_sample", "experiments.part_speed.save_evaluate_sample", 50, {"depth": 12},
-        needs=("safetensors",),
-    ),
-    Part("ceilings", "experiments.gpu_ceilings.ceilings", 45, {"depths": [12, 24]}),
-    Part("base_train_d12", f"{CHECKS}.base_train_speed", 80, {"depth": 12}, needs=("cuda", *TEXT)),
+    Part("save_evaluate_sample", "experiments.part_speed.save_evaluate_sample", 50, needs=("safetensors",)),
+    Part("ceilings", "experiments.gpu_ceilings.ceilings", 45),
+    Part("base_train_d12", f"{CHECKS}.base_train_speed", 80, needs=("cuda", *TEXT)),
     Part("losses", f"{CHECKS}.losses", 95, is_check=True),
     Part("attention", f"{CHECKS}.attention", 35, is_check=True),
     Part("waits", f"{CHECKS}.waits", 50, is_check=True, needs=TEXT),
     Part("resume", f"{CHECKS}.resume", 55, is_check=True, needs=TEXT),
-]  # fmt: skip
+]
 GROUPS = ("d12", "d24", "levers", "windows", "fp8")  # behind the machine, before the other parts
 NAMES = ("machine", *GROUPS, *(part.name for part in PARTS[1:]))
 
@@ -68,7 +64,7 @@ def run_part(part: Part, job: dict, limit_s: float) -> dict:
     """Its figures, {"ok", "seconds", ...}; whatever it started ends with it."""
     began = time.perf_counter()
     try:
-        with Side(part.function, job | {"arguments": part.arguments}, quiet=True, limit_s=limit_s) as side:
+        with Side(part.function, job, quiet=True, limit_s=limit_s) as side:
             result = {"ok": True} | side.facts
     except (RuntimeError, MemoryError, ValueError) as error:
         result = {"ok": False, "error": f"{type(error).__name__}: {error}"[:2000]}

@@ -206,10 +206,10 @@ def bare_write(tensors: dict, path: Path):
 # On a GPU
 
 
-def save_evaluate_sample(job: dict, depth: int) -> dict:
-    """All three with one model, not compiled; the sample last, since it casts the weights."""
+def save_evaluate_sample(job: dict) -> dict:
+    """All three with d12, not compiled; the sample last, since it casts the weights."""
     small = job["small"]
-    step_job = model_job(job, depth, compile=False) | {"rows": 2 if small else 16}
+    step_job = model_job(job, 12, compile=False) | {"rows": 2 if small else 16}
     side = Ours(step_job)
     return each(
         save=lambda: save(side),

@@ -67,8 +67,8 @@ def peer_folder(checkout: str | Path | None) -> Path:
 
 class Side:
     """A process of this file. `facts`: what its model says of itself; or what a function returns, if `whose`
-    is its name, "module.function": it gets the job, and job["arguments"] as keywords. Raises RuntimeError if
-    the process ends, and MemoryError if the GPU's memory does not suffice.
+    is its name, "module.function": it gets the job. Raises RuntimeError if the process ends, and MemoryError
+    if the GPU's memory does not suffice.
 
     quiet: what it writes goes to a file, and its last lines to the message of an error. limit_s: the most
     seconds that the process waits for an answer; then it is ended. alive: all that were not.
@@ -509,7 +509,7 @@ def main():
     try:
         if sys.argv[1] not in ("ours", "peer"):
             module, _, name = sys.argv[1].rpartition(".")
-            return answer(getattr(import_module(module), name)(job, **job["arguments"]))
+            return answer(getattr(import_module(module), name)(job))
         side = {"ours": Ours, "peer": Peer}[sys.argv[1]](job)
         batches = Batches(job, side.rows, side.micro_steps, side.device)
         answer(side.facts())

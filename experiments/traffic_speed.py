@@ -72,7 +72,7 @@ def count(side: str, folder: Path, settings: dict, place: Path | None) -> dict:
     Raises RuntimeError if it fails."""
     job = {name: settings[name] for name in JOB} | {"whose": side, "folder": place and str(place)}
     path = os.pathsep.join((str(folder), str(ROOT)))  # the first has the `nanochat` that is counted
-    job |= {"dtype": "bfloat16", "environment": {"PYTHONPATH": path}, "arguments": {}}
+    job |= {"dtype": "bfloat16", "environment": {"PYTHONPATH": path}}
     with Side("experiments.gpu_codegen.count", job, folder) as process:
         return process.facts
 
