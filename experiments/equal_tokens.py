@@ -288,7 +288,7 @@ if __name__ == "__main__":
     sources = {"ours": runtime.sources_fingerprint(ROOT), "peer": runtime.sources_fingerprint(checkout)}
     job = text / f"job-{max_seq_len}"  # the text to score
     job.mkdir(exist_ok=True)
-    race_score.write_job(text, job, max_seq_len)
+    race_score.write_job(text, job, max_seq_len, device)
     if device == "cpu":
         os.environ["OMP_NUM_THREADS"] = "1"  # for what is started below
     at_once = jobs if jobs > 0 else 3 if device == "cuda" else os.cpu_count() or 1

@@ -59,16 +59,18 @@ def peer_folder(checkout: str | Path | None) -> Path:
     if not checkout:
         raise UserError("give --peer=FOLDER, a checkout of karpathy/nanochat")
     folder = Path(checkout).expanduser().resolve()
-    for name in ("scripts/base_train.py", "nanochat/gpt.py"):
+    for name in ("scripts/base_train.py", "nanochat/__init__.py", "nanochat/gpt.py"):
         if not (folder / name).exists():
             raise UserError(f"{folder} has no {name}; --peer is a folder of karpathy/nanochat")
     return folder
 
 
 class Side:
-    """A process of this file. `facts`: what its model says of itself; or what a function returns, if `whose`
-    is its name, "module.function": it gets the job. Raises RuntimeError if the process ends, and MemoryError
-    if the GPU's memory does not suffice.
+    """A process of this file. `facts`: what its model says of itself; or what a function of the job returns,
+    if `whose` is its name, "module.function". Raises RuntimeError if the process ends, and MemoryError if the
+    GPU's memory does not suffice.
+
+    folder: whose `nanochat` it imports; all else of ours can be imported, too.
 
     quiet: what it writes goes to a file, and its last lines to the message of an error. limit_s: the most
     seconds that the process waits for an answer; then it is ended. alive: all that were not.
@@ -77,7 +79,7 @@ class Side:
     alive: ClassVar[set] = set()
 
     def __init__(self, whose: str, job: dict, folder: Path = ROOT, quiet=False, limit_s: float | None = None):
-        path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [str(folder), str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = os.environ | {"PYTHONPATH": path, "NANOCHAT_DTYPE": job.get("dtype", "")}
         environment |= job.get("environment", {})
         self.errors = tempfile.TemporaryFile("w+", errors="replace") if quiet else None  # noqa: SIM115
@@ -496,6 +498,12 @@ def release(side=None, batches=None) -> dict:
     return {}
 
 
+def end_with_parent():
+    """The end of the process that started this one closes our stdin, in which no order comes."""
+    os.read(0, 1)
+    os.killpg(0, signal.SIGKILL)
+
+
 def main():
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # print() of either side must not stand between the answers
@@ -508,6 +516,7 @@ def main():
 
     try:
         if sys.argv[1] not in ("ours", "peer"):
+            threading.Thread(target=end_with_parent, daemon=True).start()
             module, _, name = sys.argv[1].rpartition(".")
             return answer(getattr(import_module(module), name)(job))
         side = {"ours": Ours, "peer": Peer}[sys.argv[1]](job)

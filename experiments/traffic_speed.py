@@ -10,7 +10,6 @@ On a GPU a run times our kernels by hand and uses those that are faster (`kernel
 use, or those that --parts names: --parts=loss,head; --parts=none.
 """
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -71,9 +70,7 @@ def count(side: str, folder: Path, settings: dict, place: Path | None) -> dict:
     """gpu_codegen.count in a process of its own: the kernels of a micro-step, and the bytes of each gradient.
     Raises RuntimeError if it fails."""
     job = {name: settings[name] for name in JOB} | {"whose": side, "folder": place and str(place)}
-    path = os.pathsep.join((str(folder), str(ROOT)))  # the first has the `nanochat` that is counted
-    job |= {"dtype": "bfloat16", "environment": {"PYTHONPATH": path}}
-    with Side("experiments.gpu_codegen.count", job, folder) as process:
+    with Side("experiments.gpu_codegen.count", job | {"dtype": "bfloat16"}, folder) as process:
         return process.facts
 
 

@@ -38,6 +38,7 @@ for step in range(args.num_iterations + 1):
         print(f"step {step:05d}/00004 (25.00%) | loss: 8.5 | lrm: 1.00 | dt: {step}25.00ms | "
               f"tok/sec: {speed} | bf16_mfu: 0.00 | epoch: 1 pq: 0 rg: 0 | total time: 0.00m")
 """,
+    "nanochat/__init__.py": "",
     # Takes all tokens for equally likely
     "nanochat/gpt.py": """
 import time, torch

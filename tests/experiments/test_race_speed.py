@@ -4,6 +4,7 @@ import math
 import random
 
 import fake_peer
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +12,7 @@ from experiments import peer_run, race_score, race_speed
 from nanochat.data.parquet import Documents
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import Tokenizer
+from nanochat.data.validation import ValidationBatches
 
 
 def slow_bits_per_byte(table, documents, bos, length, token_bytes, positions) -> float:
@@ -37,7 +39,8 @@ def test_every_token_is_scored_once_in_rows_that_begin_with_bos():
         positions = torch.arange(inputs.shape[1])
         return -probabilities[positions, inputs, targets].log().flatten()  # of padding too: some number
 
-    job = {"documents": [torch.tensor(d) for d in documents], "bos_id": bos, "length": length}
+    tokens = np.array([token for document in documents for token in (bos, *document)])
+    job = {"batches": ValidationBatches(tokens, length, batch_size=3), "length": length}
     found = race_score.bits_per_byte(losses, job | {"token_bytes": torch.tensor(token_bytes)})
     found = {"1-20": found["bpb"]} | found["by_position"]
     for name, positions in (("1-20", range(20)), ("1-16", range(16)), ("17-64", range(16, 20))):
