@@ -200,21 +200,18 @@ def undivided() -> dict[str, tuple[float, float, float, float]]:
 def saved_for_backward(model):
     """Yields an object whose `most` is the most bytes that autograd holds at a time, without parameters."""
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    holders = {}  # how many saved tensors share each piece of memory
-    found = SimpleNamespace(now=0, most=0)
-
-    def release(key, size):
-        holders[key] -= 1
-        found.now -= 0 if holders[key] else size
+    live, found = weakref.WeakValueDictionary(), SimpleNamespace(most=0)
 
     def pack(tensor):
-        key, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
-        if key in parameters:
+        if tensor.untyped_storage().data_ptr() in parameters:
             return tensor
-        found.now += 0 if holders.get(key) else size
-        holders[key], found.most = holders.get(key, 0) + 1, max(found.most, found.now)
         held = tensor.detach()
-        weakref.finalize(held, release, key, size)
+        live[id(held)] = held
+        storages = [one.untyped_storage() for one in live.values()]
+        sizes = {
+            storage.data_ptr(): storage.nbytes() for storage in storages
+        }  # several tensors may share one
+        found.most = max(found.most, sum(sizes.values()))
         return held
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
