@@ -208,9 +208,7 @@ def saved_for_backward(model):
         held = tensor.detach()
         live[id(held)] = held
         storages = [one.untyped_storage() for one in live.values()]
-        sizes = {
-            storage.data_ptr(): storage.nbytes() for storage in storages
-        }  # several tensors may share one
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}  # one may hold several
         found.most = max(found.most, sum(sizes.values()))
         return held
 
