@@ -33,7 +33,8 @@ class GPU:
         return torch.bfloat16 if self.capability >= (8, 0) else torch.float16
 
 
-# From the makers' data sheets. The first name that fits counts; a GPU without an entry is measured.
+# From the makers' data sheets. The first name that fits counts; a GPU without an entry is measured, and so are
+# the variants below, whose names only begin with a known one.
 # link: half of NVLink's rate, because the sheets add both directions; without NVLink, PCIe.
 # network: one adapter for each GPU in DGX B200, H200, H100 (400 Gb/s) and A100 (200 Gb/s), four of 100 Gb/s
 # for eight GPUs in DGX-1 V100; for PCIe cards an assumed 100 Gb/s for a machine of eight.
@@ -61,6 +62,7 @@ GPUS = [
     GPU("MI300X",     1307, (8, 0),     192,  8,   448,  50),  # AMD's; here it does what an A100 does
 ]
 # fmt: on
+VARIANTS = "(?! (Laptop|Ti|D|NVL))"  # not after the name: these have other peaks
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     if device.type == "cuda" and dtype != torch.float32:
         name = torch.cuda.get_device_name(device)
         for gpu in GPUS:
-            if re.search(rf"\b{gpu.name}\b", name):  # a whole word: an "RTX A4000" is no "A40"
+            if re.search(rf"\b{gpu.name}\b{VARIANTS}", name):  # a whole word: an "RTX A4000" is no "A40"
                 return gpu.peak_flops, f"data sheet of {gpu.name}"
     return measured_flops(device, dtype)
 

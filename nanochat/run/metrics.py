@@ -18,7 +18,7 @@ from nanochat.terminal import counted
 
 RECENT_STEPS = 64  # losses that a spike is measured against
 SMOOTHING = 0.9  # share of the old mean in the smoothed loss
-MAX_LINE_BYTES = 2**22  # a longer line is no record
+MAX_LINE_BYTES = 2**22  # a longer line is no record: its pieces of this length count as damaged lines
 
 
 @dataclass
@@ -156,6 +156,8 @@ def _without_nan(value):
     """The value with None in place of NaN and infinity."""
     if isinstance(value, dict):
         return {name: _without_nan(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -183,7 +185,7 @@ def records_in(file: BinaryIO, say=lambda warning: None) -> Iterator[dict]:
     """
     damaged = []
     for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=1):
-        if not line.endswith(b"\n"):  # it is too long, or its writer was killed or is still writing
+        if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:  # its writer was killed, or still writes
             break
         try:
             record = json.loads(line)

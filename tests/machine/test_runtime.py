@@ -213,6 +213,7 @@ def test_a_terminal_that_closes_does_not_keep_a_run_from_saving(tmp_path):
     [
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
         ("NVIDIA GB200", 2500),
         ("NVIDIA B200", 2250),
         ("NVIDIA L4", 121),
@@ -231,6 +232,9 @@ def test_a_known_gpu_has_the_peak_of_its_data_sheet(name, tflops, monkeypatch):
     [
         ("NVIDIA RTX A4000", torch.bfloat16),  # its name only resembles a known one
         ("NVIDIA L40", torch.bfloat16),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16),
+        ("NVIDIA GeForce RTX 3090 Ti", torch.bfloat16),
+        ("NVIDIA H200 NVL", torch.bfloat16),
         ("NVIDIA H200", torch.float32),  # the table is for 16 bit
     ],
 )

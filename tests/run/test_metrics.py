@@ -20,11 +20,11 @@ from nanochat.run.metrics import LoopState, diverged, is_spike, read_metrics, re
 def test_records_come_back_to_the_last_digit_and_numbers_that_json_does_not_have_become_null(tmp_path):
     write_records(tmp_path, {"step": 0, "loss": math.pi * 1e-5, "name": "a\nb"})
     # a second process appends
-    write_records(tmp_path, {"step": 1, "loss": math.nan, "grad_norm": math.inf, "by": {"a": -math.inf}})
+    write_records(tmp_path, {"step": 1, "loss": math.nan, "grad_norm": math.inf, "by": {"a": [-math.inf]}})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line, parse_constant=lambda word: pytest.fail(word)) for line in lines] == [
         {"step": 0, "loss": math.pi * 1e-5, "name": "a\nb"},
-        {"step": 1, "loss": None, "grad_norm": None, "by": {"a": None}},
+        {"step": 1, "loss": None, "grad_norm": None, "by": {"a": [None]}},
     ]
 
 

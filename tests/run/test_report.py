@@ -121,11 +121,11 @@ def test_damaged_lines_are_named_and_the_rest_is_read(tmp_path):
     make_run(tmp_path)
     path = tmp_path / "metrics.jsonl"
     lines = path.read_bytes().splitlines()
-    lines[5:5] = [b'{"step": 3, "loss": ', b'{"step": "3", "loss": 1.0}', b"[" * 200_000, b"[]"]
+    lines[5:5] = [b'{"step": 3, "loss": ', b'{"step": "3", "loss": 1.0}', b"[" * 200_000, b"[]", b"x" * 5 * 2**20]
     path.write_bytes(b"\n".join([*lines, b'{"step": 99, "loss": 1.0}']))  # the last line is not whole
     said = []
     run = read_run(tmp_path, said.append)
-    assert len(said) == 1 and "(6, 7, 8, 9)" in said[0]
+    assert len(said) == 1 and "(6, 7, 8, 9, 10, 11)" in said[0]  # the longest counts as two lines
     assert run.steps["step"].tolist() == list(range(40))
     assert [r["step"] for r in run.evals] == [0, 10, 20, 30, 40]
     assert run.steps["loss"].tolist() == [8.0 - step / 10 for step in range(40)]
