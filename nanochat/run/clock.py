@@ -109,8 +109,9 @@ class Clock:
 
 
 def seconds_since_command() -> float:
-    """Seconds since this process was started, or torchrun, if that started it."""
-    pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+    """Seconds since this process was started, or torchrun, if that started it and did not restart it: then the
+    checkpoint has the time before."""
+    pid = os.getppid() if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" else os.getpid()
     with contextlib.suppress(OSError, AttributeError):  # Linux: in ticks after the machine's start
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -6,7 +6,7 @@ import time
 import types
 
 import pytest
-from helpers import ROOT, command, losses, python_m, records, run
+from helpers import ROOT, command, losses, python, python_m, records, run
 from watch import Watch
 
 from nanochat import checkpoint
@@ -134,6 +134,17 @@ def test_the_clock_begins_with_the_process(tmp_path):
     assert done.returncode == 0, done.stderr
     first, later, waited = map(float, done.stdout.split())
     assert 0 <= first <= seconds + tick and 0.5 - tick <= later <= waited + tick
+
+
+def test_the_time_before_a_restart_by_torchrun_counts_only_once(monkeypatch):
+    alone = clock_module.seconds_since_command()
+    with python("input()") as torchrun:  # in place of torchrun, a process that began later than this one
+        monkeypatch.setattr(os, "getppid", lambda: torchrun.pid)
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+        assert clock_module.seconds_since_command() < alone
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        assert clock_module.seconds_since_command() >= alone
 
 
 # -- Whole runs
