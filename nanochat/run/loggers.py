@@ -7,9 +7,11 @@ of each logger: wandb finds it by its id, TensorBoard by its folder, Trackio by 
 
 import importlib.util
 import json
+import netrc
 import os
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from nanochat import UserError
 from nanochat.terminal import first_line
@@ -100,7 +102,7 @@ class Wandb(WritesTables):
         options |= {"id": loop.wandb_id, "resume": "allow"}
         options |= {"settings": wandb.Settings(silent=True, console="off", init_timeout=20)}
         mode = os.environ.get("WANDB_MODE")
-        if mode is None and not _has_key():
+        if mode is None and not _has_key(wandb):
             say("wandb has no API key here: logging offline (wandb login; wandb sync uploads it later)")
             mode = "offline"
         try:
@@ -173,13 +175,13 @@ def _code(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-def _has_key() -> bool:
-    """Whether wandb finds an API key."""
-    if os.environ.get("WANDB_API_KEY"):
+def _has_key(wandb) -> bool:
+    """Whether wandb finds a key: in a variable, or in the netrc file, where `wandb login` writes it."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    import netrc
-
+    server = urlsplit(wandb.setup().settings.base_url).netloc  # wandb.ai's has had several names
     try:
-        return any("wandb" in host for host in netrc.netrc().hosts)
+        hosts = netrc.netrc(os.path.expanduser(os.environ.get("NETRC", "~/.netrc"))).hosts
+        return server in hosts or any("wandb" in host for host in hosts)
     except (OSError, netrc.NetrcParseError):
         return False

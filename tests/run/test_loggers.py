@@ -165,30 +165,36 @@ class FakeWandb:
     """Stands for the package where only our own decisions are of interest."""
 
     id = "an id"
+    settings = SimpleNamespace(base_url="https://ml.company.com")
 
     def Settings(self, **options):
         assert options["init_timeout"] <= 30  # seconds: a run must not wait for a network for long
         return options
+
+    def setup(self):
+        return self
 
     def init(self, mode, **options):
         self.mode = mode
         return self
 
 
-@pytest.mark.parametrize("variables, netrc, mode", [
-    ({"WANDB_API_KEY": "0" * 40}, "", None),
-    ({}, f"machine api.wandb.ai\n  login user\n  password {'0' * 40}\n", None),
-    ({"WANDB_MODE": "disabled"}, "", "disabled"),
+@pytest.mark.parametrize("variables, file, host, mode", [
+    ({"WANDB_API_KEY": "0" * 40}, ".netrc", "", None),
+    ({}, ".netrc", "api.wandb.ai", None),
+    ({}, ".netrc", "ml.company.com", None),
+    ({"NETRC": "~/keys"}, "keys", "api.wandb.ai", None),
+    ({"WANDB_MODE": "disabled"}, ".netrc", "", "disabled"),
 ])  # fmt: skip
 def test_wandb_is_online_where_there_is_a_key_unless_a_mode_is_given(
-    variables, netrc, mode, tmp_path, monkeypatch
+    variables, file, host, mode, tmp_path, monkeypatch
 ):
-    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"HOME": str(tmp_path), "USERPROFILE": str(tmp_path), **variables}.items():
         monkeypatch.setenv(name, value)
-    (tmp_path / ".netrc").write_text(netrc)
-    (tmp_path / ".netrc").chmod(0o600)
+    (tmp_path / file).write_text(f"machine {host}\n  login user\n  password {'0' * 40}\n" if host else "")
+    (tmp_path / file).chmod(0o600)
     monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandb())
     loop = LoopState()
     Loggers(["wandb"], "a run", tmp_path, {}, loop, 0, say=pytest.fail)
