@@ -33,8 +33,8 @@ class GPU:
         return torch.bfloat16 if self.capability >= (8, 0) else torch.float16
 
 
-# From the makers' data sheets. The first name that fits counts; a GPU without an entry is measured, and so are
-# the variants below, whose names only begin with a known one.
+# From the makers' data sheets. The first name that fits counts; a GPU without an entry is measured, and so
+# are the VARIANTS, whose names only begin with a known one.
 # link: half of NVLink's rate, because the sheets add both directions; without NVLink, PCIe.
 # network: one adapter for each GPU in DGX B200, H200, H100 (400 Gb/s) and A100 (200 Gb/s), four of 100 Gb/s
 # for eight GPUs in DGX-1 V100; for PCIe cards an assumed 100 Gb/s for a machine of eight.

@@ -109,8 +109,8 @@ class Clock:
 
 
 def seconds_since_command() -> float:
-    """Seconds since this process was started, or torchrun, if that started it and did not restart it: then the
-    checkpoint has the time before."""
+    """Seconds since this process was started, or torchrun, if that started it. After a restart by torchrun
+    the checkpoint has the time before."""
     pid = os.getppid() if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" else os.getpid()
     with contextlib.suppress(OSError, AttributeError):  # Linux: in ticks after the machine's start
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

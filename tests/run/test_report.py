@@ -121,7 +121,8 @@ def test_damaged_lines_are_named_and_the_rest_is_read(tmp_path):
     make_run(tmp_path)
     path = tmp_path / "metrics.jsonl"
     lines = path.read_bytes().splitlines()
-    lines[5:5] = [b'{"step": 3, "loss": ', b'{"step": "3", "loss": 1.0}', b"[" * 200_000, b"[]", b"x" * 5 * 2**20]
+    lines[5:5] = [b'{"step": 3, "loss": ', b'{"step": "3", "loss": 1.0}', b"[" * 200_000, b"[]"]
+    lines[9:9] = [b"x" * 5 * 2**20]
     path.write_bytes(b"\n".join([*lines, b'{"step": 99, "loss": 1.0}']))  # the last line is not whole
     said = []
     run = read_run(tmp_path, said.append)
@@ -132,7 +133,7 @@ def test_damaged_lines_are_named_and_the_rest_is_read(tmp_path):
     assert run.steps["mfu"].tolist() == [0.003] + 39 * [0.25]
 
 
-@pytest.mark.parametrize("wrong", [None, True, "x", [[1]], {"a": {"b": 1}}, 10**400], ids=range(6))
+@pytest.mark.parametrize("wrong", [None, True, "x", [[1]], {"a": {"b": 1}}, 10**400, 1e299], ids=range(7))
 def test_values_of_a_wrong_type_count_as_missing(tmp_path, wrong, monkeypatch):
     make_run(tmp_path)
     names = ["settings", "identity", "derived", "plan", "versions", "device", "git_commit", "world_size"]

@@ -213,6 +213,8 @@ def test_the_list_of_runs_fits_a_terminal(tmp_path):
     newer, older = summary.table_of_runs(runs).splitlines()[1:]
     assert all(len(line) <= 80 for line in (newer, older))
     assert older.endswith("finished") and newer.endswith("stopped") and "40 of 400,000" in newer
+    write_records(folder, {"step": 41, "val_bpb": 9e99})  # damage: no line of 80 characters has room for it
+    assert "running" in summary.table_of_runs([read_run(folder)])
 
 
 # -- In a browser, if one is installed

@@ -135,8 +135,8 @@ def _is_setting(entry) -> bool:
 
 
 def number(value) -> float | None:
-    """A finite number as a float; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -1e300 < value < 1e300:
+    """A number that matplotlib can draw as a float; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -1e100 < value < 1e100:
         return None
     return float(value)
 

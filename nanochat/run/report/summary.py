@@ -223,7 +223,7 @@ def table_of_runs(runs: list[Run]) -> str:
         when = time.strftime(shown, time.localtime(run.written))
         rows.append([run.name, run.kind, steps, bits, when, run.state])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    widths[0] = room = min(widths[0], 80 - sum(widths[1:]) - 2 * len(widths[1:]))
+    widths[0] = room = max(3, min(widths[0], 80 - sum(widths[1:]) - 2 * len(widths[1:])))
     lines = []
     for name, *others in rows:
         row = [name if len(name) <= room else name[: room - 3] + "...", *others]
