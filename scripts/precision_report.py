@@ -7,8 +7,8 @@
 docs/precision.md answers the usual questions about precision with this output.
 """
 
+import shlex
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -128,11 +128,9 @@ def costs() -> str:
         pairs = [next(loader) for _ in range(measure_steps)]
     batches = torch.stack([torch.cat((x, y[:, -1:]), 1) for x, y in pairs]).cpu()  # (steps, B, T + 1)
     seconds = measure_seconds / measure_rounds
-    own_config = replace(config, vocab_size=tokenizer.vocab_size)
-    rates, _ = scaled_rates(DEFAULTS, own_config, device_batch_size * max_seq_len, measure_steps)
-    common = {"config": own_config, "device": device, "rounds": measure_rounds}
+    rates, _ = scaled_rates(DEFAULTS, config, device_batch_size * max_seq_len, measure_steps)
     with temporary_folder() as folder:
-        common["folder"] = folder
+        common = {"config": config, "device": device, "rounds": measure_rounds, "folder": folder}
         trained = precision_cost.measure_training(
             wanted, batches, rates=rates, seed=seed, seconds=seconds, **common
         )
@@ -173,13 +171,12 @@ def write(text: str):
         ) from None
 
 
-command = " ".join(["python -m scripts.precision_report", *sys.argv[1:]])
 facts = [
     f"{runtime.device_name(device)}, {torch.get_num_threads()} threads; torch {torch.__version__}",
     f"compute dtype {name_of(compute_dtype)} ({reason})",
     f"model: depth {depth}, width {config.width}, {config.num_heads} heads, vocabulary of {vocab_size:,}",
     f"step: {device_batch_size} x {max_seq_len} tokens",
-    f"`{command}`",
+    f"`{shlex.join(['python', '-m', 'scripts.precision_report', *sys.argv[1:]])}`",
 ]
 text = page(recorded_step(), "Precision report", facts)
 print(text)

@@ -17,8 +17,10 @@ import sys
 import threading
 import time
 import traceback as traceback_module
+from collections.abc import Callable
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from nanochat import UserError, explained, streams
@@ -121,14 +123,13 @@ def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     return store
 
 
-def join(backend: str, store: dist.Store, rank: int, world_size: int, timeout_s: float, **options):
+def join(device: torch.device, store: dist.Store, rank: int, world_size: int, timeout_s: float):
     """Make the process group of the processes that have met."""
     ending = sys.excepthook
-    # nccl would end the process without our sentence: the watchdog comes first
-    timeout = timedelta(seconds=timeout_s + (30 if backend == "nccl" else 0))
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **options
-    )
+    how = {"backend": "gloo", "timeout": timedelta(seconds=timeout_s)}
+    if device.type == "cuda":  # nccl would end the process without our sentence: the watchdog comes first
+        how = {"backend": "nccl", "timeout": timedelta(seconds=timeout_s + 30), "device_id": device}
+    dist.init_process_group(store=store, rank=rank, world_size=world_size, **how)
     sys.excepthook = ending  # torch has wrapped it in a hook that loses what it prints
 
 
@@ -161,7 +162,7 @@ def _few(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + more
 
 
-def wait_for(store: dist.Store, key: str, given_up=lambda: ""):
+def wait_for(store: dist.Store, key: str, given_up: Callable[[], str]):
     """Wait until some process has called store.set(key, ...); there is no time limit.
 
     given_up: returns the name of a signal to stop, or "". With a name, this raises SystemExit with status 0.

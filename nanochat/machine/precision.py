@@ -13,7 +13,7 @@ from nanochat import UserError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
-# Instructions that multiply in a dtype, on x86 and on Arm, as torch.cpu.get_capabilities names them
+# A CPU's instructions that multiply in a dtype, on x86 and Arm, as torch.cpu.get_capabilities names them
 CPU_INSTRUCTIONS = {
     "bfloat16": ("avx512_bf16", "amx_bf16", "bf16"),
     "float16": ("avx512_fp16", "amx_fp16", "fp16_arith"),
@@ -23,13 +23,6 @@ CPU_INSTRUCTIONS = {
 def name_of(dtype: torch.dtype) -> str:
     """torch.bfloat16 -> bfloat16"""
     return str(dtype).removeprefix("torch.")
-
-
-def cpu_native_dtypes() -> list[str]:
-    """The dtypes that this CPU multiplies in hardware."""
-    has = torch.cpu.get_capabilities()
-    native = [name for name, any_of in CPU_INSTRUCTIONS.items() if any(has.get(word) for word in any_of)]
-    return [*native, "float32"]
 
 
 def resolve_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
@@ -45,10 +38,10 @@ def resolve_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
             can.remove("bfloat16")
             what += ", bfloat16 needs 8.0"
     elif device.type == "cpu":
-        native = cpu_native_dtypes()
-        best = "bfloat16" if "bfloat16" in native else "float32"
+        has = torch.cpu.get_capabilities()
+        slow = [dtype for dtype, words in CPU_INSTRUCTIONS.items() if not any(map(has.get, words))]
+        best = "float32" if "bfloat16" in slow else "bfloat16"
         what = f"CPU {'with' if best == 'bfloat16' else 'without'} native bfloat16"
-        slow = [dtype for dtype in can if dtype not in native]
     else:  # MPS: autocast to both 16-bit dtypes since torch 2.6, a GradScaler since 2.8; not tried here
         what, best = device.type.upper(), "float32"
         if not torch.backends.mps.is_macos_or_newer(14, 0):

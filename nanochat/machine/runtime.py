@@ -54,10 +54,10 @@ class Machine:
         has done a step when Python has asked for it."""
         return 1 if self.device.type == "cuda" else 0
 
-    def print(self, *words, **options):
+    def print(self, *words):
         """print() in the first process, with control characters as escapes; nothing in the others."""
         if self.is_main:
-            print(*map(printable, map(str, words)), **options, flush=True)
+            print(*map(printable, map(str, words)), flush=True)
 
     def all_sum(self, values: list[float]) -> list[float]:
         """Element-wise sums over all processes."""
@@ -163,9 +163,7 @@ def start(device_type: str, seed: int, timeout_s: float = 600.0) -> Machine:
             raise UserError(
                 "MPS runs one process; start it with python, or use --device_type=cpu with torchrun"
             )
-        options = {"device_id": device} if device.type == "cuda" else {}
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        distributed.join(backend, store, rank, world_size, timeout_s, **options)
+        distributed.join(device, store, rank, world_size, timeout_s)
     if device.type == "cpu":
         memory.keep_what_is_freed()
         if torch.backends.cpu.get_cpu_capability() == "AVX512":

@@ -91,7 +91,7 @@ class StopSignal:
         def wait():
             while self._in_set_up and (number := reader.recv(1)):
                 time.sleep(PATIENCE_S)
-                if self._in_set_up and getattr(signal.Signals(number[0]), "name", "") in NAMES:
+                if self._in_set_up and signal.Signals(number[0]).name in NAMES:
                     _end_set_up(number[0])
 
         threading.Thread(target=wait, name="signals", daemon=True).start()

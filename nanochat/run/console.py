@@ -86,7 +86,10 @@ class Console:
             from tqdm import tqdm
 
             self.live = tqdm(bar_format="{desc}", leave=False)
-        self.live.set_description_str(fitting(pieces, shutil.get_terminal_size().columns - 1))
+        columns = shutil.get_terminal_size().columns - 1
+        while len(pieces) > 1 and len(" | ".join(pieces)) > columns:
+            pieces.pop()
+        self.live.set_description_str(" | ".join(pieces)[:columns])
 
     def _hide(self):
         if self.live is not None:
@@ -121,13 +124,6 @@ class Console:
             return max(0.0, self.clock.seconds_left())
         last_s = self.clock.last_work_s(self.time_left.seconds_per_step)
         return self.time_left.after(self.clock.num_iterations - done, last_s)
-
-
-def fitting(pieces: list[str], columns: int) -> str:
-    """As many of the pieces as a line has columns for; at least the first one, cut to the line's width."""
-    while len(pieces) > 1 and len(" | ".join(pieces)) > columns:
-        pieces = pieces[:-1]
-    return " | ".join(pieces)[:columns]
 
 
 class TimeLeft:

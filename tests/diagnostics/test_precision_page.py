@@ -125,14 +125,14 @@ def report(*arguments: str, status: int = 0) -> str:
 def test_the_script_prints_the_page_writes_it_and_measures_what_each_precision_costs(tmp_path):
     for i in range(200):
         (tmp_path / f"{i}.txt").write_text(f"words {i} about nothing in particular " * (i % 20 + 1))
-    out = tmp_path / "page" / "report.md"
+    out = tmp_path / "my page" / "report.md"
     output = report(
         "--dtype=bfloat16", f"--out={out}", f"--base_dir={tmp_path / 'base'}", f"--data={tmp_path}",
         "--measure", "--precisions=float32,bfloat16", "--measure_steps=4", "--measure_rounds=2",
         "--measure_tokens=4",
     )  # fmt: skip
     text = out.read_text(encoding="utf-8")
-    assert output.startswith(text)
+    assert output.startswith(text) and f" '--out={out}' " in text
     assert "100 % of forward FLOPs ran in bfloat16." in text and "## Backward\n" in text
     cells = [[c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     training = [row for row in cells if len(row) == 8 and row[2].startswith("x")]

@@ -119,8 +119,8 @@ def test_two_processes_sum_gather_and_wait_for_the_first(tmp_path):
 
 
 def test_what_is_printed_obeys_no_model_and_no_file(capsys):
-    runtime.Machine(CPU).print("a \x1b]0;title\x07", "\x9b2J\n\tb", end="")
-    assert capsys.readouterr().out == "a \\x1b]0;title\\x07 \\x9b2J\n\tb"
+    runtime.Machine(CPU).print("a \x1b]0;title\x07", "\x9b2J\n\tb")
+    assert capsys.readouterr().out == "a \\x1b]0;title\\x07 \\x9b2J\n\tb\n"
 
 
 # -- Signals

@@ -102,8 +102,6 @@ def test_a_resumed_run_goes_on_with_its_minutes_and_other_minutes_change_its_pro
     assert longer.progress(200) == pytest.approx(kept.progress / 2)
     shorter = Clock(make_plan(minutes=0.5), LoopState(**vars(kept)), MAIN, 200)
     assert shorter.progress(200) == 1.0
-    of_steps = Clock(make_plan(minutes=2.0, num_iterations=800), LoopState(), MAIN, 200)
-    assert of_steps.progress(200) == 0.25
 
 
 def test_the_first_process_has_the_time_and_the_others_hear_of_it(watch):

@@ -156,8 +156,7 @@ def spans(chart: Chart) -> bool:
 
 def chosen_of(records: list, most: int) -> list:
     """At most `most` records, evenly spaced, the first and the last included."""
-    last = len(records) - 1
-    chosen = sorted({round(i * last / max(most - 1, 1)) for i in range(most)}) if records else []
+    chosen = np.linspace(0, len(records) - 1, min(len(records), most)).round().astype(int)
     return [records[i] for i in chosen]
 
 
