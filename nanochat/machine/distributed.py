@@ -136,10 +136,9 @@ def join(device: torch.device, store: dist.Store, rank: int, world_size: int, ti
 def _wait_for_port(host: str, port: int, deadline: float):
     """Return when somebody listens there. torch would wait in C++, where Ctrl-C does nothing."""
     while True:
+        left = max(0.1, deadline - time.monotonic())
         try:
-            return socket.create_connection(
-                (host, port), timeout=max(0.1, deadline - time.monotonic())
-            ).close()
+            return socket.create_connection((host, port), timeout=left).close()
         except OSError:
             if time.monotonic() > deadline:
                 raise

@@ -34,7 +34,7 @@ class GPU:
 
 
 # From the makers' data sheets. The first name that fits counts; a GPU without an entry is measured, and so
-# are the VARIANTS, whose names only begin with a known one.
+# are VARIANTS, whose names only begin with a known one, and the parts of a GPU (MIG).
 # link: half of NVLink's rate, because the sheets add both directions; without NVLink, PCIe.
 # network: one adapter for each GPU in DGX B200, H200, H100 (400 Gb/s) and A100 (200 Gb/s), four of 100 Gb/s
 # for eight GPUs in DGX-1 V100; for PCIe cards an assumed 100 Gb/s for a machine of eight.
@@ -62,7 +62,7 @@ GPUS = [
     GPU("MI300X",     1307, (8, 0),     192,  8,   448,  50),  # AMD's; here it does what an A100 does
 ]
 # fmt: on
-VARIANTS = "(?! (Laptop|Ti|D|NVL))"  # not after the name: these have other peaks
+VARIANTS = r"(?! (Laptop|Ti|D|NVL)\b|.* MIG )"  # after the name: other peaks
 
 
 @dataclass(frozen=True)

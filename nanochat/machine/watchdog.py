@@ -97,10 +97,6 @@ class Peer:
         here = machine == sign().split()[0] and os.name == "posix"
         self.pid = int(pid) if here else None  # None: it is on another machine
 
-    def hear(self, text: str):
-        if text != self.last:
-            self.last, self.silent_s = text, 0.0
-
     def has_ended(self, round_: int) -> bool:
         """Whether it has, without a goodbye. round_: how often this process has looked at the signs."""
         if self.last in (GOODBYE, FAILED):
@@ -166,7 +162,8 @@ class Watchdog:
                 self._store.set(f"beat/{self.rank}", str(self._rounds))
                 verdict, *texts = self._store.multi_get(keys)
                 for peer, text in zip(self._peers.values(), texts, strict=True):
-                    peer.hear(text.decode())
+                    if (heard := text.decode()) != peer.last:
+                        peer.last, peer.silent_s = heard, 0.0
                 self._verdict, self._silent_s = verdict.decode().replace("none", ""), 0.0
                 self._rounds += 1
             self._say_goodbye()

@@ -129,8 +129,8 @@ class TensorBoard:
 
         self._folder = folder
         path = folder / "tensorboard" / ("" if run == UNNAMED else run)
-        # It hides what a run that was killed has logged since its checkpoint. The evaluation at `step` stays:
-        # it is not repeated
+        # It hides what a run that was killed has logged since its checkpoint. The evaluation at `step` stays,
+        # since it is not repeated; so the update of that number may be there twice
         self._writer = SummaryWriter(str(path), purge_step=step + 1 if step else None, flush_secs=10)
         self._writer.add_text("config", _code(json.dumps(config, indent=2)), step)
         say(f"to see the run in TensorBoard: tensorboard --logdir={folder}")

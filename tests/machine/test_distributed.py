@@ -67,13 +67,13 @@ def faulty(tmp_path: Path, corpus: Path, fault: str, step: int, *more: str) -> l
     return [str(tmp_path / "fault.py"), fault, str(step), *arguments]
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+
+
 def run_torchrun(*run) -> tuple[int, str]:
     """(exit status, what was printed) of a faulty run."""
-    how = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*how, *faulty(*run)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-    )
+    how = {"env": os.environ | {"PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True}
+    done = subprocess.run([*TORCHRUN, *faulty(*run)], cwd=ROOT, timeout=600, **how)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -206,9 +206,8 @@ def test_processes_with_different_settings_are_refused_by_name(tmp_path, corpus)
 @pytest.mark.slow
 def test_processes_whose_torchrun_was_killed_save_and_end(tmp_path, corpus):
     out = tmp_path / "run"
-    how = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]
     arguments = command(corpus, out, "--num_iterations=100000", "--eval_every=-1", "--save_every=-1")
-    torchrun = subprocess.Popen([*how, *arguments], cwd=ROOT, stderr=subprocess.DEVNULL)
+    torchrun = subprocess.Popen([*TORCHRUN, "-m", *arguments], cwd=ROOT, stderr=subprocess.DEVNULL)
     wait_for_step(torchrun, out, 2)
     torchrun.kill()
     torchrun.wait()

@@ -235,6 +235,7 @@ def test_a_known_gpu_has_the_peak_of_its_data_sheet(name, tflops, monkeypatch):
         ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16),
         ("NVIDIA GeForce RTX 3090 Ti", torch.bfloat16),
         ("NVIDIA H200 NVL", torch.bfloat16),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", torch.bfloat16),
         ("NVIDIA H200", torch.float32),  # the table is for 16 bit
     ],
 )

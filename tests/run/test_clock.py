@@ -6,7 +6,7 @@ import time
 import types
 
 import pytest
-from helpers import ROOT, command, losses, python, python_m, records, run
+from helpers import command, losses, python, records, run
 from watch import Watch
 
 from nanochat import checkpoint
@@ -113,9 +113,8 @@ def test_the_first_process_has_the_time_and_the_others_hear_of_it(watch):
     assert clock.progress(11) == loop.progress == 0.4 and clock.ends_soon
 
 
-PROGRAM = f"""
-import sys, time
-sys.path.insert(0, {str(ROOT)!r})
+PROGRAM = """
+import time
 began = time.monotonic()
 from nanochat.run.clock import seconds_since_command
 first = seconds_since_command()
@@ -124,13 +123,13 @@ print(first, seconds_since_command() - first, time.monotonic() - began)
 """
 
 
-def test_the_clock_begins_with_the_process(tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)
+def test_the_clock_begins_with_the_process():
     began = time.monotonic()
-    done = python_m(["program"], tmp_path)
+    with python(PROGRAM) as child:
+        printed, errors = child.communicate()
     seconds, tick = time.monotonic() - began, 2 / os.sysconf("SC_CLK_TCK")
-    assert done.returncode == 0, done.stderr
-    first, later, waited = map(float, done.stdout.split())
+    assert child.returncode == 0, errors
+    first, later, waited = map(float, printed.split())
     assert 0 <= first <= seconds + tick and 0.5 - tick <= later <= waited + tick
 
 
