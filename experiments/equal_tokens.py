@@ -25,6 +25,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -66,14 +67,18 @@ plot: str | None = None  # the picture to draw (none = no picture)
 base_dir = "~/.cache/nanochat"  # where data, tokenizers and results are (environment: NANOCHAT_BASE_DIR)
 
 SIDES = {"ours": "this project", "peer": "karpathy/nanochat"}
+# Settings of base_train that this command decides by one of another name
+DECIDED_BY = {
+    "depth": "depths", "seed": "seeds", "total_batch_size": "batches", "num_iterations": "tokens",
+    "save_every": "points", "keep_checkpoints": "points", "tokenizer": "data", "out_dir": "base_dir",
+}  # fmt: skip
 
 
 def numbers(name: str, text: str | None) -> list[int]:
-    """A setting with whole numbers separated by commas; None has no numbers."""
-    try:
-        return [int(number) for number in text.split(",")] if text else []
-    except ValueError:
-        raise UserError(f"--{name}={text} has to be whole numbers separated by commas, as 4,6") from None
+    """A setting with positive whole numbers separated by commas; None has no numbers."""
+    if not all(re.fullmatch(r"\s*0*[1-9]\d*\s*", number) for number in (text or "1").split(",")):
+        raise UserError(f"--{name}={text} has to be positive whole numbers separated by commas, as 4,6")
+    return [int(number) for number in text.split(",")] if text else []
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -267,8 +272,9 @@ def check_settings():
         raise UserError(f"--plot={plot} is in no folder; make the folder, or give another file")
     named = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in more.split()}
     shared = {"aspect_ratio", "head_dim", "max_seq_len", "vocab_size", "device_type", "dtype"}
-    if own := sorted(named & shared):
-        raise UserError(f"--more is of ours alone; give --{own[0]} to this command, and both sides have it")
+    if wrong := sorted(named & (shared | {"data", "val_data", "base_dir"} | DECIDED_BY.keys())):
+        own = DECIDED_BY.get(wrong[0], wrong[0])
+        raise UserError(f"--more is of ours alone; give --{own} to this command, and both sides have it")
 
 
 if __name__ == "__main__":

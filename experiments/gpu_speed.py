@@ -147,6 +147,6 @@ def make_job(settings: dict, names: list[str]) -> dict:
         "data": settings["data"],
         "vocab_size": settings["vocab_size"],
         "base_dir": str(user_path("base_dir", settings["base_dir"])),
-        "folder": str(user_path("folder", settings["folder"])) if settings["folder"] else None,
+        "folder": settings["folder"],
         "environment": environment,
     }

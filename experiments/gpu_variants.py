@@ -113,7 +113,6 @@ def split(trace: Path, steps: int, head: tuple[int, int], name: str, folder: str
     try:
         found = time_split(trace, steps, head, most=60)
         if folder:
-            Path(folder).mkdir(parents=True, exist_ok=True)
             Path(folder, f"step-{name}.md").write_text(tables(found))
     except (ValueError, KeyError, OSError) as error:
         return {"error": f"{type(error).__name__}: {error}"[:1000]}

@@ -7,6 +7,7 @@ The last function is a part of `python -m scripts.bench --what=gpu`.
 
 import contextlib
 import os
+import re
 import shutil
 import statistics
 import time
@@ -43,11 +44,14 @@ def seconds(action, *arguments, **keywords) -> float:
 
 def loader(settings: dict) -> dict:
     """Tokens a second of reading, tokenizing and packing on one thread, and of tiktoken alone."""
+    shapes = settings["shapes"].split(",")
+    if wrong := [shape for shape in shapes if not re.fullmatch(r"\s*[1-9]\d*x[1-9]\d*\s*", shape)]:
+        raise UserError(f"--shapes has {wrong[0]!r}; give rows x positions, such as 8x512,32x2048")
     base = user_path("base_dir", settings["base_dir"])
     dataset = open_dataset(settings["data"], base_dir=base)
     tokenizer = dataset.open_tokenizer("auto", settings["vocab_size"], base)
     results = {"corpus": {"name": dataset.name, "fingerprint": dataset.fingerprint[:12]}}
-    for shape in settings["shapes"].split(","):
+    for shape in shapes:
         rows, length = map(int, shape.split("x"))
         results[shape] = loader_speed(dataset, tokenizer, rows, length, settings["rounds"])
     return results
@@ -120,7 +124,7 @@ def in_turns(settings: dict, orders: dict[str, dict], row_of) -> dict:
                     ]
                     taken = {whose: [turn[whose] for turn in turns[2:]] for whose in sides}
                     results[", ".join(filter(None, (name, dtype)))] = row_of(order, taken)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             raise UserError(str(error)) from None
     return results
 

@@ -21,7 +21,6 @@ from pathlib import Path
 
 from experiments import peer_run, race_score
 from experiments.sides import ROOT, peer_folder
-from nanochat import UserError
 from nanochat.files import temporary_folder, user_path
 from nanochat.run.metrics import read_metrics
 from nanochat.terminal import print_line
@@ -67,11 +66,9 @@ class Lap:
 def bench(settings: dict) -> dict:
     """Medians of each side, and the ratio of the bits per byte in each round.
 
-    Raises UserError if `peer` is no folder of karpathy/nanochat, `folder` is none, or a run fails.
+    Raises UserError if `peer` is no folder of karpathy/nanochat, or a run fails.
     """
     peer, base_dir = peer_folder(settings["peer"]), user_path("base_dir", settings["base_dir"])
-    if (folder := settings["folder"]) and not Path(folder).is_dir():
-        raise UserError(f"--folder={folder} is no folder; make it, or name another one")
     text = peer_run.text_of(settings["data"], settings["vocab_size"], base_dir)
     with temporary_folder(settings["folder"]) as folder:
         race = Race(peer, text, settings["recipe"], base_dir, settings["minutes"], folder, {})

@@ -15,14 +15,13 @@ from pathlib import Path
 
 from experiments.sides import ROOT, Side, peer_folder, threads
 from nanochat import UserError
-from nanochat.files import user_path
 from nanochat.ops.kernels import PROBES
 
 # What was timed on a GPU (docs/benchmarks.md)
 SETTINGS = {
     "depth": 12, "head_dim": 128, "max_seq_len": 2048, "vocab_size": 32768, "device_batch_size": 32
 }  # fmt: skip
-JOB = (*SETTINGS, "aspect_ratio", "window_pattern", "kernels")
+JOB = (*SETTINGS, "aspect_ratio", "window_pattern", "kernels", "folder")
 # A kernel is of the first kind that one of its operations names
 KINDS = {
     "loss": {"tanh", "log", "exp", "scatter"},
@@ -43,12 +42,9 @@ def bench(settings: dict) -> dict:
     if unknown := set(used) - set(PROBES):
         raise UserError(f"--parts={unknown.pop()}: the kernels by hand are {', '.join(PROBES)} (or none)")
     folders = {"ours": ROOT} | ({"peer": peer_folder(settings["peer"])} if settings["peer"] else {})
-    place = user_path("folder", settings["folder"]).resolve() if settings["folder"] else None
-    if place:
-        place.mkdir(parents=True, exist_ok=True)
     settings = settings | {"kernels": used}
     with threads() as pool:
-        counted = list(pool.map(lambda side: count(*side, settings, place), folders.items()))
+        counted = list(pool.map(lambda side: count(*side, settings), folders.items()))
     tokens, found = settings["device_batch_size"] * settings["max_seq_len"], {}
     for side, answer in zip(folders, counted, strict=True):
         of_side, gradients = answer["kernels"], answer["gradients"]
@@ -58,19 +54,19 @@ def bench(settings: dict) -> dict:
         found |= {side: figures(of_side), f"{side}_kinds": kinds(of_side)}
         # autograd adds each gradient to those of earlier micro-steps: outside of the code, so not in the sums
         found[side] |= {"adding_bytes": 3 * sum(gradients) / tokens, "adding_launches": len(gradients)}
-        if place:
-            (place / f"{side}_kernels.tsv").write_text(table(of_side, tokens))
+        if settings["folder"]:
+            Path(settings["folder"], f"{side}_kernels.tsv").write_text(table(of_side, tokens))
     if "peer" in found:
         for name in ("bytes", "launches"):
             found[f"{name}_over_peer"] = found["ours"][name] / found["peer"][name]
     return found
 
 
-def count(side: str, folder: Path, settings: dict, place: Path | None) -> dict:
+def count(side: str, folder: Path, settings: dict) -> dict:
     """gpu_codegen.count in a process of its own: the kernels of a micro-step, and the bytes of each gradient.
     Raises RuntimeError if it fails."""
-    job = {name: settings[name] for name in JOB} | {"whose": side, "folder": place and str(place)}
-    with Side("experiments.gpu_codegen.count", job | {"dtype": "bfloat16"}, folder) as process:
+    job = {name: settings[name] for name in JOB} | {"whose": side, "dtype": "bfloat16"}
+    with Side("experiments.gpu_codegen.count", job, folder) as process:
         return process.facts
 
 

@@ -23,6 +23,8 @@ from typing import Literal
 import torch
 
 import configurator
+from nanochat import UserError
+from nanochat.files import user_path
 from nanochat.machine import runtime
 
 # What to measure
@@ -56,7 +58,7 @@ recipe = "runs/laptop.py"  # start, race: settings of the run
 # Places
 data = "embedded"  # as in base_train; its tokenizer has vocab_size tokens
 base_dir = "~/.cache/nanochat"  # where data and tokenizer are (environment: NANOCHAT_BASE_DIR)
-folder: str | None = None  # to write in: checkpoint, race (none = /tmp); gpu: tables; traffic: code
+folder: str | None = None  # made for checkpoint, race (none = /tmp), tables of gpu, code of traffic
 device_type: Literal["auto", "cuda", "cpu", "mps"] = "auto"  # auto = cuda, else mps, else cpu
 
 settings = configurator.configure(globals())
@@ -81,6 +83,13 @@ def record(results: dict) -> dict:
     return found | {name: value for name, value in results.items() if not isinstance(value, dict)}
 
 
+if folder:
+    place = user_path("folder", folder).resolve()
+    settings.values["folder"] = str(place)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--folder={folder} cannot be made ({error.strerror}); name another one") from None
 measure = import_module(f"experiments.{MODULES.get(what, what)}_speed")
 for name, value in getattr(measure, "SETTINGS", {}).items():  # its own, in place of the defaults
     if settings.sources[name] == "default":

@@ -156,6 +156,22 @@ def test_the_command_prepares_a_text_that_can_be_carried_and_trains_both_on_it(t
     assert not list((tmp_path / "there").rglob("step_*")) and not list((tmp_path / "there").rglob("model_*"))
 
 
+@pytest.mark.parametrize(
+    ("more", "own"), [("--depth 8", "depths"), ("--total-batch-size=64", "batches"), ("--data=x", "data")]
+)
+def test_more_may_not_make_the_sides_unlike(place, monkeypatch, more, own):
+    monkeypatch.setattr(equal_tokens, "more", f"--compile=off {more}")
+    with pytest.raises(UserError, match=f"give --{own} to this command"):
+        equal_tokens.check_settings()
+
+
+@pytest.mark.parametrize("text", ["4,", "0", "4,-6", "four"])
+def test_a_depth_that_is_none_is_refused(text):
+    with pytest.raises(UserError, match=r"--depths=.* positive whole numbers"):
+        equal_tokens.numbers("depths", text)
+    assert equal_tokens.numbers("depths", "4, 06") == [4, 6] and equal_tokens.numbers("batches", None) == []
+
+
 def test_other_sources_or_settings_are_another_run(place, monkeypatch):
     ours, theirs = Run("ours", 4, 256, 0), Run("peer", 4, 256, 0)
     before = ours.folder, theirs.folder

@@ -348,9 +348,9 @@ def test_the_kernels_of_a_profile_are_a_file_of_tables(tmp_path):
         timed | {"name": "nvjet", "cat": "kernel", "ts": 900, "dur": 3000, "args": {"correlation": 1}},
     ]
     trace.write_text(json.dumps({"traceEvents": events}))
-    found = gpu_variants.split(trace, 2, (8, 320), "ours-d12", str(tmp_path / "tables"))
+    found = gpu_variants.split(trace, 2, (8, 320), "ours-d12", str(tmp_path))
     assert found["ms"]["products of the head"] == 1.5 and not trace.exists()
-    rows = (tmp_path / "tables" / "step-ours-d12.md").read_text().splitlines()
+    rows = (tmp_path / "step-ours-d12.md").read_text().splitlines()
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     assert ["products of the head", "1.5", "75.0%"] in cells
     assert ["`nvjet`", "products of the head", "1.50", "0.50"] in cells

@@ -45,18 +45,18 @@ def test_both_models_are_counted(tmp_path):
     }.items():
         (tmp_path / "peer" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "peer" / name).write_text(text)
-    places = {"peer": str(tmp_path / "peer"), "folder": str(tmp_path / "code")}
+    places = {"peer": str(tmp_path / "peer"), "folder": str(tmp_path)}
     found = traffic_speed.bench(SETTINGS | {"depth": 1, "aspect_ratio": C} | places)
     # relu(u)^2 reads u and writes its result, 4 C numbers of 2 bytes a token; backward it reads u and the
     # result's gradient, and writes u's
     assert found["peer_kinds"]["activation"] == {"bytes": (2 + 3) * 4 * C * 2, "launches": 2}
     # A look-up reads an int64, a row and writes the row
-    rows = (tmp_path / "code" / "peer_kernels.tsv").read_text().splitlines()[1:]
+    rows = (tmp_path / "peer_kernels.tsv").read_text().splitlines()[1:]
     (look_up,) = [row.split("\t") for row in rows if "\tforward\tlook-ups\t" in row]
     assert int(look_up[0]) == 8 + 2 * C * 2
     # Two products with a weight each way, two more backward, attention both ways
     assert found["peer_kinds"]["products and attention"] == {"bytes": 0, "launches": 2 + 4 + 2}
-    assert "triton" in (tmp_path / "code" / "ours_block_0_backward.py").read_text()
+    assert "triton" in (tmp_path / "ours_block_0_backward.py").read_text()
     ours, peer = found["ours"], found["peer"]
     assert found["bytes_over_peer"] == ours["bytes"] / peer["bytes"]
     assert found["launches_over_peer"] == ours["launches"] / peer["launches"]

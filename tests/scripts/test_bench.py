@@ -9,7 +9,9 @@ import fake_peer
 import pytest
 from helpers import ROOT, python_m, run
 
+from experiments import part_speed
 from experiments.gpu_speed import NAMES
+from nanochat import UserError
 
 SMALL = ["--depth=1", "--max_seq_len=64", "--vocab_size=512", "--rounds=2", "--steps=2"]
 
@@ -78,12 +80,25 @@ def test_start_times_the_first_step_of_a_recipe(texts, tmp_path):
         (["--variants=float32", "--data=nowhere"], ["base_train failed in float32", "nowhere"]),
         (["--what=optimizer", "--peer=runs"], ["--peer is a folder of karpathy/nanochat"]),
         (["--what=race"], ["--peer=FOLDER"]),
+        (["--what=loader", "--shapes=8by512"], ["--shapes has '8by512'", "8x512"]),
+        (["--what=checkpoint", "--folder=README.md/in"], ["--folder=README.md/in cannot be made"]),
         (["--what=communication"], ["start this with torchrun"]),
     ],
 )
 def test_what_cannot_be_measured_is_one_sentence(arguments, words):
     said = bench(*SMALL, *arguments, status=2).stderr
     assert all(word in said for word in words) and "Traceback" not in said
+
+
+def test_a_side_for_which_memory_does_not_suffice_is_one_sentence(monkeypatch):
+    def side(*_):
+        raise MemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(part_speed, "Side", side)
+    shape = {"depth": 1, "aspect_ratio": 64, "head_dim": 64, "max_seq_len": 64, "vocab_size": 512}
+    more = {"window_pattern": "L", "device_batch_size": 1, "device_type": "cpu", "dtypes": "float32"}
+    with pytest.raises(UserError, match="out of memory"):
+        part_speed.optimizer(shape | more | {"peer": None})
 
 
 def test_loader_compares_packing_with_raw_encoding_of_the_same_documents(texts):
