@@ -7,7 +7,7 @@ Each saves checkpoints on its way; race_score.py scores all of them afterwards, 
 the settings file --recipe with --target_minutes. The peer has the recipe's shape, or its own width; batch,
 width and dtype are those with which it is best in short runs (`best_settings`). It gets as many steps as fill
 the same time at the speed of its last run. The sides take turns, and change places every round. Caches are
-warm. Neither samples, and only ours evaluates: one batch, at its end.
+warm. Both train on the CPU. Neither samples, and only ours evaluates: one batch, at its end.
 """
 
 import hashlib
@@ -85,7 +85,7 @@ def bench(settings: dict) -> dict:
 
 def our_command(race: Race, run: Path) -> list:
     """Our base_train with the recipe, for the time of the race, into the folder `run`."""
-    chosen = {"base_dir": race.base_dir, "out_dir": run, "keep_checkpoints": -1}
+    chosen = {"base_dir": race.base_dir, "out_dir": run, "keep_checkpoints": -1, "device_type": "cpu"}
     chosen |= {"num_iterations": -1, "target_flops": -1, "target_minutes": race.minutes}
     chosen |= {"save_minutes": race.minutes / (POINTS + 1)} | peer_run.our_settings(race.text)
     return peer_run.our_command(chosen, race.recipe)

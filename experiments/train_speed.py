@@ -6,8 +6,8 @@ take turns, `rounds` times. Of the profiled steps of a variant the one of median
 work (step_split.py). The peak of matrix products is measured before each round. What the plan said of memory
 and time stands beside what was measured.
 
---peer=FOLDER instead sets the first variant beside karpathy/nanochat's own base_train, in bfloat16 and in
-float32, its default: the same text, tokenizer, shape and batch, in turns (peer_run.py).
+--peer=FOLDER sets the first variant alone beside karpathy/nanochat's own base_train, in bfloat16 and in
+float32, its default: the same text, tokenizer, shape and batch, in turns on a CPU (peer_run.py).
 """
 
 import json
@@ -34,9 +34,13 @@ def bench(settings: dict) -> dict:
     for name in names:
         if name.removesuffix("+compile") not in precision.DTYPES:
             raise UserError(f"unknown variant {name}; use {', '.join(precision.DTYPES)}, also with +compile")
-    machine = runtime.start(settings["device_type"], seed=0)
+    machine, peers, more = runtime.start(settings["device_type"], seed=0), {}, {}
     if settings["peer"]:
-        return beside_peer(settings, names[0], machine)
+        if machine.device.type != "cpu":
+            raise UserError("--what=train --peer runs on a CPU: give --device_type=cpu, or --what=gpu")
+        checkout, base = peer_folder(settings["peer"]), user_path("base_dir", settings["base_dir"])
+        text = peer_run.text_of(settings["data"], settings["vocab_size"], base)
+        names, peers, more = names[:1], {"bfloat16": [], "float32": []}, peer_run.our_settings(text)
     turns: dict = {name: [] for name in names}
     peaks: dict = {name.removesuffix("+compile"): [] for name in names}
     with temporary_folder() as place:
@@ -44,21 +48,29 @@ def bench(settings: dict) -> dict:
             for dtype, found in peaks.items():
                 found.append(hardware.measured_flops(machine.device, precision.DTYPES[dtype])[0])
             for name, of_variant in turns.items():
-                of_variant.append(train(settings, name, place / f"{name}{turn}"))
+                of_variant.append(train(settings, name, place / f"{name}{turn}", more))
+            for dtype, of_peer in peers.items():
+                peer_place = place / f"peer, {dtype}{turn}"
+                of_peer.append(peer_run.train(checkout, text, peer_place, shape_of(settings), dtype))
         peak = {dtype: statistics.median(found) for dtype, found in peaks.items()}
         rows = {name: figures(settings, of_variant, peak, name) for name, of_variant in turns.items()}
         for name, row in rows.items():
             row["speed_relative_to_first"] = rows[names[0]]["step_ms"] / row["step_ms"]
             row["split"] = split(turns[name])
     report(rows, peak)
-    return rows | single(rows[names[0]])
+    first = rows[names[0]]
+    speeds = [figures(settings, [turn], peak, names[0])["tok_per_sec"] for turn in turns[names[0]]]
+    for dtype, of_peer in peers.items():
+        rows[f"peer, {dtype}"] = row = over_peer(of_peer, speeds, first)
+        print(f"peer, {dtype:14s} {in_words(row)}")
+    return rows | {name: first[name] for name in SINGLE}  # these stand at the top of the JSON object, too
 
 
 # ------------------------------------------------------------------------------------------------------
 # Runs
 
 
-def train(settings: dict, variant: str, run: Path, more: dict | None = None) -> dict:
+def train(settings: dict, variant: str, run: Path, more: dict) -> dict:
     """A run: its folder, what its plan said, its records without the first third, its peak of memory, seconds
     to its first step."""
     dtype, _, compiled = variant.partition("+")
@@ -66,7 +78,7 @@ def train(settings: dict, variant: str, run: Path, more: dict | None = None) -> 
     chosen = {name: settings[name] for name in DEFAULTS if name in settings}
     chosen |= {"dtype": dtype, "compile": "on" if compiled else "off", "out_dir": run}
     chosen |= {"num_iterations": steps + 2, "profile": steps + 1, "total_batch_size": tokens}
-    chosen |= {"eval_every": steps, "save_every": steps} | (more or {})
+    chosen |= {"eval_every": steps, "save_every": steps} | more
     done = peer_run.watch(peer_run.our_command(chosen), failed=f"base_train failed in {variant}")
     records = read_metrics(run / "metrics.jsonl")
     evaluated = next(record for record in records if "peak_memory" in record)
@@ -133,28 +145,11 @@ def in_words(row: dict) -> str:
 # Beside the peer
 
 
-def beside_peer(settings: dict, variant: str, machine) -> dict:
-    """Ours, and the peer's in bfloat16 and float32, in turns: medians, and ratios of neighbouring turns."""
-    checkout, base = peer_folder(settings["peer"]), user_path("base_dir", settings["base_dir"])
-    text = peer_run.text_of(settings["data"], settings["vocab_size"], base)
+def shape_of(settings: dict) -> dict:
+    """The settings of the peer's script for the shape and the batch of ours."""
     names = ("depth", "aspect_ratio", "head_dim", "max_seq_len", "device_batch_size", "window_pattern")
     shape = {name: settings[name] for name in names} | {"num_iterations": settings["steps"]}
-    shape["total_batch_size"] = settings["device_batch_size"] * settings["max_seq_len"]
-    dtype, peaks, ours = variant.removesuffix("+compile"), [], []
-    peers: dict = {"bfloat16": [], "float32": []}
-    with temporary_folder() as place:
-        for number in range(settings["rounds"]):
-            peaks.append(hardware.measured_flops(machine.device, precision.DTYPES[dtype])[0])
-            ours.append(train(settings, variant, place / f"ours{number}", peer_run.our_settings(text)))
-            for name, of_peer in peers.items():
-                of_peer.append(peer_run.train(checkout, text, place / f"{name}{number}", shape, name))
-        peak = {dtype: statistics.median(peaks)}
-        speeds = [figures(settings, [turn], peak, variant)["tok_per_sec"] for turn in ours]
-        row = figures(settings, ours, peak, variant)
-    rows = {f"peer, {name}": over_peer(runs, speeds, row) for name, runs in peers.items()}
-    rows = {f"ours, {variant}": row} | rows
-    print(*(f"{name:22s} {in_words(of_side)}" for name, of_side in rows.items()), sep="\n")
-    return rows | single(row)
+    return shape | {"total_batch_size": settings["device_batch_size"] * settings["max_seq_len"]}
 
 
 def over_peer(runs: list[peer_run.Run], our_speeds: list[float], ours: dict) -> dict:
@@ -169,8 +164,3 @@ def over_peer(runs: list[peer_run.Run], our_speeds: list[float], ours: dict) -> 
         "our_memory_over_peers": ours["peak_memory_bytes"] / memory,
         "first_step_s": statistics.median(run.first_step_s for run in runs),
     }
-
-
-def single(row: dict) -> dict:
-    """What stands at the top of the JSON object, too."""
-    return {name: row[name] for name in SINGLE}

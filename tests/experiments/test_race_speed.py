@@ -87,6 +87,12 @@ def test_the_peer_races_with_what_was_best_in_short_runs_and_it_is_not_looked_fo
         race_speed.best_settings(race)
 
 
+def test_ours_trains_on_the_peers_device(tmp_path, monkeypatch):
+    monkeypatch.setattr(peer_run, "our_settings", lambda text: {})
+    race = race_speed.Race(tmp_path, tmp_path, "runs/laptop.py", tmp_path, 8, tmp_path, {})
+    assert "--device_type=cpu" in race_speed.our_command(race, tmp_path)
+
+
 def test_the_ratio_is_of_runs_of_the_same_round():
     def laps(*values):
         return [race_speed.Lap(60, 1000 * i, i * 10**9, [(50, v)]) for i, v in enumerate(values, start=1)]

@@ -1,8 +1,11 @@
 """bench --what=train: medians, and ratios of runs that belong together."""
 
 import pytest
+import torch
 
 from experiments import peer_run, train_speed
+from nanochat import UserError
+from nanochat.machine import runtime
 from nanochat.plan.counts import flops_per_token
 
 SETTINGS = {"depth": 1, "aspect_ratio": 64, "head_dim": 64, "max_seq_len": 100, "vocab_size": 512}
@@ -37,3 +40,9 @@ def test_ours_over_the_peers_is_of_the_same_round():
     assert found["of_each_round"] == [1.5, 1, 2] and found["ours_over_peer"] == 1.5
     assert found["tok_per_sec"] == 100 and found["first_step_s"] == 4
     assert found["peak_memory_bytes"] == 40 and found["our_memory_over_peers"] == 0.75
+
+
+def test_a_gpu_is_not_set_beside_the_peer_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(runtime, "start", lambda *_, **__: runtime.Machine(torch.device("cuda")))
+    with pytest.raises(UserError, match="--device_type=cpu, or --what=gpu"):
+        train_speed.bench({"variants": "float32", "device_type": "auto", "peer": "FOLDER"})
