@@ -22,6 +22,7 @@ from nanochat.files import temporary_folder
 from nanochat.gpt import GPT
 from nanochat.machine import runtime
 from nanochat.machine.compiling import compile_parts
+from nanochat.machine.precision import name_of
 from nanochat.ops import attention as ways
 from nanochat.plan import scaling
 from nanochat.run.metrics import read_metrics
@@ -62,7 +63,7 @@ def losses(job: dict) -> dict:
     # On a CPU, where this is for the tests, one without a C++ compiler
     backend = "aot_eager" if job["small"] else "inductor"
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        name = str(dtype).removeprefix("torch.")
+        name = name_of(dtype)
         for compiled in (False, True):
             if compiled and (dtype == torch.float16 or (job["small"] and dtype == torch.bfloat16)):
                 continue  # it would show nothing new
@@ -121,7 +122,7 @@ def attention(job: dict) -> dict:
     shape = (1, 2, 64, 32) if job["small"] else (2, 6, 2048, 128)
     checks, cannot = {}, {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        name = str(dtype).removeprefix("torch.")
+        name = name_of(dtype)
         compiled = dtype == torch.bfloat16 and not job["small"]  # it takes long
         for way, row in ways.check_backends(job["device"], dtype, shape, compiled).items():
             if isinstance(row, str):

@@ -25,7 +25,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 
 def compiled(kernel, types: dict, constants: dict, target: int, warps: int, stages: int = 3) -> dict:
     """Registers of a thread, bytes of its stack, bytes of shared memory. types: of the kernel's arguments."""
-    kernel = getattr(kernel, "fn", kernel) if isinstance(kernel, triton.runtime.Autotuner) else kernel
+    kernel = kernel.fn if isinstance(kernel, triton.runtime.Autotuner) else kernel
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     position = {name: i for i, name in enumerate(kernel.arg_names)}
     values = {(position[name],): value for name, value in constants.items()}

@@ -142,7 +142,7 @@ def ddp_worker(rank: int, folder: Path):
                     with precision.autocast(x.device, compute_dtype):
                         loss = ddp(x, y) / steps
                     loss.backward()
-            results[f"{str(compute_dtype)[6:]}, {steps}"] = flat_grad(model)
+            results[f"{precision.name_of(compute_dtype)}, {steps}"] = flat_grad(model)
     if rank == 0:
         save_file(results, folder / "gradients.safetensors")
     dist.barrier()

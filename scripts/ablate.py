@@ -119,14 +119,6 @@ def settings_in(arguments: list[str], where: str, refused: set[str] = OWN) -> di
     return chosen
 
 
-def chosen_variants(found: dict[str, dict], only: str) -> dict[str, dict]:
-    wanted = [name.strip() for name in only.split(";") if name.strip()]
-    if unknown := [name for name in wanted if name not in found]:
-        raise UserError(f"--only names {', '.join(unknown)}; the list has {', '.join(found)}")
-    baseline = next(iter(found))
-    return {name: one for name, one in found.items() if not wanted or name in wanted or name == baseline}
-
-
 def commit_of(patches: list[str]) -> str:
     """The commit of all patches, "" without patches. Raises UserError if there are several, or if a patch
     does not fit its commit."""
@@ -344,8 +336,11 @@ except ValueError as error:
 shared |= changed
 changes = [f"{name}={value}" for name, value in changed.items() if name not in ("data", "val_data")]
 list_name = ", ".join([variants_path.stem, *changes])
-chosen = chosen_variants(found, only)
-baseline = next(iter(chosen))
+wanted = [name.strip() for name in only.split(";") if name.strip()]
+if unknown := [name for name in wanted if name not in found]:
+    raise UserError(f"--only names {', '.join(unknown)}; the list has {', '.join(found)}")
+baseline = next(iter(found))
+chosen = {name: one for name, one in found.items() if not wanted or name in (baseline, *wanted)}
 commit = commit_of([patch for name, patch in patches.items() if name in chosen])
 sources = commit or runtime.sources_fingerprint(ROOT)
 names = [name.strip() for name in depths.split(",") if name.strip()] or [shared.get("depth", 4)]

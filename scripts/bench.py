@@ -67,12 +67,6 @@ MODULES = {"loader": "part", "optimizer": "part", "generate": "part", "checkpoin
 ON_A_CPU = ("loader", "communication", "race", "traffic")
 
 
-def print_row(name: str, row):
-    row = row if isinstance(row, dict) else {"": row}
-    cells = (f"{k} {v:,.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
-    print(f"{name:20s} " + "  ".join(cells))
-
-
 def record(results: dict) -> dict:
     """What --json prints: results, and where they were measured. Single figures stand at the top too."""
     device = torch.device("cpu") if what in ON_A_CPU else runtime.start(device_type, seed=0).device
@@ -97,7 +91,9 @@ for name, value in getattr(measure, "SETTINGS", {}).items():  # its own, in plac
 results = getattr(measure, what if what in MODULES else "bench")(settings.values)
 if what not in ("gpu", "train"):  # these print their own lines
     for name, row in results.items():
-        print_row(name, row)
+        row = row if isinstance(row, dict) else {"": row}
+        cells = (f"{k} {v:,.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
+        print(f"{name:20s} " + "  ".join(cells))
 if json and results:
     print(json_module.dumps(record(results)))
 if what == "gpu" and not all(part["ok"] for part in results.values()):
