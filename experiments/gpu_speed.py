@@ -64,7 +64,7 @@ def run_part(part: Part, job: dict, limit_s: float) -> dict:
     """Its figures, {"ok", "seconds", ...}; whatever it started ends with it."""
     began = time.perf_counter()
     try:
-        with Side(part.function, job, quiet=True, limit_s=limit_s) as side:
+        with Side(part.function, job, limit_s=limit_s) as side:
             result = {"ok": True} | side.facts
     except (RuntimeError, MemoryError, ValueError) as error:
         result = {"ok": False, "error": f"{type(error).__name__}: {error}"[:2000]}

@@ -67,7 +67,7 @@ def prepare(variant: dict, job: dict, limit_s: float) -> Side:
 
 
 def prepared(whose: str, step_job: dict, folder: Path, limit_s: float, said: dict) -> Side:
-    side = Side(whose, step_job, folder, quiet=True, limit_s=limit_s)
+    side = Side(whose, step_job, folder, limit_s=limit_s)
     try:
         side.facts |= side.do("first", limit_s=limit_s) | said
     except BaseException:

@@ -46,7 +46,7 @@ def score(side: str, checkpoints, place: Path, checkout: Path, device: str = "cp
     job |= {"device": device, "dtype": "float32"}
     folder = ROOT if side == "ours" else checkout
     try:
-        with Side("experiments.race_score.scores", job, folder, quiet=True) as process:
+        with Side("experiments.race_score.scores", job, folder) as process:
             return process.facts["scores"]
     except (RuntimeError, MemoryError) as error:
         raise UserError(f"the checkpoints of {side} could not be scored: {error}") from None

@@ -72,17 +72,17 @@ class Side:
 
     folder: whose `nanochat` it imports; all else of ours can be imported, too.
 
-    quiet: what it writes goes to a file, and its last lines to the message of an error. limit_s: the most
-    seconds that the process waits for an answer; then it is ended. alive: all that were not.
+    The last lines that it writes to stderr go to the message of an error. limit_s: the most seconds to wait
+    for an answer; then the process is ended. alive: all that were not.
     """
 
     alive: ClassVar[set] = set()
 
-    def __init__(self, whose: str, job: dict, folder: Path = ROOT, quiet=False, limit_s: float | None = None):
+    def __init__(self, whose: str, job: dict, folder: Path = ROOT, limit_s: float | None = None):
         path = os.pathsep.join(filter(None, [str(folder), str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = os.environ | {"PYTHONPATH": path, "NANOCHAT_DTYPE": job.get("dtype", "")}
         environment |= job.get("environment", {})
-        self.errors = tempfile.TemporaryFile("w+", errors="replace") if quiet else None  # noqa: SIM115
+        self.errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors, "text": True}
         command = [sys.executable, __file__, whose]
         self.whose = whose
@@ -118,8 +118,6 @@ class Side:
         return self.ask({"do": order, **more}, limit_s)
 
     def _last_lines(self) -> str:
-        if self.errors is None:
-            return "its message stands above"
         self.process.wait()
         self.errors.seek(0)
         lines = [line.strip()[:200] for line in self.errors.read().splitlines() if line.strip(" ^~")]

@@ -64,10 +64,13 @@ def bench(settings: dict) -> dict:
 
 def count(side: str, folder: Path, settings: dict) -> dict:
     """gpu_codegen.count in a process of its own: the kernels of a micro-step, and the bytes of each gradient.
-    Raises RuntimeError if it fails."""
+    Raises UserError if it fails."""
     job = {name: settings[name] for name in JOB} | {"whose": side, "dtype": "bfloat16"}
-    with Side("experiments.gpu_codegen.count", job, folder) as process:
-        return process.facts
+    try:
+        with Side("experiments.gpu_codegen.count", job, folder) as process:
+            return process.facts
+    except RuntimeError as error:
+        raise UserError(f"the model of {side} could not be counted: {error}") from None
 
 
 def kind_of(kernel: dict) -> str:

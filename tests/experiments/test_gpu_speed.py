@@ -309,9 +309,9 @@ def test_variants_of_ours_are_the_models_that_their_settings_ask_for_planned_as_
 def test_a_side_that_does_not_answer_is_ended():
     step_job = gpu_parts.model_job(CPU, 12)
     with pytest.raises(RuntimeError, match=r"stopped after 0\.2 s"):
-        sides.Side("ours", step_job, quiet=True, limit_s=0.2)
+        sides.Side("ours", step_job, limit_s=0.2)
     with pytest.raises(RuntimeError, match=r"ours ended; .*cannot compute in no such"):
-        sides.Side("ours", step_job | {"dtype": "no such"}, quiet=True)
+        sides.Side("ours", step_job | {"dtype": "no such"})
     assert not sides.Side.alive
 
 

@@ -1,5 +1,6 @@
 """bench --what=traffic: what a GPU's micro-step moves, against counts by hand."""
 
+import fake_peer
 import pytest
 import torch
 
@@ -69,6 +70,14 @@ def test_both_models_are_counted(tmp_path):
         assert 1.5 < launches[1] / launches[0] < 2.1
     # What stands before and after the blocks stays
     assert 1.3 < deeper["ours_kinds"]["norms"]["bytes"] / found["ours_kinds"]["norms"]["bytes"] < 2.1
+
+
+def test_a_peer_that_cannot_be_counted_is_one_sentence(tmp_path):
+    pytest.importorskip("triton")
+    peer = fake_peer.checkout(tmp_path)
+    (peer / "nanochat" / "gpt.py").write_text("raise ValueError('another commit')")
+    with pytest.raises(UserError, match=r"the model of peer could not be counted: .*another commit"):
+        traffic_speed.count("peer", peer, SETTINGS | {"depth": 1, "kernels": []})
 
 
 def test_a_kernel_that_does_not_exist_is_refused():
