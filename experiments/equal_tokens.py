@@ -243,7 +243,8 @@ def draw(runs: list[Run], batch: int, path: Path):
 
     figure = Figure(figsize=(14, 4.5), layout="constrained")
     by_tokens, by_seconds, ratio = figure.subplots(1, 3)
-    styles = dict(zip(sorted({run.depth for run in runs}), ("-", "--", ":", "-."), strict=False))
+    lines = itertools.cycle(("-", "--", ":", "-."))
+    styles = dict(zip(sorted({run.depth for run in runs}), lines, strict=False))
     best = {depth: found for depth in styles if (found := best_of_peer(runs, depth))}
     shown = [run for run in runs if run.side == "ours" and run.batch == batch and run.result]
     for run in [*shown, *best.values()]:

@@ -2,7 +2,7 @@
 
 A function here has the name of its part. It gets the settings of bench.py and returns a row of figures for
 each thing that it measured. With --peer=FOLDER optimizer and generate take turns with karpathy/nanochat's.
-The last function is a part of `python -m scripts.bench --what=gpu`.
+The last section is a part of `python -m scripts.bench --what=gpu`.
 """
 
 import contextlib

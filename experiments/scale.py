@@ -13,7 +13,7 @@ from nanochat import UserError
 from nanochat.plan import simulation
 from nanochat.terminal import duration, gib
 
-device = "H100"  # the GPU: B200, H200, H100, A100, L40S, RTX 4090, L4, V100 or T4
+device = "H100"  # the GPU, by a name that --plan --device=GPU of base_train knows
 
 settings = configurator.configure(globals())
 

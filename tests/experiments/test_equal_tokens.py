@@ -76,6 +76,13 @@ def test_ours_is_set_beside_the_best_of_the_peers_batches_at_the_same_depth(plac
     assert (place / "tokens.png").stat().st_size > 5000
 
 
+def test_a_picture_has_more_depths_than_there_are_styles_of_lines(place):
+    runs = [Run("ours", depth, 256, 0) for depth in range(1, 6)]
+    for run in runs:
+        keep(run, 1.0)
+    equal_tokens.draw(runs, 256, place / "five.png")
+
+
 def test_what_has_a_result_is_not_trained_again_and_a_failure_stops_no_other_run(place, monkeypatch, capsys):
     trained = []
 
