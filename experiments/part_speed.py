@@ -97,6 +97,8 @@ def optimizer(settings: dict) -> dict:
 def generate(settings: dict) -> dict:
     """Tokens a second that are written after a prompt, by batch size and compute dtype."""
     tokens = min(TOKENS, settings["max_seq_len"] - len(PROMPT))
+    if tokens < 1:
+        raise UserError(f"a prompt of {len(PROMPT)} tokens fills the row; give a larger --max_seq_len")
     orders = {f"batch {rows}": {"do": "write", "rows": rows, "tokens": tokens} for rows in BATCH_SIZES}
     return in_turns(settings, orders, row_of_texts)
 

@@ -85,8 +85,11 @@ def text_of(
     data: str, vocab_size: int, base_dir: Path, val_data: str | None = None, cut: bool = True
 ) -> Path:
     """`prepare` for a data set by its name or path, with the tokenizer that base_train would take. A folder
-    that `prepare` has made, here or on another machine, is taken as it is."""
+    that `prepare` has made, here or on another machine, is taken as it is. Raises UserError if it is given
+    with val_data."""
     if (folder := Path(data).expanduser().resolve()).joinpath("tokenizer", "tokenizer.pkl").exists():
+        if val_data:
+            raise UserError(f"--data={data} has a validation text of its own; leave --val_data out")
         return folder
     dataset = open_dataset(data, val_data, base_dir=base_dir)
     return prepare(dataset, dataset.open_tokenizer("auto", vocab_size, base_dir), base_dir, cut)

@@ -58,7 +58,7 @@ recipe = "runs/laptop.py"  # start, race: settings of the run
 # Places
 data = "embedded"  # as in base_train; its tokenizer has vocab_size tokens
 base_dir = "~/.cache/nanochat"  # where data and tokenizer are (environment: NANOCHAT_BASE_DIR)
-folder: str | None = None  # made for checkpoint, race (none = /tmp), tables of gpu, code of traffic
+folder: str | None = None  # to write in: checkpoint, race (none = /tmp); gpu: tables; traffic: code
 device_type: Literal["auto", "cuda", "cpu", "mps"] = "auto"  # auto = cuda, else mps, else cpu
 
 settings = configurator.configure(globals())

@@ -74,6 +74,13 @@ def test_both_read_the_same_documents_of_the_same_splits(prepared, tmp_path):
     assert ours["vocab_size"] == tokenizer.vocab_size and ours["tokenizer"].exists()
 
 
+def test_a_prepared_folder_is_taken_with_its_own_validation(prepared, tmp_path):
+    text = prepared[2]
+    assert peer_run.text_of(str(text), 4096, tmp_path) == text
+    with pytest.raises(UserError, match="leave --val_data out"):
+        peer_run.text_of(str(text), 4096, tmp_path, val_data="other.jsonl")
+
+
 def test_the_peers_tokenizer_gives_our_tokens_and_our_bytes(prepared):
     _, tokenizer, text = prepared
     # The peer reads a pickle, so one is written; nothing of ours reads it. A copy is made as from a pickle
