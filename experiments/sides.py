@@ -73,7 +73,7 @@ class Side:
     folder: whose `nanochat` it imports; all else of ours can be imported, too.
 
     The last lines that it writes to stderr go to the message of an error. limit_s: the most seconds to wait
-    for an answer; then the process is ended. alive: all that were not.
+    for an answer; then the process is ended. alive: all that have not ended.
     """
 
     alive: ClassVar[set] = set()
