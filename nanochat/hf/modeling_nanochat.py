@@ -315,6 +315,14 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         before = shift(ids, 1) * row.follows
         return before[:, row.past :], (shift(before, 1) * row.follows)[:, row.past :]
 
-    def generate(self, *args, stopping_criteria=(), **kwargs):
-        criteria = [*stopping_criteria, RowIsFull(self.config.max_seq_len)]
-        return super().generate(*args, stopping_criteria=criteria, **kwargs)
+    def generate(
+        self,
+        inputs=None,
+        generation_config=None,
+        logits_processor=None,
+        stopping_criteria=None,
+        *args,
+        **kwargs,
+    ):
+        criteria = [*(stopping_criteria or ()), RowIsFull(self.config.max_seq_len)]
+        return super().generate(inputs, generation_config, logits_processor, criteria, *args, **kwargs)

@@ -141,7 +141,7 @@ def test_weights_in_16_bits_compute_nearly_the_same(one, dtype):
         assert theirs.dtype == dtype
         difference = (theirs(idx).logits - ours(idx)).std()
         assert 0 < difference < (0.02 if dtype == torch.float16 else 0.2)
-        theirs.generate(idx, max_new_tokens=3)
+        theirs.generate(idx, None, None, None, max_new_tokens=3)
 
 
 @pytest.mark.slow
