@@ -30,10 +30,10 @@ def find_source(
 ) -> Checkpoint:
     """The verified checkpoint that the setting `source` means.
 
-    source: a run's tag, the folder of a run or of a checkpoint, or None for the run that was saved last. Runs
-    are looked up under the folders `kinds` of base_dir, in this order. A run stands for its newest good
-    checkpoint; `say` gets the names of damaged ones, and which run None means if there are several. Raises
-    UserError if nothing is found.
+    source: a run's tag, the folder of a run or of a checkpoint, or None for the newest run of the first
+    of `kinds` that has any. Runs are looked up under the folders `kinds` of base_dir, in this order. A run
+    stands for its newest good checkpoint; `say` gets the names of damaged ones, and which run None means if
+    there are several. Raises UserError if nothing is found.
     """
     places = [Path(base_dir) / name for name in kinds]
     runs = [

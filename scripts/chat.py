@@ -76,8 +76,8 @@ note(
 
 
 def beginning(text: str) -> list[int]:
-    """The ids that the model continues. A text that is too long keeps its end and leaves at least half of the
-    row free."""
+    """The ids that the model continues. A text that is too long keeps its end: it leaves room for max_tokens,
+    or for half a row if they need more."""
     ids = tokenizer.encode(text).tolist()
     keep = max(room - 1 - wanted, room // 2 - 1)  # <|bos|> takes a position too
     if len(ids) > keep:
