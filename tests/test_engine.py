@@ -359,11 +359,13 @@ def test_the_default_source_is_the_mid_training_run_else_the_base_run_saved_last
     assert find_source(None, base).path == base / "base_checkpoints" / "small" / "step_000002"
 
 
-def test_a_source_is_a_tag_a_run_or_a_checkpoint(base):
+def test_a_source_is_a_tag_a_run_or_a_checkpoint(base, monkeypatch):
     small = base / "base_checkpoints" / "small"
     assert find_source("small", base).path == find_source(str(small), base).path == small / "step_000002"
     assert find_source("talk", base).step == 2
     assert find_source("small/step_000001", base).path == small / "step_000001"
+    monkeypatch.chdir(small / "step_000002")
+    assert find_source(".", base).run_folder == find_source("..", base).run_folder == small
     copied = (small / "step_000001").rename(base / "copied-elsewhere")
     assert find_source(str(copied), base / "nothing-here").step == 1
     with pytest.raises(UserError, match=r"d99; .* talk, small, large\)"):

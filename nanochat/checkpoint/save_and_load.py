@@ -165,8 +165,9 @@ class Checkpoint:
 
     @property
     def run_folder(self):
-        """The folder of its run, or its own if it was copied out of there."""
-        return self.path.parent if STEP.fullmatch(self.path.name) else self.path
+        """The folder of its run, or its own if it was copied out of there. Absolute: `.` has no name."""
+        path = Path(os.path.abspath(self.path))
+        return path.parent if STEP.fullmatch(path.name) else path
 
     @property
     def resolved(self):
