@@ -11,7 +11,6 @@ base_eval_NNNNNN.md and .json for the checkpoint of step NNNNNN.
 """
 
 import functools
-import json
 import os
 import time
 from pathlib import Path
@@ -72,16 +71,9 @@ OF_RUN = {
 def settings_of_run(found: checkpoint.Checkpoint) -> dict:
     """The values of OF_RUN in the run that wrote a checkpoint. A run of mid_train has no text: it trains on
     conversations, so it gets the default text."""
-    values = dict(OF_RUN)
-    if "config.json" in found.files:
-        path = found.path / "config.json"
-        names = ("dtype", "seed") if "loss_on" in found.state["identity"] else OF_RUN
-        try:
-            saved = json.loads(path.read_bytes())["settings"]
-            values |= {name: saved[name]["value"] for name in names if name in saved}
-        except (ValueError, LookupError, TypeError) as error:
-            raise UserError(f"{path} is not a run's config.json; copy the checkpoint again") from error
-    return values
+    names = ("dtype", "seed") if "loss_on" in found.state["identity"] else OF_RUN
+    saved = found.config.get("settings", {})
+    return OF_RUN | {name: saved[name]["value"] for name in names if name in saved}
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -93,7 +85,8 @@ machine.check_same_settings(settings.values)
 base_path = user_path("base_dir", base_dir)
 found = find_source(source, base_path, say)
 if step != -1:
-    found = checkpoint.find(found.path.parent, step, say)
+    found = checkpoint.find(found.run_folder, step, say)
+model = load_for_inference(found, device, torch.float32)  # as in training, autocast casts what it needs
 machine.check_same({"the checkpoint": found.path.name, "its identity": found.state["identity"]})
 folder = found.run_folder if out_dir is None else user_path("out_dir", out_dir)
 
@@ -104,7 +97,6 @@ for name in ("val_data", "text_field", "eval_tokens", "sample_prompts"):
     run[name] = run[name] if settings.values[name] is None else settings.values[name]
 compute_dtype, dtype_reason = precision.resolve_dtype(run["dtype"] if dtype == "auto" else dtype, device)
 tokenizer = Tokenizer.load(found.path / "tokenizer.json")
-model = load_for_inference(found, device, torch.float32)  # as in training, autocast casts what it needs
 if tokenizer.vocab_size != model.config.vocab_size:
     raise UserError(f"{found.path} has the tokenizer of another model; copy the right tokenizer.json into it")
 
@@ -163,14 +155,14 @@ if opened:
     facts["CORE's bundle"] = f"{opened.path}, fingerprint {opened.fingerprint[:12]}{cut}"
 began = time.monotonic()
 if "bpb" in parts:
-    rows = max(1, min(found.resolved.get("device_batch_size", 8), 2**16 // model.config.max_seq_len))
+    resolved = found.state.get("resolved", {})
+    rows = max(1, min(resolved.get("device_batch_size", 8), 2**16 // model.config.max_seq_len))
     with machine.main_first("validation"):  # the first process tokenizes; the others find its file
         place = dataset.tokenizer_folder(base_path)
         in_batches = model.config.max_seq_len, rows, *share, device
         validation = open_validation(dataset, tokenizer, run["eval_tokens"], place, *in_batches)
     token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(device)
-    compiled = found.resolved.get("compiled", False)
-    more = compute_dtype, machine, compiled, lambda batches, text: batches
+    more = compute_dtype, machine, resolved.get("compiled", False), lambda batches, text: batches
     results |= validate(model, validation, token_bytes, *more)
 if "core" in parts:
     shown = functools.partial(bar, hidden=not machine.is_main)

@@ -10,11 +10,11 @@ ends, and a model card to complete. Sub-word embeddings are added to the rows of
 plain. docs/ecosystem.md says what else reads it. It needs `pip install -e '.[export]'`.
 """
 
-import json
 from dataclasses import asdict
 from typing import Literal
 
 import torch
+from safetensors import SafetensorError
 
 import configurator
 from nanochat import UserError
@@ -71,11 +71,8 @@ def to_transformers(ours: GPT, identity: dict, endings: dict):
 
 def card(checkpoint: Checkpoint, chat: bool) -> str:
     """The model card: what it is, how it is used, and what the run says of itself."""
-    plan = []
-    if "config.json" in checkpoint.files:
-        plan = json.loads((checkpoint.path / "config.json").read_bytes())["plan"]
     paths = "folder:", "base:"  # of this machine
-    plan = "\n".join(line for line in plan if not line.startswith(paths))
+    plan = "\n".join(line for line in checkpoint.config.get("plan", ()) if not line.startswith(paths))
     loop = checkpoint.state.get("loop", {})
     rows = [["steps", f"{checkpoint.step:,}"], ["tokens trained on", f"{loop.get('tokens', 0):,}"]]
     if (bits := loop.get("val_bpb")) is not None:
@@ -137,7 +134,7 @@ try:
         if folder.exists():
             folder.rmdir()  # empty
         temporary.rename(folder)
-except OSError as error:
+except (OSError, SafetensorError) as error:
     raise UserError(f"cannot write {folder} ({error}); make room, or give another --out") from error
 
 size = sum(path.stat().st_size for path in folder.iterdir())

@@ -120,7 +120,7 @@ def _settings_of_model(model: dict) -> str:
             "spelling": "on" if model.get("spelled") else "off",
             "bigrams": model.get("bigrams", 0),
         }
-    except KeyError:  # it is the model of another program
+    except (KeyError, TypeError, ZeroDivisionError):  # it is the model of another program
         return "the same settings of the model"
     return " ".join(f"--{name}={value}" for name, value in given.items())
 

@@ -8,6 +8,7 @@ are read later are checked here. A form is
     [int, str]              a list whose items have one of these types
     {"a": int, "b?": str}   an object with these names; it may lack "b", and other names may hold anything
     {...: int}              an object with any names
+    None                    anything
     (int, [int])            one of several forms
 """
 
@@ -17,15 +18,16 @@ WHOLE = range(2**63)
 NUMBER = int, float
 PLAIN = (*NUMBER, bool, str, type(None), [*NUMBER, str])
 MANIFEST = {"step": WHOLE, "world_size": range(1, 2**31), "files": {...: {"size": WHOLE, "sha256": str}}}
-STATE = {"identity?": {"model?": {...: PLAIN}}}  # what inference reads
 STATE_TO_CONTINUE = {
     "identity": {"model?": {...: PLAIN}},
-    "resolved": {...: (*PLAIN, {...: PLAIN})},
+    "resolved": {"rates?": {...: NUMBER}, ...: (*PLAIN, {...: PLAIN})},
     "num_iterations": WHOLE,
     "loader": dict,
     "scaler": {...: NUMBER},
     "loop": {...: PLAIN},
 }
+STATE = {f"{name}?": form for name, form in STATE_TO_CONTINUE.items()}  # for all else than to continue a run
+CONFIG = {"settings?": {...: {"value": None}}, "plan?": [str]}
 
 
 def check(path, value, form):

@@ -223,3 +223,6 @@ def test_weights_to_start_from_are_of_the_same_model_and_tokenizer(tmp_path):
         find_weights(tmp_path, {"model": model | {"vocab_size": 300}, "tokenizer": "abd"})
     with pytest.raises(UserError, match=r"no checkpoint in .*/nothing"):
         find_weights(tmp_path / "nothing", identity)
+    other = save_step(tmp_path / "other", 1, state={"identity": {"model": model | {"depth": 0}}})
+    with pytest.raises(UserError, match="give the same settings of the model"):
+        find_weights(other, identity)

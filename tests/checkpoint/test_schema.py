@@ -42,12 +42,12 @@ def craft_state(folder, **changed):
 
 @pytest.mark.parametrize("part", NEEDED)
 def test_a_state_without_a_part_or_with_one_of_another_type_is_named(run_folder, part):
-    for wrong in (None, "3", [1], {"a": {"b": {"c": 1}}} if part != "loader" else 1):
+    inside = {"identity": {"model": {"depth": {}}}, "resolved": {"rates": {"matrix_lr": "x"}}, "loader": 1}
+    for wrong in (None, "3", [1], inside.get(part, {"a": {"b": {"c": 1}}})):
         craft_state(run_folder, **{part: wrong})
-        if part == "identity" and isinstance(wrong, dict):
-            craft_state(run_folder, identity={"model": {"depth": {}}})
-        with pytest.raises(Damaged, match=rf"state\.json is not what a run writes: state\.{part}"):
-            open_checkpoint(run_folder / "step_000002", to_continue=True)
+        for to_continue in (False, True):
+            with pytest.raises(Damaged, match=rf"state\.json is not what a run writes: state\.{part}"):
+                open_checkpoint(run_folder / "step_000002", to_continue=to_continue)
     craft(
         run_folder / "step_000002",
         {"state.json": json.dumps({name: STATE[name] for name in STATE if name != part}).encode()},
@@ -75,6 +75,21 @@ def test_a_strange_manifest_is_refused(run_folder, change):
         write_manifest(path, body)
         with pytest.raises(Damaged, match=r"manifest\.json"):
             open_checkpoint(path)
+
+
+def test_a_manifest_that_nobody_can_write_is_damaged(run_folder):
+    path = run_folder / "step_000002" / "manifest.json"
+    path.write_text(path.read_text().replace('"step": 2', '"step": 1e999'))
+    assert find(run_folder, say=lambda text: None).step == 1
+
+
+def test_a_config_that_is_not_a_runs_is_damaged(run_folder):
+    path = run_folder / "step_000002"
+    assert open_checkpoint(path).config == {}
+    for content in (b"nonsense", b'{"settings": {"data": "text"}}', b'{"plan": [1]}'):
+        craft(path, {"config.json": content})
+        with pytest.raises(Damaged, match=r"config\.json"):
+            _ = open_checkpoint(path).config
 
 
 def header_of(text, data=b""):

@@ -167,6 +167,16 @@ def test_a_bad_setting_gets_one_sentence(base_eval, trained, argument, sentence)
     assert sentence in str(error.value)
 
 
+def test_a_checkpoint_needs_no_more_than_its_model_to_be_scored(base_eval, trained, tmp_path):
+    path = shutil.copytree(trained / "step_000008", tmp_path / "mine")
+    state = json.loads((path / "state.json").read_text("utf-8"))
+    craft(path, {"state.json": json.dumps({"identity": {"model": state["identity"]["model"]}}).encode()})
+    assert "## Bits per byte: " in base_eval(f"--source={path}", "--eval=bpb")
+    craft(path, {"state.json": b"{}"})
+    with pytest.raises(UserError, match="holds no model that this nanochat knows"):
+        base_eval(f"--source={path}", "--eval=bpb")
+
+
 def test_text_that_is_gone_leaves_out_the_tasks_made_from_it_but_not_core(base_eval, trained, tmp_path):
     write_bundle(tmp_path / "bundle")
     arguments = [f"--source={trained}", f"--bundle={tmp_path / 'bundle'}", f"--out_dir={tmp_path}"]

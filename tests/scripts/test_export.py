@@ -12,7 +12,7 @@ import yaml
 pytest.importorskip("transformers")
 
 from exporting import TOKENIZER, export, make_model, save
-from helpers import command, conversation, losses, names_in, python_m, run
+from helpers import command, conversation, disk, losses, names_in, python_m, run
 from safetensors.torch import load_file
 
 from nanochat import UserError, checkpoint
@@ -71,6 +71,10 @@ def test_a_folder_that_cannot_be_written_is_named(source, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot write .*/file/out"):
         export(source, tmp_path / "file" / "out")
+    with disk(tmp_path / "disk", "64k") as full:
+        with pytest.raises(UserError, match=r"cannot write .*No space left on device"):
+            export(source, full / "out")
+        assert names_in(full) == []
 
 
 def test_training_goes_on_from_an_export_as_from_its_checkpoint(corpus, tmp_path):
