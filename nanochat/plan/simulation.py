@@ -21,7 +21,7 @@ from nanochat.gpt import GPTConfig
 from nanochat.machine.hardware import GPU, GPUS, Hardware
 from nanochat.machine.precision import name_of
 from nanochat.ops.fp8 import FP8_CAPABILITY
-from nanochat.plan import counts, planning, wording
+from nanochat.plan import counts, memory, planning, wording
 from nanochat.terminal import duration, gib
 from nanochat.zero import is_shared_out, share_out
 
@@ -216,9 +216,9 @@ def page(settings: dict) -> str:
     vocabulary = f"with a vocabulary of {plan.config.vocab_size:,} tokens"
     sections["text"] = {"data": f"imagined: as much as is read once, {vocabulary}"}
     del sections["cost"], sections["training"]["epochs"], sections["machine"]["folder"]
-    memory = {kind: gib(size) for kind, size in plan.expected_memory.items() if size}
-    memory["together"] = f"{gib(plan.expected_bytes)} of {gib(hardware.memory)} that are free"
-    sections["memory of a process"] = memory
+    needed = {kind: gib(size) for kind, size in plan.expected_memory.items() if size}
+    needed["together"] = f"{gib(plan.expected_bytes)} of {gib(hardware.memory)} that are free"
+    sections["memory of a process"] = needed
     sent = ", ".join(f"{size / 1e9:.2f} GB of {kind}" for kind, size in found.exchange.items())
     parts = ", ".join(f"{1000 * seconds:.1f} ms {kind}" for kind, seconds in found.seconds.items() if seconds)
     sections["a step"] = {
@@ -239,4 +239,6 @@ def page(settings: dict) -> str:
         f"{assumed}; {100 * LINK_EFFICIENCY:.0f} % of the links' rate, nothing of it hidden behind the "
         "backward pass; measured by us: nothing but d12 on one H200 (docs/scale.md)"
     )
-    return wording.text(sections, plan.warnings(settings["accept"]))
+    # Not plan.warnings: they are of a run on this machine, and tell its time by another assumption
+    refusal = memory.refusal(plan)
+    return wording.text(sections, [refusal] if refusal else [])

@@ -119,7 +119,9 @@ def test_what_cannot_be_imagined_is_one_sentence(change, sentence):
 
 
 def test_a_run_that_does_not_fit_is_planned_with_a_warning():
-    assert "are free; lower --depth to " in simulation.page(settings(depth=60, world_size=1))
+    page = simulation.page(settings(depth=60, world_size=1))
+    assert "warning: this run needs about" in page and "are free; lower --depth to " in page
+    assert "on this machine" not in page  # where this run would take years
 
 
 def test_base_train_imagines_without_data_tokenizer_or_folder(tmp_path):
