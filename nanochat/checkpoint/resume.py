@@ -1,7 +1,6 @@
 """How a run begins: it locks its folder, all processes agree on the checkpoint that it continues, and its
 settings are compared with those of the run that wrote it."""
 
-import json
 import os
 from pathlib import Path
 
@@ -165,13 +164,11 @@ def set_future_aside(run_path, continued, say=print):
 
 def differences(continued, facts: dict) -> list[str]:
     """What differs between this run and the checkpoint that it continues, a line each: settings, versions and
-    sources. facts: this run's, as in config.json. What the checkpoint does not say is not compared."""
-    try:
-        then = json.loads((continued.path / "config.json").read_bytes())
-        settings = {name: entry["value"] for name, entry in then["settings"].items()}
-        versions, sources = then.get("versions", {}), then.get("sources", {})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return []
+    sources. facts: this run's, as in config.json. What the checkpoint does not say is not compared. Raises
+    Damaged."""
+    then = continued.config
+    settings = {name: entry["value"] for name, entry in then.get("settings", {}).items()}
+    versions, sources = then.get("versions", {}), then.get("sources", {})
     now = {name: entry["value"] for name, entry in facts["settings"].items() if name not in OF_ONE_COMMAND}
     pairs = [(name, settings[name], now[name]) for name in now if name in settings]
     pairs += [(name, versions[name], is_) for name, is_ in facts["versions"].items() if name in versions]

@@ -27,7 +27,12 @@ STATE_TO_CONTINUE = {
     "loop": {...: PLAIN},
 }
 STATE = {f"{name}?": form for name, form in STATE_TO_CONTINUE.items()}  # for all else than to continue a run
-CONFIG = {"settings?": {...: {"value": None}}, "plan?": [str]}
+CONFIG = {
+    "settings?": {...: {"value": None}},
+    "plan?": [str],
+    "versions?": {...: None},
+    "sources?": {...: None},
+}
 
 
 def check(path, value, form):

@@ -36,28 +36,22 @@ def run_folder(tmp_path):
     return tmp_path
 
 
-def craft_state(folder, **changed):
-    craft(folder / "step_000002", {"state.json": json.dumps(STATE | changed).encode()})
-
-
 @pytest.mark.parametrize("part", NEEDED)
 def test_a_state_without_a_part_or_with_one_of_another_type_is_named(run_folder, part):
     inside = {"identity": {"model": {"depth": {}}}, "resolved": {"rates": {"matrix_lr": "x"}}, "loader": 1}
+    path, said = run_folder / "step_000002", []
     for wrong in (None, "3", [1], inside.get(part, {"a": {"b": {"c": 1}}})):
-        craft_state(run_folder, **{part: wrong})
+        craft(path, {"state.json": json.dumps(STATE | {part: wrong}).encode()})
         for to_continue in (False, True):
             with pytest.raises(Damaged, match=rf"state\.json is not what a run writes: state\.{part}"):
-                open_checkpoint(run_folder / "step_000002", to_continue=to_continue)
-    craft(
-        run_folder / "step_000002",
-        {"state.json": json.dumps({name: STATE[name] for name in STATE if name != part}).encode()},
-    )
-    said = []
+                open_checkpoint(path, to_continue=to_continue)
+    lacking = {name: value for name, value in STATE.items() if name != part}
+    craft(path, {"state.json": json.dumps(lacking).encode()})
     assert find(run_folder, say=said.append, to_continue=True).step == 1
     assert f"state has no {part}; trying the one before it" in said[0]
     with pytest.raises(Damaged, match=f"state has no {part}"):
         find(run_folder, "2", to_continue=True)
-    assert open_checkpoint(run_folder / "step_000002").step == 2  # its weights are usable
+    assert open_checkpoint(path).step == 2  # its weights are usable
 
 
 @pytest.mark.parametrize(
