@@ -255,7 +255,8 @@ def _read_file(path, names, errors):
     if path.startswith("runs/") and not os.path.exists(path):  # an installed copy has its recipes beside it
         where = os.path.join(os.path.dirname(__file__), path)
     try:
-        with open(where, "rb", opener=_without_waiting) as file:
+        more = getattr(os, "O_NONBLOCK", 0)  # to open a pipe would wait for the program that writes to it
+        with open(where, "rb", opener=lambda path, flags: os.open(path, flags | more)) as file:
             if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
                 if not select.select([file], [], [], PIPE_S)[0]:
                     raise ValueError("it is a pipe to which no program writes")
@@ -279,11 +280,6 @@ def _read_file(path, names, errors):
         elif statement is not body[0] or ast.get_docstring(ast.Module(body, [])) is None:
             errors.append(f"{place}: a config file holds lines of name = value, and nothing else")
     return given
-
-
-def _without_waiting(path, flags):
-    """An opener: to open a pipe would wait for the program that writes to it."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _expression(text, kind):

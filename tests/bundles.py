@@ -5,6 +5,8 @@ import json
 import random
 from pathlib import Path
 
+import yaml
+
 WORDS = ["alpha", "beta", "gamma", "delta", "print", "return", "def", "class", "import", "while"]
 WORDS += ["Zürich", "naïve", "漢字", "foo_bar", "12345", "(x)", "==", "+="]
 
@@ -92,23 +94,19 @@ def write_bundle(folder: Path, n: int = 20, low: int = 1, high: int = 40, seed: 
 def write_tasks(folder: Path, tasks: list[tuple]) -> Path:
     """Write a bundle of (label, type, num_fewshot, delimiter or None, random baseline, examples)."""
     (folder / "eval_data" / "some").mkdir(parents=True)
-    lines = ["icl_tasks:"]
+    entries = []
     with open(folder / "eval_meta_data.csv", "w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
         table.writerow(["Eval Task", "Task Category", "Random baseline", "Description"])
         table.writerow(["in no list", "none", "12.5", 'a "quoted", and\nbroken line'])
         for label, task_type, shots, delimiter, baseline, examples in tasks:
             uri = f"some/{label}.jsonl"
-            lines += [
-                "-",
-                f"  label: {label}",
-                f"  dataset_uri: {uri} # a comment",
-                f"  num_fewshot: {shots}",
-            ]
-            lines += [f"  icl_task_type: {task_type}"]
-            lines += [] if delimiter is None else [f"  continuation_delimiter: {json.dumps(delimiter)}"]
+            entry = {"label": label, "dataset_uri": uri, "num_fewshot": shots, "icl_task_type": task_type}
+            entries.append(entry if delimiter is None else entry | {"continuation_delimiter": delimiter})
             table.writerow([label, "some", baseline, "made up"])
             text = "".join(json.dumps(example) + "\n" for example in examples)
             (folder / "eval_data" / uri).write_text(text, encoding="utf-8")
-    (folder / "core.yaml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (folder / "core.yaml").write_text(
+        yaml.safe_dump({"icl_tasks": entries}, default_flow_style=None), "utf-8"
+    )
     return folder
