@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,14 +45,18 @@ def test_the_code_in_the_folder_needs_torch_and_transformers_alone(source, tmp_p
     assert found == {"torch", "transformers"} and get_relative_imports(code) == []
 
 
-def test_a_folder_with_something_in_it_is_left_alone_and_an_empty_one_is_filled(source, tmp_path):
+def test_a_folder_with_something_in_it_is_left_alone_and_an_empty_one_is_filled(
+    source, tmp_path, monkeypatch
+):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="full exists already; give another folder with --out"):
         export(source, tmp_path / "full")
     assert names_in(tmp_path) == ["full"] and names_in(tmp_path / "full") == ["notes.txt"]
     (tmp_path / "empty").mkdir()
-    assert "model.safetensors" in names_in(export(source, tmp_path / "empty"))
+    monkeypatch.chdir(tmp_path / "empty")
+    export(source, Path("."))
+    assert "model.safetensors" in names_in(tmp_path / "empty")
 
 
 def test_a_changed_gpt_is_refused_and_leaves_nothing(source, tmp_path, monkeypatch):
