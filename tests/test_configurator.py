@@ -270,11 +270,7 @@ def test_one_mistake_gives_one_sentence_that_names_it():
 
 
 letters = st.text("abcdefghijklmnopqrstuvwxyz_", min_size=1, max_size=12)
-
-
 unknown = letters.filter(lambda word: word.removeprefix("no_") not in {*KINDS, "plan_only"})
-
-
 mistakes = st.one_of(  # (argument, words of its error)
     st.sampled_from(sorted(WRONG.items())),
     unknown.map(lambda word: (f"--{word}=1", f"unknown --{word}")),

@@ -39,12 +39,9 @@ def checkpoints_in(out_dir):
 
 def newest_in_words(out_dir):
     """What a message says of the checkpoints in a run's folder."""
-    steps = checkpoints_in(out_dir)
-    return (
-        f"the newest checkpoint of step {max(steps)} is in {out_dir}"
-        if steps
-        else f"{out_dir} has no checkpoint"
-    )
+    if steps := checkpoints_in(out_dir):
+        return f"the newest checkpoint of step {max(steps)} is in {out_dir}"
+    return f"{out_dir} has no checkpoint"
 
 
 def lock_folder(out_dir, say=print):

@@ -111,11 +111,9 @@ def slow_decision(model, tokenizer, task: Task, index: int) -> bool:
         logits = model(row[None])[0]
         losses.append(F.cross_entropy(logits[start - 1 : -1], row[start:]).item())
         exact = torch.equal(logits[start - 1 : -1].argmax(-1), row[start:])
-    return (
-        exact
-        if task.task_type == "language_modeling"
-        else losses.index(min(losses)) == task.examples[index]["gold"]
-    )
+    if task.task_type == "language_modeling":
+        return exact
+    return losses.index(min(losses)) == task.examples[index]["gold"]
 
 
 def evaluate(model, tokenizer, tasks, **options) -> dict[str, float]:
