@@ -37,7 +37,7 @@ def find_source(
     """
     places = [Path(base_dir) / name for name in kinds]
     runs = [
-        sorted((run for run in place.glob("*") if _has_checkpoints(run)), key=_last_saved) for place in places
+        sorted((run for run in place.glob("*") if _last_saved(run) >= 0), key=_last_saved) for place in places
     ]
     if source is None:
         folders = [of_place[-1] for of_place in runs if of_place]
@@ -61,20 +61,13 @@ def find_source(
     )
 
 
-def _has_checkpoints(run: Path) -> bool:
-    """Whether a folder is a run's with checkpoints. One that this user may not read has none for him."""
-    try:
-        return bool(checkpoints_in(run))
-    except UserError:
-        return False
-
-
 def _last_saved(run: Path) -> float:
-    """When a run's last checkpoint was written, in seconds since 1970."""
-    times = [0.0]
-    for folder in checkpoints_in(run).values():
-        with contextlib.suppress(OSError):  # the run that writes here has just deleted it
-            times.append(folder.stat().st_mtime)
+    """When a run's last checkpoint was written, in seconds since 1970; -1 if it has none for this user."""
+    times = [-1.0]
+    with contextlib.suppress(UserError):  # he may not read the folder
+        for folder in checkpoints_in(run).values():
+            with contextlib.suppress(OSError):  # the run that writes here has just deleted it
+                times.append(folder.stat().st_mtime)
     return max(times)
 
 

@@ -128,7 +128,9 @@ def test_texts_of_different_lengths_get_the_logits_that_each_gets_alone(window_p
 def test_a_stream_reads_and_writes_in_turns_and_texts_may_end_at_different_tokens(fast):
     model, texts = make_model("SL"), [[5, 6], [7, 8, 9, 1, 2, 3]]
     stream = Stream(model, fast=fast)
-    stream.read([list(text) for text in texts])
+    for part in (texts[0][:1], texts[1]), (texts[0][1:], []):
+        stream.read(list(part))
+    check_rows(model, stream, texts)
     first = list(generate(model, texts[0], 6, seed=1))
     stop = next(t for n, t in enumerate(first) if n > 1 and t not in first[:n])  # ends the first text early
     for turn, added in enumerate(([[], []], [[stop, 11], [12]], [[13, 14, 15], []], [[], [16, 17]])):
