@@ -11,6 +11,7 @@ import torch
 
 from nanochat import UserError
 from nanochat.checkpoint import Checkpoint, checkpoints_in, find, is_checkpoint, open_checkpoint
+from nanochat.data.tokenizer import Tokenizer
 from nanochat.decode import KVCache, decode_step
 from nanochat.files import user_path
 from nanochat.gpt import GPT, GPTConfig
@@ -121,6 +122,16 @@ def load_for_inference(checkpoint: Checkpoint, device: torch.device, dtype: torc
     model.init_rotary()
     model.load_state_dict(tensors)
     return model.eval().requires_grad_(False)
+
+
+def load_tokenizer(checkpoint: Checkpoint, config: GPTConfig) -> Tokenizer:
+    """The tokenizer of a checkpoint. Raises UserError if it is not that of a model of this configuration."""
+    tokenizer = Tokenizer.load(checkpoint.path / "tokenizer.json")
+    if tokenizer.vocab_size != config.vocab_size:
+        raise UserError(
+            f"{checkpoint.path} has the tokenizer of another model; copy the right tokenizer.json into it"
+        )
+    return tokenizer
 
 
 # Generating

@@ -23,9 +23,8 @@ from nanochat import UserError, checkpoint
 from nanochat.checkpoint.files import to_json
 from nanochat.data.dataset import sample_prompts as prompts_for
 from nanochat.data.sources import open_dataset
-from nanochat.data.tokenizer import Tokenizer
 from nanochat.data.validation import open_validation
-from nanochat.engine import continuations, find_source, load_for_inference
+from nanochat.engine import continuations, find_source, load_for_inference, load_tokenizer
 from nanochat.evals.bits_per_byte import validate
 from nanochat.evals.bundle import Task, open_bundle
 from nanochat.evals.tasks import cloze_tasks, score_tasks
@@ -96,9 +95,7 @@ if data is not None:  # the run's validation files belong to the run's data
 for name in ("val_data", "text_field", "eval_tokens", "sample_prompts"):
     run[name] = run[name] if settings.values[name] is None else settings.values[name]
 compute_dtype, dtype_reason = precision.resolve_dtype(run["dtype"] if dtype == "auto" else dtype, device)
-tokenizer = Tokenizer.load(found.path / "tokenizer.json")
-if tokenizer.vocab_size != model.config.vocab_size:
-    raise UserError(f"{found.path} has the tokenizer of another model; copy the right tokenizer.json into it")
+tokenizer = load_tokenizer(found, model.config)
 
 # The text, and the tasks made from it
 dataset, own, public, problem = None, [], [], ""

@@ -20,8 +20,7 @@ from typing import Literal
 import configurator
 from nanochat import streams
 from nanochat.data import chat_format
-from nanochat.data.tokenizer import Tokenizer
-from nanochat.engine import Stream, find_source, load_for_inference, text_pieces
+from nanochat.engine import Stream, find_source, load_for_inference, load_tokenizer, text_pieces
 from nanochat.files import user_path
 from nanochat.machine import precision, runtime
 from nanochat.terminal import Typist, first_line, printable
@@ -59,8 +58,8 @@ machine = runtime.start(device_type, seed)
 compute_dtype, dtype_reason = precision.resolve_dtype(dtype, machine.device)
 base_path = user_path("base_dir", base_dir)
 checkpoint = find_source(source, base_path, note)
-tokenizer = Tokenizer.load(checkpoint.path / "tokenizer.json")
 model = load_for_inference(checkpoint, machine.device, compute_dtype)
+tokenizer = load_tokenizer(checkpoint, model.config)
 room = model.config.max_seq_len
 wanted = room if max_tokens == -1 else max_tokens
 answers = "loss_on" in checkpoint.state["identity"]  # trained on conversations

@@ -20,8 +20,7 @@ import configurator
 from nanochat import UserError
 from nanochat.checkpoint import Checkpoint
 from nanochat.checkpoint.resume import EXPORTED_TOKENIZER
-from nanochat.data.tokenizer import Tokenizer
-from nanochat.engine import find_source, load_for_inference
+from nanochat.engine import find_source, load_for_inference, load_tokenizer
 from nanochat.files import building, user_path
 from nanochat.gpt import GPT
 from nanochat.hf.text import generation_config, write_text
@@ -116,8 +115,8 @@ folder = user_path("out", out).absolute()  # `.` has no name
 if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
     raise UserError(f"{folder} exists already; give another folder with --out, or remove it")
 checkpoint = find_source(source, user_path("base_dir", base_dir))
-tokenizer = Tokenizer.load(checkpoint.path / "tokenizer.json")
 ours = load_for_inference(checkpoint, torch.device("cpu"), torch.float32)
+tokenizer = load_tokenizer(checkpoint, ours.config)
 chat = "loss_on" in checkpoint.state["identity"]  # trained on conversations
 identity = {"model": checkpoint.state["identity"]["model"], "tokenizer": tokenizer.fingerprint}
 theirs = to_transformers(ours, identity, generation_config(tokenizer, chat)).to(getattr(torch, dtype))

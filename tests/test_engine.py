@@ -20,6 +20,7 @@ from nanochat.engine import (
     generate,
     generate_batch,
     load_for_inference,
+    load_tokenizer,
     sample_token,
     text_pieces,
 )
@@ -338,6 +339,14 @@ def test_a_checkpoint_of_another_model_is_refused_in_a_sentence(tmp_path):
         found = checkpoint.find(save(tmp_path / name, model, model=wrong))
         with pytest.raises(UserError, match="holds no model that this nanochat knows"):
             load_for_inference(found, CPU, torch.float32)
+
+
+def test_the_tokenizer_of_another_model_is_refused(tmp_path):
+    found = checkpoint.find(save(tmp_path, make_model()))
+    fitting = GPTConfig(3, 48, 3, TOKENIZER.vocab_size, T)
+    assert load_tokenizer(found, fitting).fingerprint == TOKENIZER.fingerprint
+    with pytest.raises(UserError, match="the tokenizer of another model"):
+        load_tokenizer(found, make_model().config)
 
 
 @pytest.fixture
