@@ -34,9 +34,9 @@ SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".jsonl.gz", ".json", ".parquet")
 def find_files(setting: str, value: str | Path) -> tuple[list[Path], int]:
     """The readable files at the paths of a setting, and how many files of other kinds are there.
 
-    `value` is a file, a folder, or several with commas between them. The files of a folder are sorted; hidden
-    files and folders are left out. Raises UserError if a path does not exist, if no file can be read, or if
-    one is a pipe, a device or a broken link.
+    `value` is a file, a folder, or several with commas between them. The files of a folder are sorted; links
+    are followed, hidden files and folders are left out. Raises UserError if a path does not exist, if no file
+    can be read, or if one is a pipe, a device or a broken link.
     """
     found: dict[Path, None] = {}
     others = 0
@@ -85,9 +85,13 @@ def _walk(folder: Path) -> list[Path]:
             f"the folder {error.filename} cannot be read ({error.strerror}); change its permissions"
         )
 
-    files = []
-    for root, folders, names in os.walk(folder, onerror=fail):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+    files, entered = [], set()
+    for root, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        if (place := os.path.realpath(root)) in entered:  # a link may lead to a folder that contains it
+            folders.clear()
+            continue
+        entered.add(place)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
         files += [Path(root, name) for name in names if not name.startswith(".")]
     return sorted(files, key=lambda path: path.relative_to(folder).as_posix())
 

@@ -111,6 +111,16 @@ def test_files_are_found_in_nested_folders_without_hidden_ones(tmp_path):
         find_files("data", f"{tmp_path},{tmp_path / 'nowhere'}")
 
 
+def test_a_folder_behind_a_link_is_read_once_even_if_it_leads_back(tmp_path):
+    for name in ("data/a.txt", "far/b.txt"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    for link, target in ("data/far", "../far"), ("data/twice", "../far"), ("far/back", "../data"):
+        (tmp_path / link).symlink_to(target)
+    files, _ = find_files("data", tmp_path / "data")
+    assert [path.relative_to(tmp_path / "data").as_posix() for path in files] == ["a.txt", "far/b.txt"]
+
+
 def test_each_validation_set_has_a_name_of_its_own():
     names = set_names(["x.txt", "a_2.txt", "q/a.txt", "r/a.txt", "s/a.txt"])
     assert names[:3] == ["", "a_2", "a"] and len(set(names)) == 5
