@@ -119,7 +119,7 @@ def tokenize_validation(
     key = [FORMAT, [footer_digest(shard)[0].hex() for shard in shards], tokenizer.fingerprint, eval_tokens]
     key = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     path = folder / f"validation-{key[:16]}.npz"
-    with contextlib.suppress(OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
+    with contextlib.suppress(OSError, ValueError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile):
         return np.load(path)["tokens"]  # a zip file has a checksum; this fails if it is missing or damaged
     tokens = _tokenize(shards, tokenizer, eval_tokens)
     with contextlib.suppress(OSError):

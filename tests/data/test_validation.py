@@ -93,7 +93,9 @@ def test_a_damaged_file_is_made_again_and_a_folder_that_cannot_be_written_only_c
     (file,) = folder.iterdir()
     good = file.read_bytes()
     flipped = good[:-100] + bytes([good[-100] ^ 1]) + good[-99:]
-    for damaged in (good[:-40], good[:8], b"", flipped):  # 8 bytes: shorter than its head
+    flags = good.rindex(b"PK\x01\x02") + 8  # in the zip file's directory
+    encrypted, unknown = (good[:flags] + bytes([flag]) + good[flags + 1 :] for flag in (1, 32))
+    for damaged in (good[:-40], good[:8], b"", flipped, encrypted, unknown):  # 8 bytes: shorter than its head
         file.write_bytes(damaged)
         assert tokenize_validation(shards, Numbers(), -1, folder).tolist() == tokens
         assert file.read_bytes() == good and list(folder.iterdir()) == [file]  # nothing else is left there
