@@ -140,13 +140,12 @@ def writing(folder: Path) -> Iterator[None]:
 
 def _put_in_place(temporary: Path, folder: Path) -> None:
     """Give a complete folder its final name. If another process was faster, keep its folder."""
-    if open_built(folder) is None:
-        shutil.rmtree(folder, ignore_errors=True)  # it is damaged, or not there
-        try:
+    try:
+        os.rename(temporary, folder)
+    except OSError:
+        if open_built(folder) is None:  # it is damaged, not the folder of another process
+            shutil.rmtree(folder, ignore_errors=True)
             os.rename(temporary, folder)
-        except OSError:
-            if open_built(folder) is None:
-                raise
 
 
 def open_built(folder: Path) -> Dataset | None:

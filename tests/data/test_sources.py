@@ -11,6 +11,7 @@ import pytest
 from shards import documents, is_validation, write_shard
 
 from nanochat import UserError
+from nanochat.data import dataset as built
 from nanochat.data import sources as dataset
 from nanochat.data.parquet import Documents
 from nanochat.data.sources import open_dataset
@@ -89,6 +90,22 @@ def test_processes_that_build_at_once_get_the_same_whole_data(library, tmp_path)
         process.join()
     assert len(found) == 1
     assert len(os.listdir(tmp_path / "base" / "data")) == 1
+
+
+def test_a_whole_folder_that_another_process_puts_in_place_meanwhile_stays(tmp_path, monkeypatch):
+    texts = [("hash", f"text {i}") for i in range(500)]
+    built.build(tmp_path / "theirs", "name", texts, "")
+    (tmp_path / "theirs" / "mark").touch()
+    open_built, rename = built.open_built, os.rename
+
+    def they_are_faster():
+        if (tmp_path / "theirs").exists():
+            rename(tmp_path / "theirs", tmp_path / "ours")
+
+    monkeypatch.setattr(built, "open_built", lambda folder: (open_built(folder), they_are_faster())[0])
+    monkeypatch.setattr(os, "rename", lambda *paths: (they_are_faster(), rename(*paths)))
+    assert len(built.build(tmp_path / "ours", "name", texts, "").train_texts()) > 400
+    assert (tmp_path / "ours" / "mark").exists()
 
 
 # -- parquet shards in place
