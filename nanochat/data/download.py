@@ -36,7 +36,7 @@ LONGEST_PAUSE_S = 60.0  # up to this
 def endpoint() -> str:
     """The address of the Hub, or of its mirror in HF_ENDPOINT. Raises UserError if it is no address."""
     address = (os.environ.get("HF_ENDPOINT") or HOST).rstrip("/")
-    if not re.match(r"https?://[\w.-]", address):
+    if not re.fullmatch(r"https?://[\w.-][^\s\[\]]*", address):
         raise UserError(f"the mirror {address!r} is no address of a server; use one like {HOST}")
     return address
 
@@ -139,8 +139,9 @@ def _get(repo: str, name: str, commit: str, folder: Path) -> None:
 def _remove_stale(folder: Path) -> None:
     """Remove the unfinished files of killed downloads: newer versions of the library start them again."""
     for path in folder.glob(UNFINISHED):
-        if time.time() - path.stat().st_mtime > STALE_S:
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another process completes or removes it just now
+            if time.time() - path.stat().st_mtime > STALE_S:
+                path.unlink()
 
 
 def _library():

@@ -88,7 +88,7 @@ def test_a_hub_that_is_gone_is_named_with_its_proxy_within_seconds(hub, tmp_path
     assert download.ANSWER_S < 10 and not hub.requests
 
 
-@pytest.mark.parametrize("mirror", ["nowhere", "file:///x"])
+@pytest.mark.parametrize("mirror", ["nowhere", "file:///x", "http://a["])
 def test_a_mirror_that_is_no_address_is_refused(tmp_path, monkeypatch, mirror):
     monkeypatch.setenv("HF_ENDPOINT", mirror)
     with pytest.raises(UserError, match="mirror"):
@@ -130,8 +130,9 @@ def test_unfinished_files_of_killed_downloads_go(hub, tmp_path):
     for name, age_s in ("old.incomplete", 2 * download.STALE_S), ("new.incomplete", 0):
         (left / name).write_bytes(b"half")
         os.utime(left / name, (time.time() - age_s,) * 2)
+    (left / "gone.incomplete").symlink_to("nowhere")  # as if another process removed it just now
     fetch(REPO, [ZERO], tmp_path)
-    assert [path.name for path in tmp_path.glob(download.UNFINISHED)] == ["new.incomplete"]
+    assert {path.name for path in tmp_path.glob(download.UNFINISHED)} == {"new.incomplete", "gone.incomplete"}
 
 
 # -- the command, and the data set that it makes
