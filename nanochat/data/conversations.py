@@ -12,6 +12,7 @@ column `messages` or `conversations`. Other fields are ignored.
 """
 
 import hashlib
+import os
 import re
 import textwrap
 from collections.abc import Callable, Iterator
@@ -123,7 +124,7 @@ def _sources(setting: str, value: str) -> Iterator[tuple[str, float]]:
     """(path or address, weight) of each part of a setting."""
     for part in textfiles.paths_of(setting, value):
         path, colon, weight = part.rpartition(":")
-        if not colon or path == PREFIX[:-1] or user_path(setting, part).exists():
+        if not colon or path == PREFIX[:-1] or os.path.exists(user_path(setting, part)):
             path, weight = part, "1"
         try:
             number = float(weight)

@@ -31,7 +31,8 @@ ROW_GROUP_DOCUMENTS = 1024  # or after these documents
 SHARD_CHARS = 1 << 28  # characters of a shard that we write
 PENDING_BYTES = 1 << 27  # bytes of documents that are sorted in memory; more go through bucket files
 BUCKETS = 1024  # bucket files; each of them is sorted in memory
-PYARROW_ERRORS = (OSError, ValueError, LookupError, TypeError, NotImplementedError)  # of a damaged file
+# Of a damaged file, or of a value that Python cannot hold
+PYARROW_ERRORS = (OSError, ValueError, LookupError, TypeError, ArithmeticError, NotImplementedError)
 OPEN_SHARDS = 32  # shards kept open, with their footers, while row groups are read in any order
 
 
@@ -132,7 +133,11 @@ def open_parquet(path: Path):
 
     try:
         source = pa.OSFile(os.fsencode(path))  # from a str, pyarrow takes UTF-8 names only
-        return pq.ParquetFile(source, page_checksum_verification=True)
+        file = pq.ParquetFile(source, page_checksum_verification=True)
+        groups = (file.metadata.row_group(i).num_rows for i in range(file.num_row_groups))
+        if sum(groups) != file.metadata.num_rows:  # the footer has no checksum
+            raise ValueError("its row groups do not have its number of rows")
+        return file
     except PYARROW_ERRORS as error:
         raise UserError(
             f"{path} cannot be read as a parquet file ({first_line(error)}); remove it or get it again"

@@ -130,6 +130,14 @@ def test_a_damaged_file_is_a_sentence(tmp_path, val, name, content, says):
         read(tmp_path / name, val)
 
 
+def test_a_date_that_python_cannot_hold_and_a_path_that_is_too_long_are_sentences(tmp_path, val):
+    pq.write_table(pa.table({"messages": pa.array([2**31 - 1], pa.date32())}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet is damaged"):
+        read(tmp_path / "a.parquet", val)
+    with pytest.raises(UserError, match="does not exist"):
+        read("x" * 300 + ":2", val)
+
+
 def test_a_parquet_file_without_conversations_is_not_called_damaged(tmp_path, val):
     pq.write_table(pa.table({"text": ["Hi"]}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match=r"a\.parquet has no column") as error:

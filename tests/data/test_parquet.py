@@ -1,12 +1,13 @@
 """Shards that we write: sorted by hash in bounded memory, the same as sorting everything at once."""
 
+import contextlib
 import hashlib
 import itertools
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shards import is_validation
+from shards import is_validation, write_shard
 
 from nanochat import UserError
 from nanochat.data import parquet
@@ -75,3 +76,11 @@ def test_a_flipped_byte_in_a_shard_is_noticed(tmp_path):
     shard.write_bytes(content)
     with pytest.raises(UserError, match="is damaged in row group 0"):
         Documents([shard]).read(0)
+
+
+def test_a_flipped_bit_in_a_footer_ends_in_nothing_but_a_sentence(tmp_path):  # a footer has no checksum
+    content = write_shard(tmp_path / "a.parquet", ["one", "two"]).read_bytes()
+    for at in range(content.rindex(b"text"), len(content)):
+        (tmp_path / "a.parquet").write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        with contextlib.suppress(UserError):
+            assert len(list(Documents([tmp_path / "a.parquet"]))) <= 2
