@@ -10,6 +10,7 @@ docs/data.md says what becomes a document, and which documents are validation.
 """
 
 import filecmp
+import glob
 import hashlib
 import itertools
 import json
@@ -34,6 +35,7 @@ from nanochat.files import user_path
 from nanochat.terminal import bar, counted
 
 FORMAT = 1  # of the folders that we build; a higher number makes all of them new
+NAME_CHARS = 50  # of a data set; folders add hashes to it, and a file system takes 255 bytes
 FEW = 10 * ONE_IN_VALIDATES  # documents; of more, some are validation by their hash
 
 
@@ -102,7 +104,8 @@ def _open_files(
         raise UserError(
             f"every file of data={data} is in val_data too; give --data more files than --val_data"
         )
-    name = re.sub(r"[^\w.-]+", "_", Path(str(data).split(",")[0]).expanduser().resolve().name) or "data"
+    first = Path(str(data).split(",")[0]).expanduser().resolve()
+    name = re.sub(r"[^\w.-]+", "_", first.name)[:NAME_CHARS] or "data"
     if in_place and val_files:
         return _open_shards(name, files, val_files)
     return _open_local(folder, name, files, val_files, text_field, others)
@@ -112,7 +115,7 @@ def _open_validation(folder: Path, files: list[Path], text_field: str) -> tuple[
     """(shards, fingerprint) of validation files: parquet files in place, others imported into `folder`."""
     if not files or (text_field == "text" and all(path.suffix == ".parquet" for path in files)):
         return files, "".join(footer_digest(path)[0].hex() for path in files)
-    name = re.sub(r"[^\w.-]+", "_", files[0].name)
+    name = re.sub(r"[^\w.-]+", "_", files[0].name)[:NAME_CHARS]
     dataset = _open_local(folder, name, [], files, text_field, 0)
     return dataset.val_shards, dataset.fingerprint
 
@@ -168,7 +171,7 @@ def _open_local(
     target = folder / f"{name}-{key}"
     dataset = open_built(target)
     if dataset is None:
-        if older := sorted(path.name for path in folder.glob(f"{name}-{'[0-9a-f]' * 12}")):
+        if older := sorted(glob.glob(f"{name}-{'[0-9a-f]' * 12}", root_dir=folder)):
             print(f"{folder} has older imports of that name: {', '.join(older)}", file=sys.stderr)
         note = f"{{:,}} training and {{:,}} validation documents of {len(files) + len(val_files):,} files"
         splits = "hash" if not val_files else "given" if files else "val"

@@ -65,6 +65,14 @@ def test_a_file_whose_name_is_not_utf8_is_read(folder):
     assert list(data.train_texts()) == ["a"]
 
 
+def test_a_file_with_a_long_name_is_read(folder):
+    (folder / "texts" / "good.jsonl").rename(name := "漢" * 80 + ".jsonl")  # 246 bytes of at most 255
+    write_shard(folder / (name[:-6] + ".parquet"), ["a"] * 9)
+    for data, val_data in (name, None), (name[:-6] + ".parquet", name):
+        dataset = open_dataset(data, val_data, base_dir=folder / "base")
+        assert dataset.open_tokenizer("auto", 265, folder / "base").vocab_size == 265
+
+
 # -- parquet files and the folders we build
 
 
@@ -84,3 +92,4 @@ def test_a_full_disk_while_data_are_built_is_one_sentence_and_leaves_nothing(
     assert "cannot be written" in sentence and "--base_dir" in sentence
     assert os.listdir(folder / "base" / "data") == []
     assert "Not a directory" in refusal(open_dataset, "t.jsonl", base_dir=folder / "t.jsonl")
+    assert "name too long" in refusal(open_dataset, "t.jsonl", base_dir=folder / ("x" * 300))
