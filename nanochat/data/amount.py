@@ -41,23 +41,15 @@ def estimate_tokens(documents: Documents, tokenizer: Tokenizer) -> int:
     size = SAMPLE_BYTES // windows
     sampled_bytes = sampled_tokens = 0
     for i in range(windows):
-        text = _text_from(documents, (2 * i + 1) * len(documents.sizes) // (2 * windows), size)
+        text, group = "", (2 * i + 1) * len(documents.sizes) // (2 * windows)
+        while len(text) < size and group < len(documents.sizes):  # if it is short, the next ones too
+            text += "".join(documents.read(group))
+            group += 1
         start = max(0, len(text) - size) * i // max(1, windows - 1)
         window = text[start : start + size]
         sampled_bytes += len(window.encode("utf-8", "replace"))
         sampled_tokens += len(tokenizer.encode(window))
     return round(documents.text_bytes * sampled_tokens / max(1, sampled_bytes))
-
-
-def _text_from(documents: Documents, group: int, size: int) -> str:
-    """The documents of a row group as one text; if it has fewer than `size` characters, the next row groups
-    are added."""
-    texts, chars = [], 0
-    while chars < size and group < len(documents.sizes):
-        texts += documents.read(group)
-        chars = sum(map(len, texts))
-        group += 1
-    return "".join(texts)
 
 
 def check_amount(documents: Documents, tokenizer: Tokenizer, rows_per_step: int, max_seq_len: int) -> None:
