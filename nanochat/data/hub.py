@@ -58,7 +58,7 @@ def local_files(
     listing = _read(folder)
     if listing is None and network:
         info = look_up(repo, revision, files=True)
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings}
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
         listing = {"commit": info.sha, "files": sizes, "taken": {}}
     names = _taken(address, listing, pattern, tokens, count) if listing else []
     if not network and not (names and all((folder / name).exists() for name in names)):
@@ -81,8 +81,9 @@ def _read(folder: Path) -> dict | None:
     """{"commit": hexadecimal, "files": {name: bytes}, "taken": {pattern: number of files}} of a folder."""
     try:
         listing = json.loads((folder / "listing.json").read_text("utf-8"))
-        return {"commit": str(listing["commit"])} | {name: dict(listing[name]) for name in ("files", "taken")}
-    except (OSError, ValueError, KeyError, TypeError):  # not there, or damaged
+        numbers = {name: {k: int(n) for k, n in listing[name].items()} for name in ("files", "taken")}
+        return {"commit": str(listing["commit"])} | numbers
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # not there, or damaged
         return None
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import types
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,20 @@ def test_the_text_stays_that_of_the_first_use_and_needs_no_network(texts, tmp_pa
 def test_an_address_without_files_is_a_sentence(texts, tmp_path, address, message):
     with pytest.raises(UserError, match=message):
         open_dataset(address, base_dir=tmp_path)
+
+
+def test_a_mirror_that_lists_no_files_and_a_damaged_listing_cause_no_traceback(texts, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(addresses, "look_up", lambda *_, **__: types.SimpleNamespace(sha="f", siblings=None))
+        with pytest.raises(UserError, match="it has: nothing"):
+            open_dataset("hf:somebody/texts", base_dir=tmp_path)
+    texts.files["train.jsonl"] = lines(TEXTS)
+    first = open_dataset("hf:somebody/texts", base_dir=tmp_path)
+    (listing,) = tmp_path.glob("data/hf/*/*/listing.json")
+    good = listing.read_text()
+    for damaged in good.replace(str(len(lines(TEXTS))), "null"), good.replace("{", "[{").replace("}", "}]"):
+        listing.write_text(damaged)
+        assert open_dataset("hf:somebody/texts", base_dir=tmp_path) == first and listing.read_text() == good
 
 
 @pytest.fixture
