@@ -58,12 +58,10 @@ try:
             download_bundle(base_path, mirror)
     else:
         public = PUBLIC[name]
-        num_shards = num_shards or 8
-        if num_shards >= public.shards:
-            most = public.shards - 1
+        num_shards, most = num_shards or 8, public.shards - 1
+        if num_shards > most:
             raise UserError(f"{name} has {most} training shards; give --num_shards=-1 for all of them")
-        training_shards = public.shards - 1 if num_shards == -1 else num_shards
-        files = [public.validation, *(public.file(number) for number in range(training_shards))]
+        files = [public.validation, *map(public.file, range(most if num_shards == -1 else num_shards))]
         folder = base_path / "data" / name
         download.fetch(public.repo, files, folder, workers=workers, compare=True)
         print(f"{len(files)} files are in {folder}")

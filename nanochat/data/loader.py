@@ -108,7 +108,7 @@ class TrainLoader:
             daemon=True,
         )
         # The thread holds no reference to self. So it stops when the loader is deleted and when Python ends.
-        self._stop = weakref.finalize(self, _stop, thread, self._free, self._process, packer[0].cancel)
+        self._stop = weakref.finalize(self, _stop, thread, self._free, self._process, packer[0].cancelled)
         thread.start()
 
     def __iter__(self) -> "TrainLoader":
@@ -262,7 +262,7 @@ def _produce(packer: tuple, begin, free: queue.SimpleQueue, ready: queue.SimpleQ
         ready.put(error)
 
 
-def _stop(thread: threading.Thread, free: queue.SimpleQueue, process: int, cancel: Callable) -> None:
+def _stop(thread: threading.Thread, free: queue.SimpleQueue, process: int, cancelled: threading.Event):
     """Stop the thread and wait for it: Python must not exit while it runs code of tiktoken or pyarrow."""
     if os.getpid() != process:  # a forked child has no thread, and its queue may stay locked for ever
         return
@@ -271,6 +271,6 @@ def _stop(thread: threading.Thread, free: queue.SimpleQueue, process: int, cance
             free.get_nowait()
     except queue.Empty:
         free.put(None)
-        cancel()
+        cancelled.set()
     if thread is not threading.current_thread():
         thread.join()

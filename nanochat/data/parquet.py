@@ -54,7 +54,7 @@ class Documents:
         self._shard_of: list[tuple[Path, int]] = []  # shard, and number of the row group within it
         self._column_bytes = 0  # of the column `text` without compression
         self._open = functools.lru_cache(OPEN_SHARDS)(open_shard)
-        self._cancelled = threading.Event()
+        self.cancelled = threading.Event()  # set: a wait for a shard in another thread ends
         if arrival is None:
             self.need()
 
@@ -75,7 +75,7 @@ class Documents:
     def _open_next(self) -> None:
         shard, first = self._shards[len(self._parts)], len(self.sizes)
         if self.arrival:
-            self.arrival.wait(shard, self._cancelled)
+            self.arrival.wait(shard, self.cancelled)
         metadata = self._open(shard).metadata
         paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
         column = paths.index("text")
@@ -87,10 +87,6 @@ class Documents:
                 self.starts.append(self.starts[-1] + group.num_rows)
                 self._column_bytes += group.column(column).total_uncompressed_size
         self._parts.append(range(first, len(self.sizes)))
-
-    def cancel(self) -> None:
-        """End a wait for a shard in another thread."""
-        self._cancelled.set()
 
     @property
     def text_bytes(self) -> int:
