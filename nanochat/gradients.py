@@ -85,7 +85,7 @@ def _used_part(p, optimizer: torch.optim.Optimizer) -> torch.Tensor:
 def _limit(gradients: list[torch.Tensor], norm: torch.Tensor, max_norm: float):
     """Scale gradients. A CPU skips a factor of 1; to look at it on a GPU, Python would have to wait."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if factor.device.type != "cpu" or factor != 1:
+    if gradients and (factor.device.type != "cpu" or factor != 1):  # a process may own none
         torch._foreach_mul_(gradients, factor)
 
 

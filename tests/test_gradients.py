@@ -120,6 +120,15 @@ def check_that_all_skip_what_overflows_in_one(machine):
         assert all(map(torch.equal, lasting, before)) != finite
         assert scaler.get_scale() == (scale if finite else scale / 2)
 
+def check_that_a_process_may_own_nothing(machine):
+    model = GPT(GPTConfig(depth=1, width=48, num_heads=3, vocab_size=61, max_seq_len=16))
+    model.requires_grad_(False)
+    p = model.blocks[0].attention.out.weight.requires_grad_()
+    optimizer = make(model, "MuonAdamW", machine.rank, machine.world_size)
+    p.grad = torch.ones_like(p)
+    assert gradients.clip_grad_norm_(model, optimizer, LIMIT) == 48
+    assert (p.grad.norm() - LIMIT).abs() < 1e-5 or p not in optimizer.state
+
 torch.set_num_threads(1)
 
 def main(variants):
@@ -127,6 +136,7 @@ def main(variants):
     for variant in variants:
         train(machine, *variant)
     check_that_all_skip_what_overflows_in_one(machine)
+    check_that_a_process_may_own_nothing(machine)
     machine.close()
 """
 
