@@ -15,7 +15,7 @@ import torch.nn as nn
 
 from nanochat.ops import kernels, operators
 from nanochat.ops.elementwise import EPS, SLOPE, norm, squared_leaky_relu
-from nanochat.ops.products import gradient_of_weight
+from nanochat.ops.products import gradient_of_weight, is_plain
 
 
 def packed_activation(u):
@@ -90,6 +90,7 @@ def mlp(x, up, down):
 def feed_forward(x, up: nn.Module, down: nn.Module):
     """down(square of leaky ReLU of up(norm(x))), x (B, T, C) -> (B, T, C): by the kernels where they are in
     use."""
-    if "mlp" in kernels.IN_USE and x.dtype == torch.bfloat16 and x.size(1) > 1 and type(up) is nn.Linear:
+    suits = x.dtype == torch.bfloat16 and x.size(1) > 1 and is_plain(up) and is_plain(down)
+    if "mlp" in kernels.IN_USE and suits:
         return mlp(x, up.weight, down.weight)
     return down(squared_leaky_relu(up(norm(x))))

@@ -11,14 +11,19 @@ import torch.nn.functional as F
 from nanochat.ops import kernels, operators
 
 
+def is_plain(linear: nn.Module) -> bool:
+    """Whether a layer is a product with its weight alone: no bias, not fp8, no class of your own."""
+    return type(linear) is nn.Linear and linear.bias is None
+
+
 def products(x, *groups: tuple[nn.Linear, ...]):
     """x (..., C) through each nn.Linear (C to rows of its own) of the groups: a list of (..., rows).
 
     Compiled, a group is one product: a GPU is slow at small ones, and at sizes that are no multiple of 8.
     """
     linears = [linear for group in groups for linear in group]
-    if not torch.compiler.is_compiling() or any(type(linear) is not nn.Linear for linear in linears):
-        return [linear(x) for linear in linears]  # eager, or fp8
+    if not (torch.compiler.is_compiling() and all(map(is_plain, linears))):
+        return [linear(x) for linear in linears]
     weights = [torch.cat([linear.weight for linear in group]) for group in groups]
     padding, found = [-len(weight) % 8 for weight in weights], []
     padded = [F.pad(weight, (0, 0, 0, rows)) for weight, rows in zip(weights, padding, strict=True)]
@@ -30,7 +35,7 @@ def products(x, *groups: tuple[nn.Linear, ...]):
 
 def product(x, linear: nn.Linear, added_to):
     """added_to + linear(x). Compiled, the product itself adds."""
-    if not torch.compiler.is_compiling() or type(linear) is not nn.Linear:
+    if not (torch.compiler.is_compiling() and is_plain(linear)):
         return added_to + linear(x)
     (result,) = _multiply(x, added_to, linear.weight)
     return result

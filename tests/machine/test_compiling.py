@@ -61,10 +61,15 @@ def loss_and_gradients(model, run, *arguments, **options):
 TOKENS = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("depth, pattern, spelled, used", [(4, "SL", False, {"head"}), (2, "L", True, set())])
-def test_compiled_parts_compute_what_the_model_computes(depth, pattern, spelled, used, monkeypatch):
+@pytest.mark.parametrize(
+    "depth, pattern, spelled, used, biases",
+    [(4, "SL", False, {"head"}, False), (2, "L", True, set(), False), (2, "L", False, set(), True)],
+)
+def test_compiled_parts_compute_what_the_model_computes(depth, pattern, spelled, used, biases, monkeypatch):
     monkeypatch.setattr(kernels, "IN_USE", used)
     model = make_model(depth, 32, 2, 61, 16, pattern, spelled=spelled)
+    for linear in [m for m in model.blocks.modules() if biases and isinstance(m, torch.nn.Linear)]:
+        linear.bias = torch.nn.Parameter(torch.randn(len(linear.weight)))
     documents = attention.boundaries(TOKENS, 3) if pattern == "SL" else None
     found = [
         loss_and_gradients(model, run, TOKENS, TOKENS.clone(), documents=documents)

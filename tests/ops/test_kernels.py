@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 
 import nanochat.ops.loss  # noqa: F401  it registers operators
@@ -107,6 +108,16 @@ def test_the_mlp_and_its_gradients_are_as_near_to_float64_as_those_of_the_plain_
         errors.append([distance(tensor.detach(), e) for tensor, e in zip(found, expected, strict=True)])
     for a, b in zip(*errors, strict=True):
         assert a < 1e-2 and a < 1.3 * b
+
+
+@pytest.mark.parametrize("biases", [(True, False), (False, True)])
+def test_an_mlp_with_a_bias_is_the_plain_one(biases, monkeypatch):
+    x, up, down, _ = problem()
+    layers = [nn.Linear(*w.shape[::-1], bias) for w, bias in zip((up, down), biases, strict=True)]
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = mlp.feed_forward(x, *layers)
+        monkeypatch.setattr(kernels, "IN_USE", {"mlp"})
+        assert torch.equal(mlp.feed_forward(x, *layers), expected)
 
 
 def test_the_mlp_keeps_one_tensor_of_the_size_of_its_hidden_layer():
