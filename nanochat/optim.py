@@ -67,7 +67,6 @@ class MuonAdamW(ShardedOptimizer):
         self, groups, compute_dtype=torch.float32, compile_after: int | None = None, rank=0, world_size=1
     ):
         super().__init__(groups, rank, world_size)
-        self.found_inf = None
         # Not float16: its range is too small for the products of the orthogonalization
         self.muon_dtype = torch.bfloat16 if compute_dtype == torch.bfloat16 else torch.float32
         self.muon_update, self.rowwise_update = muon_update, rowwise_update

@@ -188,7 +188,7 @@ def losses_in_chunks(
 def gradients_in_chunks(
     x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, of_x: bool, of_weight: bool, compiled: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sum of the losses, float32, and its two gradients, each divided by its unit (see _units).
+    """The sum of the losses, float32, and its two gradients, each divided by its unit (_multiply_gradients).
 
     The gradient of x is (N, C) in the dtype of x, that of the weight (V, C) float32 (float64 if x is); empty
     if not wanted.
@@ -220,12 +220,6 @@ def _scales(device_type: str, dtype: torch.dtype) -> tuple[float, float]:
     return (1.0, 1.0) if device_type == "cpu" else (4.0, 1.0)  # the 4 takes a pass, except on a GPU
 
 
-def _units(device_type: str, dtype: torch.dtype) -> tuple[float, float]:
-    """The factors still missing in the gradients of x and of the weight."""
-    scale, down = _scales(device_type, dtype)
-    return 4 / scale, 4 / scale * down
-
-
 def _keep_gradients(ctx, inputs, output):
     x, weight, _, *ctx.wanted, _ = inputs
     ctx.dtypes = x.dtype, weight.dtype
@@ -236,7 +230,8 @@ def _keep_gradients(ctx, inputs, output):
 
 def _multiply_gradients(ctx, of_total, *_):
     """In float32: a 0-dim factor takes the dtype of the tensor it meets, and in float16 1e-9 would be 0."""
-    units = _units(of_total.device.type, ctx.dtypes[0])
+    scale, down = _scales(of_total.device.type, ctx.dtypes[0])
+    units = 4 / scale, 4 / scale * down  # what is missing in the gradients of x and of the weight
     found = zip(ctx.saved_tensors, units, ctx.dtypes, ctx.wanted, strict=True)
     wide = torch.promote_types(ctx.dtypes[0], torch.float32)
     gradients = [
