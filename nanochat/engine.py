@@ -65,7 +65,7 @@ def find_source(
 def _last_saved(run: Path) -> float:
     """When a run's last checkpoint was written, in seconds since 1970; -1 if it has none for this user."""
     times = [-1.0]
-    with contextlib.suppress(UserError):  # he may not read the folder
+    with contextlib.suppress(UserError):  # the folder may be closed to this user
         for folder in checkpoints_in(run).values():
             with contextlib.suppress(OSError):  # the run that writes here has just deleted it
                 times.append(folder.stat().st_mtime)
