@@ -64,7 +64,7 @@ room = model.config.max_seq_len
 wanted = room if max_tokens == -1 else max_tokens
 answers = "loss_on" in checkpoint.state["identity"]  # trained on conversations
 if answers:
-    chat_format.check(tokenizer, model.config.vocab_size)
+    chat_format.check(tokenizer)
 if temperature == -1:
     temperature = 0.0 if answers else 0.8  # of a small model the likeliest answer is right most often
 sys.stdin.reconfigure(errors="replace")  # bytes that are not text

@@ -22,8 +22,7 @@ from nanochat import checkpoint, explain_errors, optim
 from nanochat.data import chat_format
 from nanochat.data.conversation_loader import ConversationBatches, ConversationLoader, render_all
 from nanochat.data.conversations import open_conversations
-from nanochat.data.tokenizer import Tokenizer
-from nanochat.engine import find_source, model_config
+from nanochat.engine import find_source, load_tokenizer, model_config
 from nanochat.evals.bits_per_byte import validate
 from nanochat.evals.exact_match import answer, exact_match, exact_match_questions
 from nanochat.files import user_path
@@ -110,8 +109,8 @@ base = find_source(source, base_path, say, kinds=["base_checkpoints"])
 config = model_config(base, base.load_model())
 tag = model_tag or base.run_folder.name
 run_path = user_path("out_dir", out_dir or base_path / "mid_checkpoints" / tag)
-tokenizer = Tokenizer.load(base.path / "tokenizer.json")
-chat_format.check(tokenizer, config.vocab_size)
+tokenizer = load_tokenizer(base, config)
+chat_format.check(tokenizer)
 with machine.main_first("conversations", stop):
     conversations = open_conversations(data, val_data, skip_bad, base_path, say, network=not plan_only)
 if show:
