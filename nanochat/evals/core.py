@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from nanochat import UserError
 from nanochat.evals.bundle import Task
 from nanochat.machine.precision import autocast
+from nanochat.machine.transfers import to_device
 from nanochat.ops.attention import previous_ids, previous_token, shift_keys
 
 FEWSHOT_SEED = 1234  # plus the index of the question: which worked examples it gets
@@ -271,9 +272,9 @@ def forward(model, questions: list[TokenizedQuestion], bos_id: int) -> tuple[tor
         cache = SharedPrefix(model.config.depth)
         beginnings = np.stack([question.rows[0][:cached] for question in questions]).astype(np.int64)
         no_logits = torch.empty(0, dtype=torch.int64, device=device)
-        model(torch.from_numpy(beginnings).to(device), cache=cache, positions=no_logits)
+        model(to_device(torch.from_numpy(beginnings), device), cache=cache, positions=no_logits)
         owner = np.repeat(np.arange(len(questions)), [len(question.rows) for question in questions])
-        cache.length, cache.owner = cached, torch.from_numpy(owner).to(device)
+        cache.length, cache.owner = cached, to_device(torch.from_numpy(owner), device)
     rows = [row[cached:] for question in questions for row in question.rows]
     starts = [start - cached for question in questions for start in question.starts]
     length = padded(max(map(len, rows)), model.config.max_seq_len - cached)
@@ -283,7 +284,8 @@ def forward(model, questions: list[TokenizedQuestion], bos_id: int) -> tuple[tor
     scored = np.concatenate(  # indices into the flat idx
         [np.arange(starts[i], len(row)) + i * length for i, row in enumerate(rows)]
     )
-    targets, before, idx = (torch.from_numpy(a).to(device) for a in (idx.ravel()[scored], scored - 1, idx))
+    of_host = idx.ravel()[scored], scored - 1, idx
+    targets, before, idx = (to_device(torch.from_numpy(array), device) for array in of_host)
     return model(idx, cache=cache, positions=before), targets
 
 

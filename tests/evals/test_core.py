@@ -230,10 +230,32 @@ def test_batches_hold_every_question_once_and_no_more_tokens_than_asked():
     assert [len(batch) for batch in core.batches(questions[:5], 1, 2048)] == [1] * 5
 
 
-def test_what_the_rows_of_a_question_share_is_computed_once(model, tokenizer):
+def three_questions(tokenizer):
     choices = ["alpha", "beta", "gamma", "delta"]
     task = Task("t", "multiple_choice", 0, " ", 25, [{"query": "w" * 60, "choices": choices, "gold": 0}])
-    questions = [core.tokenize(task, 0, 0, tokenizer, MAX_SEQ_LEN)] * 3
+    return [core.tokenize(task, 0, 0, tokenizer, MAX_SEQ_LEN)] * 3
+
+
+def test_what_a_forward_pass_needs_goes_to_a_gpu_without_a_wait(model, tokenizer, monkeypatch):
+    copies, given = [], []
+
+    def to_device(tensor, device):
+        copies.append(tensor.clone())
+        return copies[-1]
+
+    def receiving(idx, cache, positions):
+        given.extend(x for x in (idx, positions, cache.owner) if x is not None and x.numel())
+        return model(idx, cache=cache, positions=positions)
+
+    monkeypatch.setattr(core, "to_device", to_device)
+    receiving.config, receiving.head = model.config, model.head
+    with torch.no_grad():
+        _, targets = core.forward(receiving, three_questions(tokenizer), tokenizer.bos_id)
+    assert len(copies) == 5 and {*map(id, copies)} == {*map(id, given), id(targets)}
+
+
+def test_what_the_rows_of_a_question_share_is_computed_once(model, tokenizer):
+    questions = three_questions(tokenizer)
     seen = []
 
     def counting(idx, **options):
