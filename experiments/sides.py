@@ -184,8 +184,13 @@ class Ours:
         groups = optim.parameter_groups(model, self.plan.rates, self.plan.weight_decay)
         self.optimizer = optim.MuonAdamW(groups, self.dtype, 0 if job["compile"] else None)
         if not job.get("kept_gradients", True):
+            from nanochat.ops import tables
+
             self.optimizer.kept_gradients.clear()
+            self.optimizer.used.clear()
             self.optimizer.zero_grad()
+            # As in several processes; else the second micro-step would add to the gradients of the first
+            tables.dist = SimpleNamespace(is_initialized=lambda: True)
         self.scaler = precision.make_scaler(self.device, self.dtype)
         self.train_model = compile_parts(model) if job["compile"] else model
         self.rows, self.micro_steps = self.plan.device_batch_size, self.plan.grad_accum_steps

@@ -15,6 +15,7 @@ from experiments import gpu_parts, gpu_variants, sides
 from experiments.gpu_speed import PARTS, Part, bench, run_parts
 from experiments.gpu_turns import Report, Turns
 from nanochat import UserError
+from nanochat.ops import tables
 
 CPU = {"device": "cpu", "small": True, "peer": None}
 
@@ -300,6 +301,16 @@ def test_variants_of_ours_are_the_models_that_their_settings_ask_for_planned_as_
         assert (side.plan.total_batch_size, side.rows, side.micro_steps) == (256, 2, 2)
     with pytest.raises(RuntimeError, match=r"cannot run here: .*not varlen"):
         sides.Ours(gpu_parts.model_job(CPU, 12, window_pattern="SL", attention={"window": "varlen"}))
+
+
+def test_gradients_of_tables_apart_are_so_in_every_micro_step(monkeypatch):
+    added_to, apply = [], tables._Rows.apply
+    monkeypatch.setattr(tables._Rows, "apply", lambda *args: (added_to.append(args[2]), apply(*args))[1])
+    monkeypatch.setattr(tables, "dist", tables.dist)  # so that it is as before after this test
+    (apart,) = [one for one in gpu_variants.groups(CPU)["levers"] if "apart" in one["name"]]
+    side = sides.Ours(job := gpu_parts.model_job(CPU, apart["depth"], **apart["settings"]))
+    side.step(sides.Batches(job, side.rows, side.micro_steps, side.device))
+    assert side.micro_steps == 2 and added_to and not any(total is not None for total in added_to)
 
 
 # ------------------------------------------------------------------------------------------------------
