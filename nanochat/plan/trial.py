@@ -57,7 +57,8 @@ def _fits(plan, machine, model, boundaries, reduction) -> bool:
     before = runtime.random_state(machine.device)
     step = compile_parts(model) if plan.compiled else model
     try:
-        # Several processes have the gradients a second time, in DDP's buckets
+        # The optimizer is made later. Several processes have the gradients a second time, in DDP's buckets
+        state = torch.empty(plan.expected_memory["optimizer state"], dtype=torch.uint8, device=machine.device)
         buckets = [torch.empty_like(p) for p in model.parameters() if machine.world_size > 1]
         for name, p in model.named_parameters():  # MuonAdamW keeps those of tables from step to step
             if PARAMETER_TABLE[table_row(name, p)][2] != "muon" and is_shared_out(p.shape):
@@ -68,7 +69,7 @@ def _fits(plan, machine, model, boundaries, reduction) -> bool:
                 loss = step(inputs, targets, reduction, documents=documents)
             loss.backward()
         machine.synchronize()
-        del buckets
+        del state, buckets
         return True
     except RuntimeError as error:
         if not is_out_of_memory(error):

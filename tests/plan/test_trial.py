@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import weakref
 
 import pytest
 import torch
@@ -47,6 +48,29 @@ def test_a_micro_batch_that_fits_stays_and_one_that_does_not_is_halved_for_the_s
     said = tried.said()
     assert "out of memory with 9 rows" in said and "with 4 rows" in said
     assert torch.equal(random, torch.get_rng_state())
+
+
+def test_the_optimizers_state_is_in_memory_too_while_a_micro_batch_is_tried(tried, monkeypatch):
+    empty, made, seen = torch.empty, [], []
+
+    def spy(*size, **more):
+        made.append(weakref.ref(tensor := empty(*size, **more)))
+        return tensor
+
+    class Looking(GPT):
+        def forward(self, *rest, **more):
+            alive = [tensor for ref in made if (tensor := ref()) is not None]
+            seen.append(sum(tensor.nbytes for tensor in alive if tensor.dtype == torch.uint8))
+            return super().forward(*rest, **more)
+
+    monkeypatch.setattr(torch, "empty", spy)
+    monkeypatch.setattr(trial, "GPT", Looking)
+    tried(most=9)
+    plan = tried.plan
+    model = GPT(plan.config)
+    optimizer = optim.MuonAdamW(optim.parameter_groups(model, plan.rates, plan.weight_decay))
+    state = sum(tensor.nbytes for tensor in optimizer.named_state().values())
+    assert len(seen) == 2 and 0.8 * state < seen[0] == seen[1] < 1.2 * state
 
 
 def test_no_row_fits_is_a_sentence(tried):
