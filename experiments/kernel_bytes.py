@@ -142,8 +142,8 @@ def _moved_by_kernel(graph, node) -> tuple[dict[str, int], dict[str, int]]:
         made = graph.scheduler.name_to_buf.get(name)
         return made and made.defining_op in inner
 
-    def stays_inside(name):
-        return made_here(name) and {user.node for user in graph.scheduler.name_to_buf[name].users} <= inner
+    def stays_inside(name):  # a loop over a row leaves what the next loop needs in memory
+        return made_here(name) and name in graph.removed_buffers | graph.inplaced_to_remove
 
     def sizes(dependencies):
         elements, seen = collections.Counter(), set()

@@ -1,10 +1,14 @@
 """bench --what=traffic: what a GPU's micro-step moves, against counts by hand."""
 
+from unittest.mock import Mock
+
 import fake_peer
 import pytest
+import sympy
 import torch
+from torch._inductor.dependencies import MemoryDep
 
-from experiments import traffic_speed
+from experiments import kernel_bytes, traffic_speed
 from experiments.kernel_bytes import Calls
 from nanochat import UserError
 from nanochat.ops import mlp  # noqa: F401  it registers the operators
@@ -115,3 +119,17 @@ def test_an_operator_of_ours_with_a_product_reads_what_the_table_says():
     dy, weight, z, r = (torch.ones(*shape, dtype=torch.bfloat16) for shape in shapes)
     reads_and_writes = moved(torch.ops.nanochat.down_activated_backward, dy, weight, z, r)[0]
     assert reads_and_writes == (8 * 16 * 2, 0)
+
+
+def test_a_kernel_writes_what_one_loop_of_it_leaves_for_the_next_and_not_what_stays_in_registers():
+    i = sympy.Symbol("i")
+    given, kept, in_place, left = (MemoryDep(name, i, (i,), (64,)) for name in ("x", "buf0", "buf1", "buf2"))
+    node = Mock(read_writes=Mock(reads={given, kept, in_place, left}, writes={kept, in_place, left}))
+    node.get_nodes.return_value = [node]
+    graph = Mock(removed_buffers={"buf0"}, inplaced_to_remove={"buf1"})
+    graph.get_numel.return_value, graph.get_dtype.return_value = 64, torch.float32
+    graph.scheduler.name_to_buf = {
+        f"buf{n}": Mock(defining_op=node, users=[Mock(node=node)]) for n in range(3)
+    }
+    graph.scheduler.mutation_real_name = {}
+    assert kernel_bytes._moved_by_kernel(graph, node) == ({"x": 256}, {"buf2": 256})
