@@ -287,9 +287,11 @@ def ours(job: dict) -> tuple[torch.nn.Module, list[Part]]:
     """Our model and its parts, as compiling.compile_parts compiles them. A forward pass calls them, and so
     says what their arguments are; blocks with arguments and windows of one kind are one part."""
     from nanochat.gpt import GPT
+    from nanochat.machine.compiling import keep_rows_in_registers
     from nanochat.ops import kernels, loss
     from nanochat.plan import scaling
 
+    keep_rows_in_registers()
     kernels.use(job["kernels"])
     PYTHON["nanochat::head_and_loss"] = loss.gradients_in_chunks
     mode, parts = FakeTensorMode(), {}

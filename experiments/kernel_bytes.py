@@ -122,7 +122,8 @@ def scheduled(graph, node) -> dict | None:
     origin = node.node.get_origin_node()  # None if the operator has several results
     origin = origin or next(o for o in node.node.get_origins() if o.target is node.node.op_overload)
     args, kwargs, result = tree_map(
-        lambda a: a.meta["val"] if isinstance(a, torch.fx.Node) else a, (origin.args, origin.kwargs, origin)
+        lambda a: a.meta.get("val") if isinstance(a, torch.fx.Node) else a,
+        (origin.args, origin.kwargs, origin),
     )
     call = library_call(origin.target, args, kwargs, result)
     return call | {"operator": origin.target._schema.name, "arguments": args}

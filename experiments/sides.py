@@ -159,8 +159,7 @@ class Ours:
     def __init__(self, job: dict):
         from nanochat import optim
         from nanochat.gpt import GPT
-        from nanochat.machine import precision, runtime
-        from nanochat.machine.compiling import compile_parts
+        from nanochat.machine import compiling, precision, runtime
         from nanochat.ops import attention
 
         self.machine = runtime.start(job["device"], seed=0)
@@ -192,7 +191,9 @@ class Ours:
             # As in several processes; else the second micro-step would add to the gradients of the first
             tables.dist = SimpleNamespace(is_initialized=lambda: True)
         self.scaler = precision.make_scaler(self.device, self.dtype)
-        self.train_model = compile_parts(model) if job["compile"] else model
+        if job.get("rows_in_loops"):  # as PyTorch's compiler chooses
+            compiling.keep_rows_in_registers = lambda: None
+        self.train_model = compiling.compile_parts(model) if job["compile"] else model
         self.rows, self.micro_steps = self.plan.device_batch_size, self.plan.grad_accum_steps
 
     def facts(self) -> dict:

@@ -53,6 +53,42 @@ def cannot_compile(device: torch.device) -> str:
     return ""
 
 
+def keep_rows_in_registers():
+    """Let PyTorch's compiler write kernels for a GPU that read a row once.
+
+    A kernel that sums over a row can keep it in registers, or read it in a loop for each sum and write to
+    memory what a later loop needs. The compiler does the first for rows of up to 1,024 numbers that are read
+    in order, and of up to 64 where rows are shifted or their halves change places, as by RoPE. Here it does
+    so for all of up to 2,048.
+    """
+    from torch._inductor import config
+
+    config.inductor_choices_class = _choices
+    # Fewer operations than the gradient of RoPE has, so that it is computed with its sums and not in a kernel
+    # of its own (torch 2.11; the default is 30)
+    config.realize_opcount_threshold = 27
+
+
+def _choices():
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.runtime.hints import ReductionHint
+    from torch._inductor.virtualized import V
+
+    class Choices(InductorChoices):
+        @staticmethod
+        def should_use_persistent_reduction(features, cooperative_reduction):
+            along_rows = features.get_reduction_hint() in (ReductionHint.INNER, ReductionHint.DEFAULT)
+            short = V.graph.sizevars.statically_known_leq(features.reduction_numel, 2048)
+            default = InductorChoices.should_use_persistent_reduction
+            return (along_rows and short) or default(features, cooperative_reduction)
+
+        def uuid(self):
+            """For the compiler's cache on disk."""
+            return "rows of up to 2,048 in registers"
+
+    return Choices()
+
+
 def compile_parts(model: nn.Module, dynamic: bool = False, backend: str | Callable = "inductor") -> nn.Module:
     """A gpt.GPT with the same parameters and compiled parts: what comes before the blocks, the blocks, and
     what comes after them. The model itself stays eager.
@@ -66,6 +102,8 @@ def compile_parts(model: nn.Module, dynamic: bool = False, backend: str | Callab
 
     functorch.autograd_cache_allow_custom_autograd_functions = True  # else torch keeps no such code on disk
     dynamo.recompile_limit = 32  # kinds of blocks, each for training and for evaluation
+    if next(model.parameters()).is_cuda:
+        keep_rows_in_registers()
     options = {"dynamic": dynamic, "backend": backend}
     if not hasattr(model, "begin"):  # a model of your own
         return torch.compile(model, **options)

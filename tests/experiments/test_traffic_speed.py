@@ -13,8 +13,8 @@ from experiments.kernel_bytes import Calls
 from nanochat import UserError
 from nanochat.ops import mlp  # noqa: F401  it registers the operators
 
-B, T, V, C = 4, 64, 512, 128
-SETTINGS = {"aspect_ratio": 64, "head_dim": 64, "max_seq_len": T, "vocab_size": V, "window_pattern": "L"}
+B, T, V, C = 4, 2048, 16384, 256
+SETTINGS = {"aspect_ratio": 64, "head_dim": 128, "max_seq_len": T, "vocab_size": V, "window_pattern": "L"}
 SETTINGS |= {"device_batch_size": B, "peer": None, "folder": None, "parts": ""}
 # One MLP of width C, whose every kernel is counted below
 PEER = """
@@ -68,12 +68,17 @@ def test_both_models_are_counted(tmp_path):
     # The loss moves at least the logits, written by a product, read and their gradient written
     assert ours["loss_bytes"] >= 2 * V * 2
     assert ours["bytes"] == ours["forward_bytes"] + ours["backward_bytes"]
-    deeper = traffic_speed.bench(SETTINGS | {"depth": 2, "aspect_ratio": C // 2})  # of the same width
+    deeper = {"depth": 2, "aspect_ratio": C // 2, "folder": str(tmp_path)}  # as wide
+    deeper = traffic_speed.bench(SETTINGS | deeper)
     for figure in ("norms", "products and attention"):
         launches = [of["ours_kinds"][figure]["launches"] for of in (found, deeper)]
         assert 1.5 < launches[1] / launches[0] < 2.1
     # What stands before and after the blocks stays
     assert 1.3 < deeper["ours_kinds"]["norms"]["bytes"] / found["ours_kinds"]["norms"]["bytes"] < 2.1
+    # No kernel of a block reads a row, of 128 numbers, in loops: only down the columns
+    _, *kernels = (tmp_path / "ours_block_0_backward.py").read_text().split("@triton_heuristics.")
+    loops = [kernel for kernel in kernels if kernel.startswith("reduction(")]
+    assert kernels and all("ReductionHint.OUTER" in kernel for kernel in loops)
 
 
 def test_a_peer_that_cannot_be_counted_is_one_sentence(tmp_path):
