@@ -91,7 +91,7 @@ def _made_up_batch(plan, machine, boundaries) -> tuple:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error of torch says that a device, or the CPU, has no more memory."""
-    said = ("out of memory", "can't allocate memory", "not enough memory")
+    said = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in said)
     )
