@@ -17,7 +17,7 @@ import configurator
 from nanochat import UserError
 from nanochat.data.parquet import Documents
 from nanochat.data.sources import open_dataset
-from nanochat.data.tokenizer import from_tiktoken, tokenizer_path, train
+from nanochat.data.tokenizer import from_tiktoken, place_for, tokenizer_path, train
 from nanochat.files import user_path
 from nanochat.terminal import table
 
@@ -72,11 +72,12 @@ path = user_path("out", out) if out is not None else tokenizer_path(dataset.toke
 print(f"data: {dataset.name}, {dataset.note}")
 began = time.perf_counter()
 try:
-    tokenizer = train(dataset.train_texts(), size, max_chars=max_chars, exact=exact)
+    with place_for(path) as file:
+        tokenizer = train(dataset.train_texts(), size, max_chars=max_chars, exact=exact)
+        file.write(tokenizer.to_bytes())
 except KeyboardInterrupt:
     sys.exit("stopped; no tokenizer is written")
 seconds = time.perf_counter() - began
-tokenizer.save(path)
 print(f"trained {tokenizer.vocab_size:,} tokens in {seconds:.1f} s, fingerprint {tokenizer.fingerprint[:12]}")
 print(f"written: {path}\n")
 

@@ -10,14 +10,16 @@ regular expression cuts the text first, so no token spans a word boundary; then 
 """
 
 import base64
+import contextlib
 import functools
 import hashlib
 import itertools
 import json
 import re
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -143,15 +145,8 @@ class Tokenizer:
 
     def save(self, path: str | Path) -> None:
         """Write the JSON file, complete or not at all. Raises UserError if it cannot be written."""
-        path = Path(path)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as file:
-                file.write(self.to_bytes())
-        except OSError as error:
-            raise UserError(
-                f"{path} cannot be written ({error.strerror}); make room, or choose another place for it"
-            ) from error
+        with place_for(path) as file:
+            file.write(self.to_bytes())
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
@@ -179,6 +174,20 @@ class Tokenizer:
         if tokenizer.fingerprint != fingerprint:
             raise UserError(f"{source} is damaged: its content does not match its fingerprint; {advice}")
         return tokenizer
+
+
+@contextlib.contextmanager
+def place_for(path: str | Path) -> Iterator[BinaryIO]:
+    """files.replacing for a tokenizer's JSON file, whose folder it makes. Raises UserError if the file cannot
+    be written: before the block, which may take minutes, unless the disk becomes full."""
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            yield file
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror}); make room, or choose another place for it"
+        ) from error
 
 
 def train(texts: Iterable[str], vocab_size: int, *, max_chars: int = -1, exact: bool = True) -> Tokenizer:
@@ -229,8 +238,9 @@ def open_tokenizer(
                 f"vocab_size {vocab_size} is more than this text yields; use at most {tokenizer.vocab_size}"
             )
         return tokenizer
-    tokenizer = train(texts(), vocab_size, max_chars=AUTO_MAX_CHARS, exact=exact)
-    tokenizer.save(path)
+    with place_for(path) as file:
+        tokenizer = train(texts(), vocab_size, max_chars=AUTO_MAX_CHARS, exact=exact)
+        file.write(tokenizer.to_bytes())
     return tokenizer
 
 

@@ -73,4 +73,7 @@ def test_a_file_is_replaced_whole_or_not_at_all_and_no_link_is_followed(tmp_path
         with replacing(path, sync) as file:
             file.write(b"new")
     assert path.read_bytes() == b"new" and not path.is_symlink() and outside.read_bytes() == b"mine"
+    for folder in (tmp_path, "."):
+        with pytest.raises(IsADirectoryError), replacing(folder):
+            pytest.fail("the work was done in vain")
     assert len(names_in(tmp_path)) == 2

@@ -65,6 +65,7 @@ def test_what_is_no_run_is_refused_with_a_sentence(folders, tmp_path, report):
         (["three"], "there is no run three"),
         ([folders[0], f"--out={tmp_path}"], "another place with --out"),
         ([folders[0], f"--out={tmp_path}/no/page.html"], "another place with --out"),
+        ([folders[0], "--out=."], "another place with --out"),
     ):
         with pytest.raises(UserError, match=words):
             report(*arguments, f"--base_dir={tmp_path}")

@@ -70,11 +70,13 @@ def test_only_so_many_characters_are_read(tmp_path):
     ("argument", "message"),
     [
         ("--out={tmp_path}/texts.jsonl/t.json", "cannot be written"),
+        ("--out={tmp_path}", "cannot be written"),
+        ("--out=.", "cannot be written"),
         ("--out=~nouser0815/t.json", "--out=~nouser0815/t.json begins with a user who is unknown"),
     ],
 )
-def test_bad_input_is_one_sentence(tmp_path, argument, message):
-    arguments = [f"--data={texts(tmp_path)}", "--text_field=body", "--vocab_size=270"]
+def test_a_place_that_cannot_be_written_is_one_sentence_before_the_training(tmp_path, argument, message):
+    arguments = [f"--data={texts(tmp_path)}", "--text_field=body", "--vocab_size=1e6"]  # training would fail
     done = tok_train(tmp_path, *arguments, argument.format(tmp_path=tmp_path), status=2)
     assert message in done.stderr and "Traceback" not in done.stderr
 
