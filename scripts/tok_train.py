@@ -9,6 +9,7 @@ downloaded: the tokenizers of GPT-2 and GPT-4 are compared only if tiktoken has 
 
 import itertools
 import json as json_module
+import operator
 import sys
 import time
 from pathlib import Path
@@ -46,7 +47,7 @@ OTHER_SCRIPTS = (
 
 
 def samples() -> dict[str, str]:
-    """{kind: text} for the comparison; all of them are on this machine."""
+    """{kind: text} for the comparison; all of them are on this machine. Only validation may be empty."""
     import argparse
     import pydoc_data.topics
 
@@ -90,7 +91,7 @@ for name in ("gpt2", "cl100k_base"):
         tokenizers[name] = from_tiktoken(name, network=False)
     except UserError:
         missing.append(name)
-for kind, text in samples().items():
+for kind, text in filter(operator.itemgetter(1), samples().items()):
     results[kind] = {name: len(text.encode()) / len(each.encode(text)) for name, each in tokenizers.items()}
 heads = [f"{name} ({each.vocab_size:,})" for name, each in tokenizers.items()]
 rows = [[kind, *(f"{value:.2f}" for value in values.values())] for kind, values in results.items()]

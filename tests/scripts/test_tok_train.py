@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from helpers import ROOT, Process, wait_until
 
@@ -64,6 +66,14 @@ def test_only_so_many_characters_are_read(tmp_path):
     data = open_dataset(path, base_dir=tmp_path / "base", text_field="body")
     few, all_ = (train(data.train_texts(), 280, max_chars=n).fingerprint for n in (2000, -1))
     assert few != all_ and done.stdout.split("fingerprint ")[1].split()[0] == few[:12]
+
+
+def test_validation_without_text_is_left_out_of_the_comparison(tmp_path):
+    for name, values in ("train.parquet", ["some words to read"] * 9), ("val.parquet", [""]):
+        pq.write_table(pa.table({"text": values}), tmp_path / name)
+    data = [f"--data={tmp_path / 'train.parquet'}", f"--val_data={tmp_path / 'val.parquet'}"]
+    done = tok_train(tmp_path, *data, "--vocab_size=270", "--json")
+    assert len(json.loads(done.stdout.splitlines()[-1])["bytes_per_token"]) == 4
 
 
 @pytest.mark.parametrize(
