@@ -113,7 +113,7 @@ class Tokenizer:
         except ValueError as error:
             # tiktoken's regular expression fails on a few hundred thousand blanks in a row
             cuts = [0, *(match.end() for match in _LONG_BLANK.finditer(text)), len(text)]
-            if len(cuts) == 2:
+            if cuts[1] == len(text):  # no cut, or one at the end
                 raise UserError(
                     f"the pattern of tokenizer {self.name} fails on a text ({first_line(error)}); use another"
                 ) from error

@@ -81,6 +81,13 @@ def test_a_million_blanks_in_a_row_are_encoded(tokenizer, blank):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+def test_a_text_that_a_pattern_of_somebody_fails_on_is_one_sentence_whatever_its_end(tokenizer):
+    slow = Tokenizer("slow", tokenizer.tokens, r"(?=(x+x+)+y)\1|x|\s+")
+    for end in ("", " " * 20_000):
+        with pytest.raises(UserError, match="tokenizer slow fails on a text"):
+            slow.encode("x" * 100 + end)
+
+
 def test_every_byte_and_special_token_has_its_place_and_bytes_add_up_to_the_size_of_the_text(tokenizer):
     assert {bytes([b]) for b in range(256)} <= set(tokenizer.tokens)
     last = range(512 - len(SPECIAL_TOKENS), 512)
