@@ -1,6 +1,7 @@
 """scripts/report.py: which files it writes, and what it says of folders that are no runs."""
 
 import os
+from pathlib import Path
 
 import pytest
 from run.test_report import make_run, write_records
@@ -39,6 +40,16 @@ def test_one_folder_gets_its_page_again_and_several_get_one_of_their_own(folders
     assert "report.html" not in os.listdir(folders[1])
     report(folders[2])
     assert "report.html" in os.listdir(folders[2])
+
+
+def test_the_price_that_is_given_is_on_the_page_and_in_the_text_and_may_be_none(folders, report):
+    one = Path(folders[0])
+    (one / "config.json").write_text('{"settings": {"price_per_hour": {"value": 3600}}}')
+    for arguments, cost in ([], "12.90"), (["--price_per_hour=7200"], "25.80"), (["--price_per_hour=0"], ""):
+        report(folders[0], *arguments)
+        for name in ("report.html", "report.md"):
+            text = (one / name).read_text()
+            assert cost in text and ("an hour" in text) == bool(cost)
 
 
 def test_without_a_tag_the_runs_are_listed_and_a_tag_of_two_runs_shows_both(tmp_path, report):

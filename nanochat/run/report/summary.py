@@ -118,11 +118,12 @@ def _costs(run: Run, price_per_hour):
     if step_seconds and (waits := run.steps["data_wait_s"])[~np.isnan(waits)].size:
         share = 100 * np.nansum(waits) / np.nansum(run.steps["step_time_s"])
         yield "waiting for data", f"{share:.2g}", "%", "of the time in steps"
-    price = price_per_hour or number(run.settings().get("price_per_hour", {}).get("value")) or 0
-    if price > 0 and seconds:
-        cost = price * seconds / 3600
+    if price_per_hour is None:
+        price_per_hour = number(run.settings().get("price_per_hour", {}).get("value")) or 0
+    if price_per_hour > 0 and seconds:
+        cost = price_per_hour * seconds / 3600
         shown = f"{cost:,.2f}" if cost >= 1 else f"{cost:.2g}"
-        yield "cost", shown, "", f"time in steps at {price:,.2f} an hour"
+        yield "cost", shown, "", f"time in steps at {price_per_hour:,.2f} an hour"
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -174,9 +175,10 @@ def command(run: Run) -> str:
 # report.md
 
 
-def markdown(run: Run, final: bool) -> str:
+def markdown(run: Run, final: bool, price_per_hour: float | None = None) -> str:
     """The text of report.md."""
-    facts = [[name, f"{value} {unit}".strip(), _line(note)] for name, value, unit, note in at_a_glance(run)]
+    glance = at_a_glance(run, price_per_hour)
+    facts = [[name, f"{value} {unit}".strip(), _line(note)] for name, value, unit, note in glance]
     parts = [f"# {_line(run.name)}", "" if final else "The run is still going on.", _line(lead(run))]
     parts += [table([["", "", ""], *facts]) if facts else ""]
     parts += ["![Training loss and validation bits per byte](loss.png)" if run.num_steps else ""]
