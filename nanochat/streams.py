@@ -1,12 +1,13 @@
 """stdout and stderr of a script: they are always there, and no reader stops the script.
 
 A reader may be gone (`| head`), a stream may be closed (cron, daemons), and a reader may stop reading
-(`| less`, Ctrl-S, a frozen ssh). Text for a reader who is gone goes nowhere. A training script writes in a
-thread, so that a reader who has stopped cannot keep it from saving and ending.
+(`| less`, Ctrl-S, a frozen ssh). Text for a reader who is gone, or for a full disk, goes nowhere. A training
+script writes in a thread, so that a reader who has stopped cannot keep it from saving and ending.
 """
 
 import atexit
 import contextlib
+import errno
 import functools
 import io
 import os
@@ -63,8 +64,9 @@ class Output(io.RawIOBase):
                 left = left[written or 0 :]
                 if written is None:  # the file is full, and does not block
                     time.sleep(0.05)
-        except (OSError, ValueError):
-            self.raw = None  # what comes later goes nowhere
+        except (OSError, ValueError) as error:
+            if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):  # a disk may get room again
+                self.raw = None  # what comes later goes nowhere
 
 
 class Writer:

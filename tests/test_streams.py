@@ -1,12 +1,17 @@
 """stdout and stderr: a reader who stops, goes away or never was keeps no script from its work."""
 
+import errno
+import io
 import os
 import re
 import signal
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 from helpers import python, wait_until
+
+from nanochat import streams
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals and pipes of POSIX")
 
@@ -107,6 +112,22 @@ def test_a_late_reader_gets_every_line_or_of_a_run_that_trains_the_number_of_tho
     left_out = [int(re.search(r"\d+", line)[0]) for line in lines if not line.startswith("line")]
     assert numbers == sorted(numbers) and len(numbers) + sum(left_out) == 100_000
     assert bool(left_out) == (moment == "trains")
+
+
+def test_a_full_disk_costs_what_it_does_not_take_and_no_line_that_comes_later():
+    class Disk(io.BytesIO):
+        room = True
+
+        def write(self, data):
+            if not self.room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data)
+
+    disk = Disk()
+    output = streams.Output(SimpleNamespace(buffer=SimpleNamespace(raw=disk)))
+    for line, disk.room in (b"one\n", True), (b"two\n", False), (b"three\n", True):
+        output.write(line)
+    assert disk.getvalue() == b"one\nthree\n"
 
 
 CLOSED = """
