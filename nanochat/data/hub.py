@@ -58,7 +58,8 @@ def local_files(
     listing = _read(folder)
     if listing is None and network:
         info = look_up(repo, revision, files=True)
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+        listed = info.siblings or ()  # by a mirror perhaps without sizes that are numbers
+        sizes = {file.rfilename: file.size if isinstance(file.size, int) else 0 for file in listed}
         listing = {"commit": info.sha, "files": sizes, "taken": {}}
     names = _taken(address, listing, pattern, tokens, count) if listing else []
     if not network and not (names and all((folder / name).exists() for name in names)):

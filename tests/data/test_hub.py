@@ -89,11 +89,17 @@ def test_an_address_without_files_is_a_sentence(texts, tmp_path, address, messag
 
 
 def test_a_mirror_that_lists_no_files_and_a_damaged_listing_cause_no_traceback(texts, tmp_path, monkeypatch):
+    def mirror(siblings):
+        info = types.SimpleNamespace(sha="v1", siblings=siblings)
+        patch.setattr(addresses, "look_up", lambda *_, **__: info)
+
+    texts.files["train.jsonl"] = lines(TEXTS)
     with monkeypatch.context() as patch:
-        patch.setattr(addresses, "look_up", lambda *_, **__: types.SimpleNamespace(sha="f", siblings=None))
+        mirror(None)
         with pytest.raises(UserError, match="it has: nothing"):
             open_dataset("hf:somebody/texts", base_dir=tmp_path)
-    texts.files["train.jsonl"] = lines(TEXTS)
+        mirror([types.SimpleNamespace(rfilename="train.jsonl", size="2 MB")])
+        assert opened(tmp_path / "other") == sorted(TEXTS)
     first = open_dataset("hf:somebody/texts", base_dir=tmp_path)
     (listing,) = tmp_path.glob("data/hf/*/*/listing.json")
     good = listing.read_text()
