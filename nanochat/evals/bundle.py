@@ -20,6 +20,7 @@ import contextlib
 import csv
 import hashlib
 import io
+import itertools
 import json
 import math
 import random
@@ -241,6 +242,9 @@ def _example(content: object, fields: tuple[str, ...]) -> dict:
                 raise UserError(f"gold is not an index from 0 to {size - 1}")
         else:
             example[field] = _text(field, value)
+    parts = [v if isinstance(v, list) else [v] for field, v in example.items() if field != "gold"]
+    if not all("".join(text).strip() for text in itertools.product(*parts)):
+        raise UserError("a context and its continuation are empty, so there is nothing to score")
     return example
 
 

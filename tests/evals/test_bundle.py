@@ -90,6 +90,8 @@ def test_without_a_bundle_the_reason_is_one_line_with_the_command(tmp_path):
         ("eval_data/some/two.jsonl", '"d"}', "", "two.jsonl, line 2: it is not JSON ("),
         ("eval_data/some/two.jsonl", '"d"', "null", "two.jsonl, line 2: continuation is missing"),
         ("eval_data/some/two.jsonl", '{"context": "c", "continuation": "d"}', "1", "it is not a JSON object"),
+        ("eval_data/some/two.jsonl", '"c", "continuation": "d"', '" ", "continuation": ""', "2: a context"),
+        ("eval_data/some/one.jsonl", '"question 3", "choices": ["a"', '"", "choices": [""', "4: a context"),
         ("eval_data/some/two.jsonl", '"d"', '"\udcff"', "two.jsonl, line 2: it is not UTF-8"),
         ("eval_data/some/one.jsonl", '"gold": 1', '"gold": 2', "line 2: gold is not an index from 0 to 1"),
     ],
