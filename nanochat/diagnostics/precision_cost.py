@@ -132,7 +132,9 @@ class Worker:
     def __init__(self, name: str, **job):
         self.name, self.job, self.answers = name, job, []
         command = [sys.executable, "-c", f"from {__name__} import work; work()"]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        # With a session of its own it does not get a terminal's Ctrl-C: this process gets it and kills it
+        self.process = subprocess.Popen(command, start_new_session=True, **how)
         self._send(job)
 
     def _send(self, message):
@@ -156,6 +158,7 @@ class Worker:
         self.answers.append(self.ask("turn", **arguments))
 
     def close(self):
+        self.process.kill()  # it has answered, or this process has an error
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         self.process.wait()

@@ -1,8 +1,13 @@
 """What a precision costs: measured by processes that end with a sentence when something goes wrong."""
 
+import json
+import os
+import signal
+
 import pytest
 import torch
 import torch.nn as nn
+from helpers import python
 from safetensors.torch import save_file
 from small_model import BF16, CPU, DEFAULTS, F32, gpt
 
@@ -30,6 +35,28 @@ def test_a_measuring_process_that_is_killed_between_turns_ends_the_measurement_w
         worker.process.kill()
         worker.process.wait()
         worker.turn(steps=1, seconds=1)
+
+
+STOPPED = """
+import json, sys, time
+import configurator
+from nanochat.diagnostics import precision_cost
+configurator.handle_errors()
+with precision_cost.working([("one", json.loads(sys.argv[1]))]):
+    print("ready", flush=True)
+    time.sleep(300)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+def test_ctrl_c_ends_the_measurement_without_a_traceback_of_any_process(tokens):
+    job = {"kind": "training", "config": vars(gpt().config), "device_type": "cpu", "seed": 0}
+    job |= {"dtype": "float32", "tokens": tokens, "rates": RATES}
+    with python(STOPPED, json.dumps(job), start_new_session=True) as child:
+        assert child.stdout.readline() == "ready\n"
+        os.killpg(child.pid, signal.SIGINT)  # as a terminal does
+        assert child.wait() == -signal.SIGINT
+        assert child.stderr.read() == ""
 
 
 def test_inference_with_cast_weights_holds_them_in_that_dtype_and_gives_float32_logits(tmp_path, tokens):
