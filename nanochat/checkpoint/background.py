@@ -84,7 +84,7 @@ class AsyncSaver:
                 attempt(functools.partial(make_room, failed=True))
             raise
         if after_publish and what["rank"] == 0:
-            after_publish()
+            attempt(after_publish)
         return path
 
     def _buffer(self, kind, name, tensor):

@@ -67,11 +67,11 @@ def remove_folder(path):
 
 
 def attempt(function, *args):
-    """Call a function and return the OSError that it raises, if any: clean-up must neither hide another error
-    nor end a run."""
+    """Call a function and return the OSError or UserError that it raises, if any: clean-up must neither hide
+    another error nor end a run."""
     try:
         function(*args)
-    except OSError as e:
+    except (OSError, UserError) as e:
         return e
 
 

@@ -1,13 +1,16 @@
 """The background saver: it saves what the tensors held when it was called, and a failure ends nothing."""
 
+import errno
+import os
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
 from helpers import names_in, numbers
 
-from nanochat.checkpoint import AsyncSaver, SaveError, find, open_checkpoint
+from nanochat.checkpoint import AsyncSaver, SaveError, find, make_room, open_checkpoint, prune
 
 
 def test_the_saver_saves_what_the_tensors_held_when_it_was_called(tmp_path):
@@ -51,6 +54,17 @@ def test_a_failed_save_is_raised_once_and_the_next_one_runs(tmp_path):
     saver.submit(3, **what)
     with pytest.raises(SaveError, match="step_000003"):
         saver.close()
+
+
+def test_a_folder_that_cannot_be_listed_before_and_after_a_save_costs_no_save(tmp_path, monkeypatch):
+    def fails(path):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(os, "listdir", fails)
+    saver, what = AsyncSaver(tmp_path), dict(model={"w": numbers(0)}, optimizer={}, state={})
+    clean_up = {"make_room": partial(make_room, tmp_path, 1), "after_publish": partial(prune, tmp_path, 1)}
+    saver.submit(1, **what, **clean_up)
+    assert saver.close() == tmp_path / "step_000001"
 
 
 def test_one_then_three_then_two_processes_write_and_read_the_same_state_without_a_collective(tmp_path):
