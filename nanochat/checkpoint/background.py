@@ -4,7 +4,6 @@ import functools
 import json
 import os
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_jobs
 
@@ -131,4 +130,4 @@ def _prepare_thread(use_device):
     """Let training go first where it and this thread want the same core (Linux only)."""
     use_device()
     if sys.platform == "linux":
-        attempt(os.setpriority, os.PRIO_PROCESS, threading.get_native_id(), 10)
+        attempt(os.nice, 10)  # of this thread alone

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sys
 import threading
 import time
 from functools import partial
@@ -65,6 +66,26 @@ def test_a_folder_that_cannot_be_listed_before_and_after_a_save_costs_no_save(tm
     clean_up = {"make_room": partial(make_room, tmp_path, 1), "after_publish": partial(prune, tmp_path, 1)}
     saver.submit(1, **what, **clean_up)
     assert saver.close() == tmp_path / "step_000001"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no priority of a thread")
+def test_the_thread_that_saves_lets_training_go_first_whatever_the_priority_of_the_run(tmp_path):
+    priorities = []
+
+    def note():
+        priorities.append(os.getpriority(os.PRIO_PROCESS, 0))
+
+    def nice_run():
+        os.nice(15)
+        saver = AsyncSaver(tmp_path)
+        note()
+        saver.submit(1, model={}, optimizer={}, state={}, after_publish=note)
+        saver.close()
+
+    run = threading.Thread(target=nice_run)
+    run.start()
+    run.join()
+    assert priorities[1] > priorities[0]
 
 
 def test_one_then_three_then_two_processes_write_and_read_the_same_state_without_a_collective(tmp_path):
