@@ -102,11 +102,11 @@ def replacing(path: str | Path, sync: bool = False):
 
     At any moment `path` holds all of its old content or all of the new one. A link there is replaced, not
     followed. sync: the new content is on disk before it gets the name. SIGKILL leaves a file named
-    `.tmp-...`. Raises OSError, of a folder in its place before the block begins.
+    `.tmp-...`. Raises OSError, of a folder, pipe or device in its place before the block begins.
     """
     path = Path(path)
-    if path.is_dir() and not path.is_symlink():
-        raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
+    if path.exists() and not path.is_file() and not path.is_symlink():  # /dev/null would become a file
+        raise OSError(errno.EINVAL, "it is a folder, a pipe or a device, not a file", str(path))
     with temporary(path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex[:8]}")) as new:
         with open(new, "xb") as file:  # x: fails where something has this name, be it a link
             yield file

@@ -1,6 +1,7 @@
 """The files of a checkpoint: any tensor comes back bit for bit, also through safetensors' own reader."""
 
 import json
+import os
 import tempfile
 from pathlib import Path
 
@@ -73,7 +74,12 @@ def test_a_file_is_replaced_whole_or_not_at_all_and_no_link_is_followed(tmp_path
         with replacing(path, sync) as file:
             file.write(b"new")
     assert path.read_bytes() == b"new" and not path.is_symlink() and outside.read_bytes() == b"mine"
-    for folder in (tmp_path, "."):
-        with pytest.raises(IsADirectoryError), replacing(folder):
-            pytest.fail("the work was done in vain")
     assert len(names_in(tmp_path)) == 2
+
+
+def test_what_is_no_file_is_not_replaced_and_that_is_told_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path, ".", tmp_path / "pipe"):
+        with pytest.raises(OSError, match="not a file"), replacing(place):
+            pytest.fail("the work was done in vain")
+    assert names_in(tmp_path) == ["pipe"]
