@@ -21,7 +21,7 @@ from nanochat.data.sources import open_dataset
 from nanochat.diagnostics import precision_cost, scaled_rates
 from nanochat.diagnostics.precision_page import page
 from nanochat.diagnostics.recorder import record_step
-from nanochat.files import temporary_folder, user_path
+from nanochat.files import replacing, temporary_folder, user_path
 from nanochat.gpt import GPT
 from nanochat.machine import precision, runtime
 from nanochat.machine.precision import name_of
@@ -164,7 +164,8 @@ def cost_page(trained: list[dict], inferred: list[dict], dataset) -> str:
 def write(text: str):
     try:
         out_path.parent.mkdir(parents=True, exist_ok=True)
-        out_path.write_text(text, encoding="utf-8", errors="replace")
+        with replacing(out_path) as file:
+            file.write(text.encode(errors="replace"))
     except OSError as error:
         raise UserError(
             f"cannot write {out_path} ({error.strerror}); choose another file with --out"

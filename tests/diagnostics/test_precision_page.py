@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from helpers import run
+from helpers import disk, names_in, run
 from small_model import BF16, F16, F32, gpt, record_gpt
 
 from nanochat.diagnostics.precision_page import page, percent, rows, statements, summary
@@ -157,3 +157,12 @@ def test_the_script_prints_the_page_writes_it_and_measures_what_each_precision_c
 def test_what_cannot_be_done_is_refused_with_what_can(arguments, words, tmp_path):
     output = report(f"--base_dir={tmp_path}", *arguments, status=2)
     assert words in output and "Traceback" not in output
+
+
+def test_a_full_disk_costs_the_new_page_and_not_the_old_one(tmp_path):
+    with disk(tmp_path / "disk", "16k") as folder:
+        (folder / "report.md").write_text("the old one")
+        (folder / "filler").write_bytes(bytes(12_288))
+        output = report(f"--base_dir={tmp_path}", f"--out={folder / 'report.md'}", status=2)
+        assert "cannot write" in output and (folder / "report.md").read_text() == "the old one"
+        assert names_in(folder) == ["filler", "report.md"]
