@@ -68,6 +68,9 @@ def test_without_a_tag_the_runs_are_listed_and_a_tag_of_two_runs_shows_both(tmp_
     assert all(name in page.read_text() for name in ("Comparison of runs", "d4 (base)", "d4 (mid)"))
     report("mid_checkpoints/d4", f"--base_dir={tmp_path}")
     assert [(place / "d4/report.html").exists() for place in places] == [False, True]
+    (places[1] / "d4" / "metrics.jsonl").unlink()  # as of a run that was refused at its start
+    report("d4", f"--base_dir={tmp_path}")
+    assert (places[0] / "d4/report.html").exists()
 
 
 def test_what_is_no_run_is_refused_with_a_sentence(folders, tmp_path, report):
