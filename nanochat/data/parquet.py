@@ -130,9 +130,10 @@ def open_parquet(path: Path):
     try:
         source = pa.OSFile(os.fsencode(path))  # from a str, pyarrow takes UTF-8 names only
         file = pq.ParquetFile(source, page_checksum_verification=True)
-        groups = (file.metadata.row_group(i).num_rows for i in range(file.num_row_groups))
-        if sum(groups) != file.metadata.num_rows:  # the footer has no checksum
-            raise ValueError("its row groups do not have its number of rows")
+        groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
+        hidden = [group for group in groups if not group.num_rows and group.column(0).num_values]
+        if hidden or sum(group.num_rows for group in groups) != file.metadata.num_rows:
+            raise ValueError("its row groups do not have its number of rows")  # a footer has no checksum
         return file
     except PYARROW_ERRORS as error:
         raise UserError(

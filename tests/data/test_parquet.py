@@ -84,3 +84,18 @@ def test_a_flipped_bit_in_a_footer_ends_in_nothing_but_a_sentence(tmp_path):  # 
         (tmp_path / "a.parquet").write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         with contextlib.suppress(UserError):
             assert len(list(Documents([tmp_path / "a.parquet"]))) <= 2
+
+
+def test_a_footer_that_says_there_are_no_rows_hides_no_text(tmp_path):
+    path, said, none = tmp_path / "a.parquet", b"\xd8\x04", b"\x80\x00"  # 300 and 0 as thrift writes them
+    content = write_shard(path, [str(i) for i in range(300)]).read_bytes()
+    footer = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    places = [at for at in range(footer, len(content)) if content.startswith(said, at)]
+    assert len(places) >= 3  # the rows of the file and of its group, the values of the column
+    for pair in itertools.combinations(places, 2):
+        damaged = bytearray(content)
+        for at in pair:
+            damaged[at : at + 2] = none
+        path.write_bytes(damaged)
+        with contextlib.suppress(UserError):
+            assert len(Documents([path])) == 300
