@@ -9,7 +9,6 @@ downloaded: the tokenizers of GPT-2 and GPT-4 are compared only if tiktoken has 
 
 import itertools
 import json as json_module
-import operator
 import sys
 import time
 from pathlib import Path
@@ -47,7 +46,7 @@ OTHER_SCRIPTS = (
 
 
 def samples() -> dict[str, str]:
-    """{kind: text} for the comparison; all of them are on this machine. Only validation may be empty."""
+    """{kind: text} for the comparison; all of them are on this machine."""
     import argparse
     import pydoc_data.topics
 
@@ -85,14 +84,17 @@ print(f"written: {path}\n")
 # ------------------------------------------------------------------------------------------------------
 # Compare bytes a token: more is better
 
-tokenizers, missing, results = {"this one": tokenizer}, [], {}
+tokenizers, missing = {"this one": tokenizer}, []
 for name in ("gpt2", "cl100k_base"):
     try:
         tokenizers[name] = from_tiktoken(name, network=False)
     except UserError:
         missing.append(name)
-for kind, text in filter(operator.itemgetter(1), samples().items()):
-    results[kind] = {name: len(text.encode()) / len(each.encode(text)) for name, each in tokenizers.items()}
+results = {
+    kind: {name: len(text.encode()) / len(each.encode(text)) for name, each in tokenizers.items()}
+    for kind, text in samples().items()
+    if text  # validation may be empty
+}
 heads = [f"{name} ({each.vocab_size:,})" for name, each in tokenizers.items()]
 rows = [[kind, *(f"{value:.2f}" for value in values.values())] for kind, values in results.items()]
 print(table([["bytes a token", *heads], *rows]))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from nanochat import checkpoint, optim
+from nanochat import UserError, checkpoint, optim
 from nanochat.files import write_whole
 from nanochat.machine import distributed, memory, runtime
 from nanochat.plan import wording
@@ -217,7 +217,8 @@ class RunOutput:
     def _published(self, step: int, began: float):
         """Delete old checkpoints, and say that the one of `step` is on disk. On the saver's thread."""
         self._saved_step = step
-        self._prune()
+        with contextlib.suppress(OSError, UserError):  # the next save tries again
+            self._prune()
         with contextlib.suppress(OSError):  # somebody deleted it
             size = sum(file.stat().st_size for file in (self._path / f"step_{step:06d}").iterdir())
             took = f"{short(size)}B in {time.monotonic() - began:.1f} s"

@@ -6,12 +6,15 @@ import sys
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import names_in, numbers
 
+from nanochat import UserError
 from nanochat.checkpoint import AsyncSaver, SaveError, find, make_room, open_checkpoint, prune
+from nanochat.run.output import RunOutput
 
 
 def test_the_saver_saves_what_the_tensors_held_when_it_was_called(tmp_path):
@@ -66,6 +69,17 @@ def test_a_folder_that_cannot_be_listed_before_and_after_a_save_costs_no_save(tm
     clean_up = {"make_room": partial(make_room, tmp_path, 1), "after_publish": partial(prune, tmp_path, 1)}
     saver.submit(1, **what, **clean_up)
     assert saver.close() == tmp_path / "step_000001"
+
+
+def test_a_save_is_told_also_if_older_ones_cannot_be_listed(tmp_path):
+    def fails():
+        raise UserError("the folder cannot be listed")
+
+    (tmp_path / "step_000002").mkdir()
+    said = []
+    run = SimpleNamespace(_path=tmp_path, _prune=fails, console=SimpleNamespace(print=said.append))
+    RunOutput._published(run, 2, time.monotonic())
+    assert run._saved_step == 2 and len(said) == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no priority of a thread")
