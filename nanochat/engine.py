@@ -143,7 +143,7 @@ def sample_token(logits, temperature: float, top_k: int, top_p: float, draw):
     temperature: 0 takes the likeliest token; so does a value below 1e-6, since dividing by it may overflow.
     top_k: only the k likeliest tokens are drawn (k <= 0: all). top_p: among those, only the likeliest that
     together reach this share of the probability, at least one (nucleus sampling, arXiv 1904.09751).
-    draw: (B, 1) float64, uniform on [0, 1). The tokens share [0, 1) by their probabilities, and the one at
+    draw: (B, 1), of `uniform_draws`. The tokens share [0, 1) by their probabilities, and the one at
     `draw` is taken; so a row's token does not depend on other rows.
     """
     if temperature < 1e-6:
@@ -155,7 +155,7 @@ def sample_token(logits, temperature: float, top_k: int, top_p: float, draw):
     elif top_p < 1:
         logits, ids = logits.sort(-1, descending=True)
     p = (logits / temperature).softmax(-1)
-    reached = p.cumsum(-1, dtype=torch.float64)
+    reached = p.cumsum(-1, dtype=draw.dtype)
     total = reached[:, -1:]
     if top_p < 1:
         kept = (reached - p < top_p * total).sum(-1, keepdim=True)  # the likelier ones do not reach top_p yet
@@ -166,14 +166,16 @@ def sample_token(logits, temperature: float, top_k: int, top_p: float, draw):
 
 
 def uniform_draws(seeds, device):
-    """Yield uniform random numbers (B, 1) float64 on `device` without end, a stream for each seed.
+    """Yield uniform random numbers on [0, 1), (B, 1) on `device`, without end, a stream for each seed. They
+    are float64, on MPS, which has none, float32.
 
     They come from the CPU, 64 of each stream at a time, so a seed means the same numbers on every device.
     """
+    dtype = torch.float32 if device.type == "mps" else torch.float64
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     while True:
         rows = [torch.rand(64, generator=g, dtype=torch.float64) for g in generators]
-        yield from torch.stack(rows).to(device).split(1, dim=1)
+        yield from torch.stack(rows).to(dtype).to(device).split(1, dim=1)
 
 
 class Stream:

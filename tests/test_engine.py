@@ -3,12 +3,15 @@ temperature, top_k and top_p, and characters come out whole."""
 
 import itertools
 import os
+import types
 from dataclasses import asdict
 
 import pytest
 import test_gpt
 import torch
 from exporting import TOKENIZER, save
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from nanochat import UserError, checkpoint
 from nanochat.decode import KVCache, decode_step, examine
@@ -23,6 +26,7 @@ from nanochat.engine import (
     load_tokenizer,
     sample_token,
     text_pieces,
+    uniform_draws,
 )
 from nanochat.gpt import GPT, MLP, GPTConfig
 from nanochat.machine.precision import autocast
@@ -293,6 +297,31 @@ def test_top_p_draws_from_the_fewest_likeliest_that_reach_that_probability_after
     found = frequencies(top_p=top_p, top_k=top_k, logits=p.log()[None])
     torch.testing.assert_close(found, expected, rtol=0, atol=0.015)
     assert set(found.nonzero().flatten().tolist()) == set(left)
+
+
+class NoFloat64(TorchDispatchMode):
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        found = operation(*args, **(kwargs or {}))
+        if any(isinstance(t, torch.Tensor) and t.dtype == torch.float64 for t in tree_leaves(found)):
+            raise TypeError(f"MPS has no float64, which {operation} gives")
+        return found
+
+
+def test_on_mps_which_has_no_float64_a_seed_draws_the_same_tokens(monkeypatch):
+    mps, to = types.SimpleNamespace(type="mps"), torch.Tensor.to
+
+    def moved(tensor, target):
+        if target is not mps:
+            return to(tensor, target)
+        assert tensor.dtype != torch.float64
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "to", moved)
+    here, there = uniform_draws([3, 4], torch.device("cpu")), uniform_draws([3, 4], mps)
+    for options in [(0.8, -1, 1.0), (0.8, 4, 1.0), (0.8, -1, 0.9), (0.0, -1, 1.0)] * 20:
+        expected, draw = sample_token(LOGITS.expand(2, -1), *options, next(here)), next(there)
+        with NoFloat64():
+            assert torch.equal(sample_token(LOGITS.expand(2, -1), *options, draw), expected)
 
 
 # ------------------------------------------------------------------------------------------------------
