@@ -19,11 +19,13 @@ from safetensors import SafetensorError
 import configurator
 from nanochat import UserError
 from nanochat.checkpoint import Checkpoint
+from nanochat.checkpoint.folder import METRICS
 from nanochat.checkpoint.resume import EXPORTED_TOKENIZER
 from nanochat.engine import find_source, load_for_inference, load_tokenizer
 from nanochat.files import building, user_path
 from nanochat.gpt import GPT
 from nanochat.hf.text import generation_config, write_text
+from nanochat.run.metrics import read_metrics
 from nanochat.terminal import table
 
 source: str | None = None  # a run's tag, its folder or a checkpoint's (none = the newest, mid before base)
@@ -72,10 +74,14 @@ def card(checkpoint: Checkpoint, chat: bool) -> str:
     """The model card: what it is, how it is used, and what the run says of itself."""
     paths = "folder:", "base:"  # of this machine
     plan = "\n".join(line for line in checkpoint.config.get("plan", ()) if not line.startswith(paths))
-    loop = checkpoint.state.get("loop", {})
-    rows = [["steps", f"{checkpoint.step:,}"], ["tokens trained on", f"{loop.get('tokens', 0):,}"]]
-    if (bits := loop.get("val_bpb")) is not None:
-        rows.append(["bits per byte of the validation " + ("answers" if chat else "text"), f"{bits:.4f}"])
+    tokens = checkpoint.state.get("loop", {}).get("tokens", 0)
+    rows = [["steps", f"{checkpoint.step:,}"], ["tokens trained on", f"{tokens:,}"]]
+    # A checkpoint is saved before its evaluation, so that of its state is an earlier one
+    records = read_metrics(checkpoint.run_folder / METRICS)
+    scores = [r.get("val_bpb") for r in records if r["step"] == checkpoint.step]
+    if bits := [score for score in scores if isinstance(score, float)]:
+        what = "conversations" if chat else "text"
+        rows.append([f"bits per byte of the validation {what}", f"{bits[-1]:.4f}"])
     kind = "answers in turns" if chat else "continues a text"
     beginning = '[{"role": "user", "content": "Hello"}]' if chat else '"Once upon a time"'
     return f"""---

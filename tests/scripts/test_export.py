@@ -108,18 +108,21 @@ def test_training_with_another_model_or_tokenizer_is_told_what_to_give(source, t
 
 
 def test_the_card_has_the_plan_the_figures_and_the_name_of_the_text(source, tmp_path):
-    state = checkpoint.find(source).state | {"loop": {"tokens": 51200, "val_bpb": 1.2345}}
+    # A checkpoint is saved before the evaluation at its step, so its state has the one before
+    state = checkpoint.find(source).state | {"loop": {"tokens": 51200, "val_bpb": 9.8765}}
     files = {
         "tokenizer.json": TOKENIZER.to_bytes(),
         "config.json": json.dumps({"plan": ["data: poems, 3 documents", "folder: /home/me"]}).encode(),
     }
     model = checkpoint.find(source).load_model()
     checkpoint.save(tmp_path / "run", 100, model=model, optimizer={}, state=state, files=files)
+    scores = ({"step": step, "val_bpb": bits} for step, bits in [(50, 9.8765), (100, 1.2345), (150, 1.1111)])
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(score) + "\n" for score in scores))
     text = (export(tmp_path / "run", tmp_path / "out") / "README.md").read_text("utf-8")
     front = yaml.safe_load(text.split("---\n")[1])
     assert front["library_name"] == "transformers" and "license" not in front  # it is the user's choice
     assert all(figure in text for figure in ("poems, 3 documents", "1.2345", "51,200"))
-    assert "/home/me" not in text
+    assert all(other not in text for other in ("/home/me", "9.8765", "1.1111"))
 
 
 CHAT = """
