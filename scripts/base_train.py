@@ -146,7 +146,7 @@ with machine.main_first("data", stop):  # the first process builds what is missi
 
 # Lock the folder and find the checkpoint to continue. What the run resolved at its first start stays, such as
 # the rows of a micro-batch, so that it computes the same numbers
-resumed, run_id = (None, "") if plan_only else checkpoint.enter(run_path, resume, machine)
+resumed, run_id = (None, "") if plan_only else checkpoint.enter(run_path, resume, machine, init_from)
 resolved = resumed.resolved if resumed else {}
 dataset = dataset.for_run(tokenizer, resumed, machine)  # public data: the shards that the horizon needs
 

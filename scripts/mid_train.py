@@ -121,7 +121,7 @@ how = tokenizer, config.max_seq_len, loss_on
 train_tokens = render_all(conversations.train, *how)
 val_tokens = {name: render_all(some, *how) for name, some in conversations.val_sets.items()}
 
-resumed, run_id = (None, "") if plan_only else checkpoint.enter(run_path, resume, machine)
+resumed, run_id = (None, "") if plan_only else checkpoint.enter(run_path, resume, machine, base.path)
 resolved = resumed.resolved if resumed else {}
 
 # ------------------------------------------------------------------------------------------------------

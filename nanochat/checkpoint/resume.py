@@ -9,7 +9,7 @@ import torch
 from nanochat import UserError
 from nanochat.checkpoint import schema
 from nanochat.checkpoint.files import read_json
-from nanochat.checkpoint.folder import check_shared, lock_folder, set_aside
+from nanochat.checkpoint.folder import check_shared, checkpoints_in, lock_folder, set_aside
 from nanochat.checkpoint.save_and_load import Checkpoint, find, open_checkpoint, open_in
 from nanochat.files import user_path
 
@@ -18,13 +18,21 @@ EXPORTED_TOKENIZER = "nanochat_tokenizer.json"  # in a folder of scripts/export.
 OF_ONE_COMMAND = {"resume", "accept", "plan", "device", "world_size"}  # of one command, not of the run
 
 
-def enter(run_path, resume, machine):
+def enter(run_path, resume, machine, weights_from=None):
     """Lock a run's folder until this process ends. Every process calls this.
 
-    Returns the Checkpoint to continue (None: the run is new) and the run id, see `check_shared`. Raises
-    UserError if another run holds the folder, and what `find` raises.
+    weights_from: the run or checkpoint whose weights a new run starts from, if any. Returns the Checkpoint to
+    continue (None: the run is new) and the run id, see `check_shared`. Raises UserError if another run holds
+    the folder, if --resume=never would set weights_from aside, and what `find` raises.
     """
     found = None
+    if weights_from and resume == "never":
+        run = Path(run_path).resolve()
+        if user_path("init_from", weights_from).resolve() in (run, *checkpoints_in(run).values()):
+            raise UserError(
+                f"the run would start from {weights_from}, which --resume=never sets aside; give the new run "
+                "another --model_tag or --out_dir"
+            )
     try:
         os.fsencode(Path(run_path).absolute()).decode()
     except UnicodeDecodeError:  # safetensors could write a checkpoint there, and not read it

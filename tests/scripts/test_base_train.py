@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from helpers import Process, assert_same_run, command, losses, records, run, wait_for_step
 
+from nanochat import checkpoint
+
 
 @pytest.fixture(scope="module")
 def undisturbed(corpus, tmp_path_factory) -> Path:
@@ -128,6 +130,13 @@ def test_a_run_starts_from_weights_of_another_or_goes_on_in_another_folder(corpu
     assert sorted(losses(tmp_path / "run.old-1")) == [0, 1]  # what was there is not mixed with it
     printed = run(command(corpus, out, f"--resume={undisturbed}"))  # which has all its steps
     assert "finished already" in printed and sorted(losses(out)) == [6, 7]
+
+
+def test_the_weights_that_a_new_run_starts_from_are_not_set_aside(corpus, undisturbed):
+    for source in (undisturbed, undisturbed / "step_000006"):
+        said = run(command(corpus, undisturbed, "--resume=never", f"--init_from={source}"), status=2)
+        assert "--model_tag" in said
+    assert checkpoint.find(undisturbed).step == 8 and not undisturbed.with_name("run.old-1").exists()
 
 
 def test_plan_prints_the_derivation_and_leaves_nothing(corpus, tmp_path):

@@ -183,3 +183,10 @@ def test_other_conversations_in_the_same_folder_are_refused_and_nothing_is_lost(
     said = run(mid(base, chats, out, f"--data={chats / 'two.jsonl'}"), status=2)
     assert "data was" in said and "--accept=data" in said
     assert (out / "metrics.jsonl").read_bytes() == before
+
+
+def test_the_base_model_is_not_set_aside_by_a_run_of_its_own_name(base, chats, undisturbed):
+    out, _ = undisturbed
+    said = run(mid(base, chats, out, f"--source={out}", "--resume=never"), status=2)
+    assert "--model_tag" in said and "damaged" not in said
+    assert checkpoint.find(out).step == 8 and not out.with_name("run.old-1").exists()
