@@ -184,7 +184,8 @@ _held = set()  # file descriptors; each stays open and locked until close() or t
 class Lock:
     """A folder that this process holds. close() releases it; when the process dies, the kernel does.
 
-    Raises BlockingIOError, with the holder as its message, if another process holds the folder.
+    restarted: a torchrun started the holder before, and after a failure this process in its place. Raises
+    BlockingIOError, with the holder as its message, if another process holds the folder.
     """
 
     def __init__(self, path):
@@ -198,11 +199,15 @@ class Lock:
                 raise BlockingIOError(holder) from e
             raise
         _held.add(self.fd)
+        same_parent = f'"parent": "{_parent()}"'.encode() in os.read(self.fd, 4096)
+        self.restarted = same_parent and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
     def sign(self):
-        """Write into the file who holds it. Only the error message of another process needs this."""
+        """Write into the file who holds it: for another process's error message, and for `restarted`."""
         holder = {"pid": os.getpid(), "host": platform.node(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        holder["parent"] = _parent()
         os.truncate(self.fd, 0)
+        os.lseek(self.fd, 0, os.SEEK_SET)
         os.write(self.fd, to_json(holder))
 
     def close(self):
@@ -210,6 +215,10 @@ class Lock:
         if self.fd in _held:
             _held.discard(self.fd)
             os.close(self.fd)
+
+
+def _parent():
+    return f"{os.getppid()} on {platform.node()}"
 
 
 def _let_go():

@@ -38,7 +38,8 @@ def enter(run_path, resume, machine, weights_from=None):
     except UnicodeDecodeError:  # safetensors could write a checkpoint there, and not read it
         raise UserError(f"the name of {run_path} is not UTF-8; give another --out_dir") from None
     if machine.is_main:
-        lock_folder(run_path, machine.print)
+        if lock_folder(run_path, machine.print).restarted and resume == "never":
+            resume = "auto"  # torchrun repeats the command: --resume=never has done its work
         found = find(run_path, resume, machine.print, to_continue=True)
     path = machine.all_gather(str(found.path) if found else None)[0]  # all processes take the same one
     run_id = check_shared(run_path, machine)

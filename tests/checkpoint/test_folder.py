@@ -119,6 +119,34 @@ def test_a_run_keeps_others_out_until_it_is_killed(tmp_path):
             os.kill(worker, signal.SIGKILL)
 
 
+ATTEMPT = """
+import os, sys
+from nanochat.checkpoint import enter
+from nanochat.machine.runtime import Machine
+found, _ = enter(sys.argv[1], "never", Machine(device="cpu"))
+print(found.step if found else "new")
+"""
+
+
+def test_a_run_that_torchrun_restarts_does_not_begin_again_with_resume_never(tmp_path):
+    state = {"identity": {}, "resolved": {}, "num_iterations": 9, "loader": {}, "scaler": {}, "loop": {}}
+
+    def attempt(number: int) -> str:
+        environment = os.environ | {"TORCHELASTIC_RESTART_COUNT": str(number)}
+        with python(ATTEMPT, tmp_path / "run", env=environment) as process:
+            return process.communicate()[0].split()[-1]
+
+    assert attempt(0) == "new"
+    assert attempt(1) == "new"  # it failed before the first save
+    save_step(tmp_path / "run", 3, state=state)
+    assert attempt(2) == "3"
+    assert attempt(0) == "new"  # a torchrun of its own
+    save_step(tmp_path / "run", 4, state=state)
+    lock = tmp_path / "run" / ".lock"
+    lock.write_bytes(lock.read_bytes().replace(str(os.getpid()).encode(), b"0"))  # of another torchrun
+    assert attempt(1) == "new"
+
+
 def test_a_file_system_without_locks_is_named_once_and_used(tmp_path, monkeypatch):
     import fcntl
 
