@@ -307,7 +307,10 @@ def add_to_table(table: Path, rows: list[str]):
             if not file.tell():
                 file.write(HEADER)
             file.seek(0)
-            known = {line.partition(" | ")[2] for line in file.read().splitlines()}
+            text = file.read()
+            if text and not text.endswith("\n"):  # of an editor, or of a disk that was full
+                file.write("\n")
+            known = {line.partition(" | ")[2] for line in text.splitlines()}
             file.writelines(row + "\n" for row in rows if row.partition(" | ")[2] not in known)
     except OSError as error:
         why = f"--table={table} cannot be written ({error.strerror})"

@@ -91,6 +91,11 @@ def test_variants_are_compared_at_each_depth_and_what_has_a_result_is_not_traine
     assert all(row["list"].startswith("mine, ") and "num_iterations=3" in row["list"] for row in table)
     assert {row["verdict"] for row in table} == {"baseline", "one seed"}
 
+    path = tmp_path / "table.md"
+    path.write_text(path.read_text().rstrip("\n"))  # an editor has saved it
+    ablate(tmp_path, mine, "--seeds=1", root=stand_in)
+    assert [row["variant"] for row in rows(tmp_path)][4:] == ["left out"]
+
     (stopped,) = (tmp_path / "base" / "ablations" / "mine").glob("fast-d2-*")
     (stopped / "ablation.json").unlink()
     (stopped / "run" / "metrics.jsonl").unlink()
