@@ -112,8 +112,8 @@ def settings_in(arguments: list[str], where: str, refused: set[str] = OWN) -> di
         given = configurator.configure({"__file__": str(BASE_TRAIN)}, arguments)
     except SystemExit:  # the configurator has said what is wrong
         raise UserError(f"{where} cannot be given to base_train") from None
-    unset = ("default", "environment")
-    chosen = {name: given.values[name] for name, by in given.sources.items() if not by.startswith(unset)}
+    unset = {"default", *(f"environment {variable}" for variable in configurator.ENVIRONMENT.values())}
+    chosen = {name: given.values[name] for name, by in given.sources.items() if by not in unset}
     if own := sorted(refused & chosen.keys()):
         raise UserError(f"{where} has {', '.join(own)}, which ablate decides for each training; take it out")
     return chosen

@@ -103,6 +103,15 @@ def test_variants_are_compared_at_each_depth_and_what_has_a_result_is_not_traine
     assert results_of(output) == first and output.count("seed 0: ") == 1
 
 
+def test_a_settings_file_counts_whatever_its_name_is(stand_in, tmp_path):
+    (stand_in / "default.py").write_text("num_iterations = 2\n")
+    more = f"--more={TINY} --data={tmp_path / 'texts.jsonl'} default.py"
+    (result,) = results_of(
+        ablate(tmp_path, variants(tmp_path, {"usual": {}}), "--seeds=1", more, root=stand_in)
+    )
+    assert result["settings"]["num_iterations"] == 2 and result["tokens"] == 2 * 128
+
+
 def test_a_result_of_other_sources_does_not_count(stand_in, tmp_path):
     arguments = [variants(tmp_path, {"usual": {}}), "--seeds=1"]
     (before,) = results_of(ablate(tmp_path, *arguments, root=stand_in))
