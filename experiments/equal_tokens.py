@@ -132,9 +132,9 @@ class Run:
         found = {"points": points, "by_position": scores[-1]["by_position"]}
         found["training_loss"] = statistics.mean(losses[-max(1, len(losses) // 20) :])
         found["tok_per_sec"] = self.batch * len(done_s) / done_s[-1]
+        write_whole(self.folder / "result.json", json.dumps(found).encode())
         for path in checkpoints:  # they would fill the disk
             shutil.rmtree(path if path.is_dir() else path.parent, ignore_errors=True)
-        write_whole(self.folder / "result.json", json.dumps(found).encode())
         by_position = ", ".join(f"{of}: {bpb:.4f}" for of, bpb in found["by_position"].items())
         print(
             f"{self}: {points[-1][2]:.4f} bits per byte (tokens of context {by_position}), training loss "

@@ -186,3 +186,25 @@ def test_other_sources_or_settings_are_another_run(place, monkeypatch):
     assert ours.folder != before[0] and theirs.folder == before[1]
     monkeypatch.setattr(equal_tokens, "dtype", "bfloat16")
     assert theirs.folder != before[1]
+
+
+def test_checkpoints_stay_until_the_result_is_written(place, monkeypatch):
+    run, what = Run("ours", 4, 256, 0), {"bpb": 2.5, "by_position": {}}
+    checkpoints = [run.folder / "step_000002", run.folder / "step_000004"]
+
+    def train(run):
+        for checkpoint in checkpoints:
+            checkpoint.mkdir(parents=True, exist_ok=True)
+        return [1.0, 2.0, 3.0, 4.0], [9.0, 8.0, 7.0, 6.0], checkpoints
+
+    def full(path, content):
+        raise UserError("the disk is full")
+
+    monkeypatch.setattr(equal_tokens, "OURS_OR_PEER", {"ours": train})
+    monkeypatch.setattr(race_score, "score", lambda *_: [what, what])
+    with monkeypatch.context() as patch, pytest.raises(UserError):
+        patch.setattr(equal_tokens, "write_whole", full)
+        run.train()
+    assert all(path.exists() for path in checkpoints)
+    run.train()
+    assert run.result and not any(path.exists() for path in checkpoints)
