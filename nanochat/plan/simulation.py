@@ -133,7 +133,9 @@ class Simulation:
 
     @property
     def hours(self) -> float:
-        """Of all steps; evaluations, saves and compiling come on top."""
+        """Of all steps; evaluations, saves and compiling come on top. In a run by minutes, of all."""
+        if minutes := self.plan.horizon.minutes:
+            return minutes / 60
         return self.step_seconds * self.plan.num_iterations / 3600
 
     @property
@@ -215,7 +217,10 @@ def page(settings: dict) -> str:
     )
     vocabulary = f"with a vocabulary of {plan.config.vocab_size:,} tokens"
     sections["text"] = {"data": f"imagined: as much as is read once, {vocabulary}"}
-    del sections["cost"], sections["training"]["epochs"], sections["machine"]["folder"]
+    time = sections.pop("cost")["time"]
+    if not plan.horizon.minutes:  # the efficiencies are others than on this machine
+        time = f"{duration(3600 * found.hours)} of steps; {wording.NOT_COUNTED}"
+    del sections["training"]["epochs"], sections["machine"]["folder"]
     needed = {kind: gib(size) for kind, size in plan.expected_memory.items() if size}
     needed["together"] = f"{gib(plan.expected_bytes)} of {gib(hardware.memory)} that are free"
     sections["memory of a process"] = needed
@@ -226,7 +231,7 @@ def page(settings: dict) -> str:
         "time": f"{1000 * found.step_seconds:.1f} ms: {parts}",
         "speed": f"{plan.total_batch_size / found.step_seconds:,.0f} tokens/s, MFU {100 * found.mfu:.0f} %",
     }
-    sections["the run"] = {"time": f"{duration(3600 * found.hours)} of steps; {wording.NOT_COUNTED}"}
+    sections["the run"] = {"time": time}
     if settings["price_per_hour"] >= 0:
         price = settings["price_per_hour"]
         sections["the run"]["cost"] = (

@@ -103,6 +103,14 @@ def test_the_page_has_memory_by_kind_and_the_price_of_the_run():
     assert "an hour" not in simulation.page(settings()) and "000,000,000,000" not in page
 
 
+def test_a_run_by_minutes_takes_and_costs_these_minutes():
+    minutes = settings(target_minutes=90.0, target_param_data_ratio=-1.0, price_per_hour=24.0)
+    assert simulate(minutes).hours == 1.5
+    page = simulation.page(minutes)
+    assert "36.00 at 24 an hour" in page and "90 min from the command to its end" in page
+    assert "come on top" not in page  # they are a part of the minutes
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
