@@ -27,7 +27,7 @@ import torch
 
 from nanochat import UserError
 from nanochat.data.amount import check_amount
-from nanochat.data.packing import open_lanes
+from nanochat.data.packing import open_lanes, passes_of
 from nanochat.data.parquet import Documents
 from nanochat.data.streaming_shards import LOOK_S
 from nanochat.data.tokenizer import Tokenizer
@@ -66,19 +66,22 @@ class TrainLoader:
         self._arrival = getattr(shards, "arrival", None)  # if shards may be missing: the Arrival of these
         documents = Documents(shards, self._arrival)
         lanes = range(rank, rows_per_step, world_size)
+        # A position that does not name them is of the time when there was one
+        passes = state.get("passes", 1) if state else passes_of(documents, max_seq_len)
         self._stream = {
             "rows_per_step": rows_per_step,
             "max_seq_len": max_seq_len,
             "seed": seed,
             "tokenizer": tokenizer.fingerprint,
             "packing": PACKING,
+            "passes": passes,
             **documents.stream,
         }
         if state is None:
             check_amount(documents, tokenizer, rows_per_step, max_seq_len)
             positions = [{"epoch": 0, "taken": 0, "pieces": []} for _ in lanes]
         else:
-            check_stream(self._stream, state)
+            check_stream(self._stream, {"passes": passes} | state)
             positions = [state["lanes"][str(lane)] for lane in lanes]
         self._device = torch.device(device)
         self._device_batch_size = device_batch_size
@@ -91,14 +94,15 @@ class TrainLoader:
         self.epoch = min(p["epoch"] for p in positions)  # the earliest of this process's lanes, from 0
         self._process = os.getpid()
         self.wait_s = 0.0  # seconds that next() has waited for data, in all
-        self._start_thread((documents, tokenizer, rows_per_step, seed, lanes, positions, max_seq_len + 1))
+        row_tokens = max_seq_len + 1
+        self._start_thread((documents, tokenizer, rows_per_step, seed, lanes, positions, row_tokens, passes))
 
     def _start_thread(self, packer: tuple) -> None:
         """Make the buffers and start the thread that fills them; `packer` is the arguments of open_lanes."""
         self._ready: queue.SimpleQueue = queue.SimpleQueue()  # (rows, positions, epoch) or an error
         self._free: queue.SimpleQueue = queue.SimpleQueue()  # (buffer, event that ends the copy from it)
         for _ in range(STEPS_AHEAD + 1 + (ARRIVING_AHEAD if self._arrival else 0)):
-            shape = (self._rows, packer[-1])
+            shape = (self._rows, packer[-2])
             pin = self._device.type == "cuda"
             self._free.put((torch.empty(shape, dtype=torch.int32, pin_memory=pin), None))
         thread = threading.Thread(

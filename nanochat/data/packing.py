@@ -5,11 +5,16 @@ some documents in a buffer. A *piece* is a document in the buffer, from some tok
 the lane takes the largest piece that fits, again and again. If no piece fits, it draws one, cuts it, and
 keeps the rest. A position is small: the epoch, how many of its documents the lane has taken, and where its
 pieces begin.
+
+Where documents are longer than rows, an epoch has several *passes* over them. Each takes other windows of T
+tokens from a document, and each window is a piece. So a run that ends within an epoch has read some of every
+document, not all of some (docs/ablations.md).
 """
 
 import functools
 import itertools
-from bisect import bisect_right, insort
+import sys
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +28,8 @@ from nanochat.data.tokenizer import Tokenizer
 BUFFER_PIECES = 32  # pieces that a lane chooses from: enough for a good fit, few enough for a small state
 BUFFER_ROWS = 256  # rows; a lane with more tokens than that takes no more documents: some are very long
 GROUPS_PER_LANE = 8  # with at least so many row groups, a lane takes whole ones, else single documents
+MOST_PASSES = 8
+KEPT_BYTES = 1 << 28  # of text; its tokens are kept for the next pass. With more text, there is one pass
 MAX_EMPTY_EPOCHS = 16  # more epochs in a row without a token are an error
 
 
@@ -34,25 +41,28 @@ class Lane:
     equally long pieces is the oldest.
     """
 
-    def __init__(self, number: int, feed: "Feed", tokenizer: Tokenizer, row_tokens: int, position: dict):
+    def __init__(
+        self, number: int, feed: "Feed", encode: Callable, bos_id: int, row_tokens: int, position: dict
+    ):
         self.number = number
         self.epoch = position["epoch"]
         self.taken = position["taken"]  # documents of this epoch that the lane has taken from its feed
         self.pieces: list[tuple] = []
         self._feed = feed
-        self._encode = tokenizer.encode
-        self._bos = tokenizer.bos_id
+        self._encode = encode  # encode(document number, text) -> tokens
+        self._window = row_tokens - 1 if feed.passes > 1 else sys.maxsize  # tokens
+        self._bos = bos_id
         self._room = BUFFER_ROWS * row_tokens  # tokens that still fit into the buffer
         self._exhausted = False  # whether all documents of the epoch are taken
         self._empty_epochs = 0  # epochs in a row without a token
         self._serial = 0  # of the newest piece
 
     def add(self, document: int, first: int, tokens: np.ndarray) -> None:
-        """Put the tokens of a document, from token `first` on, into the buffer."""
+        """Put the tokens of a document, from token `first` to the end of its window, into the buffer."""
         if len(tokens) > first:
             self._empty_epochs = 0
             self._serial += 1
-            tokens = tokens[first:]
+            tokens = tokens[first : first - first % self._window + self._window]
             insort(self.pieces, (len(tokens) + 1, -self._serial, document, first, tokens))
             self._room -= len(tokens)
 
@@ -64,7 +74,7 @@ class Lane:
                 self._refill()
             fitting = bisect_right(pieces, (space, 1))  # pieces of at most `space` slots
             if fitting:
-                size, _, _, _, tokens = pieces.pop(fitting - 1)
+                size, _, _, _, tokens = pieces.pop(self._longest(fitting))
                 row[at] = self._bos
                 row[at + 1 : at + size] = tokens
                 self._room += size - 1
@@ -75,6 +85,15 @@ class Lane:
                     self._cut(row[at + 1 :])
             at += size
             space -= size
+
+    def _longest(self, fitting: int) -> int:
+        """The index of the longest of the first pieces: the oldest, or of windows, of which a document may
+        have many, one that is drawn."""
+        if self._feed.passes == 1:
+            return fitting - 1
+        slots = self.pieces[fitting - 1][0]
+        first = bisect_left(self.pieces, (slots,))
+        return first + drawn_piece([slots] * (fitting - first), self.taken)
 
     def _cut(self, gap: np.ndarray) -> None:
         """Fill the gap with the first tokens of a piece, drawn in proportion to its length.
@@ -97,7 +116,11 @@ class Lane:
             item = self._feed.next(self.number)
             if item is not None:
                 self.taken += 1
-                self.add(item[0], 0, self._encode(item[1]))
+                number, document, text = item
+                tokens, passes = self._encode(document, text), self._feed.passes
+                first_window = (number - document) % passes
+                for first in range(first_window * self._window, len(tokens), passes * self._window):
+                    self.add(document, first, tokens)
             elif self.pieces:
                 self._exhausted = True
                 return
@@ -130,7 +153,10 @@ class Feed:
 
     documents: Documents
     seed: int
-    order: Callable[[int], Iterable[int]]  # order(epoch): the row groups of an epoch
+    passes: int  # over the documents, in an epoch
+    order: Callable[
+        [int], Iterable[int]
+    ]  # order(epoch): the row groups of an epoch, each + pass * their number
     stride: int  # document n of an epoch, in that order, goes to the lane whose share is n mod stride
     shares: dict[int, int]  # {lane: share}
     start: dict[int, tuple[int, int]]  # {lane: (epoch, documents of that epoch that the lane has taken)}
@@ -142,8 +168,8 @@ class Feed:
         earliest = [(lane, taken) for lane, (epoch, taken) in self.start.items() if epoch == self._epoch]
         self._first = min(taken * self.stride + self.shares[lane] for lane, taken in earliest)
 
-    def next(self, lane: int) -> tuple[int, str] | None:
-        """The lane's next (document number in the data set, text); None once at the end of every epoch."""
+    def next(self, lane: int) -> tuple[int, int, str] | None:
+        """The lane's next (pass, document number in the data set, text); None once at the end of an epoch."""
         mine = self._queues[lane]
         while not mine:
             self._read_group()
@@ -156,19 +182,20 @@ class Feed:
 
     def _read_group(self) -> None:
         """Read one row group and give each lane the documents that it has not taken yet, or end the epoch."""
-        group = next(self._coming, None)
-        if group is None:
+        visit = next(self._coming, None)
+        if visit is None:
             for lane, waiting in self._queues.items():
                 if self._epoch >= self.start[lane][0]:
                     waiting.append(None)
             self._epoch += 1
             self._begin_epoch()
             return
+        number, group = divmod(visit, len(self.documents.sizes))  # of the pass, of the row group
         size, first_document, given = self.documents.sizes[group], self.documents.starts[group], self._given
         self._given += size
         if self._given <= self._first:  # all its documents were taken before the restart: it is not read
             return
-        shuffled = permutation(size, self.seed, self._epoch, group + 1)
+        shuffled = permutation(size, self.seed, self._epoch, visit + 1)
         wanted = {}
         for lane, share in self.shares.items():
             epoch, taken = self.start[lane]
@@ -182,7 +209,17 @@ class Feed:
         read = self.documents.read(group, rows if len(rows) < size else None)
         texts = dict(zip(rows.tolist(), read, strict=True))
         for lane, mine in wanted.items():
-            self._queues[lane].extend((first_document + i, texts[i]) for i in mine.tolist())
+            self._queues[lane].extend((number, first_document + i, texts[i]) for i in mine.tolist())
+
+
+def passes_of(documents: Documents, max_seq_len: int) -> int:
+    """In how many passes an epoch goes over the documents: about as many as a document has rows, on average.
+
+    One for much text, and where shards may still arrive: the first steps would need all of them.
+    """
+    if documents.arrival or documents.text_bytes > KEPT_BYTES:
+        return 1
+    return min(MOST_PASSES, 1 + documents.text_bytes // max(1, len(documents)) // (2 * max_seq_len))
 
 
 def open_lanes(
@@ -193,6 +230,7 @@ def open_lanes(
     lanes: Sequence[int],
     positions: list[dict],
     row_tokens: int,
+    passes: int,
 ) -> list[Lane]:
     """The lanes with these numbers at these positions, for rows of `row_tokens` = max_seq_len + 1 tokens.
 
@@ -203,7 +241,8 @@ def open_lanes(
     @functools.lru_cache(maxsize=2)
     def order(epoch: int) -> list[int]:
         documents.need()
-        return permutation(len(documents.sizes), seed, epoch, 0).tolist()
+        groups = permutation(len(documents.sizes), seed, epoch, 0)
+        return np.concatenate([groups + number * len(groups) for number in range(passes)]).tolist()
 
     def arrival_order(epoch: int) -> Iterator[int]:
         """First one shard after the other, shuffled within it, so the first steps need only the first one."""
@@ -216,24 +255,33 @@ def open_lanes(
     def own_order(lane: int) -> Callable[[int], list[int]]:
         return lambda epoch: order(epoch)[lane::rows_per_step]
 
+    kept: dict[int, np.ndarray] = {}
+    smallest = np.min_scalar_type(tokenizer.vocab_size)
+
+    def encode(document: int, text: str) -> np.ndarray:
+        """The tokens of a document, kept for its next pass."""
+        if passes == 1:
+            return tokenizer.encode(text)
+        if document not in kept:
+            kept[document] = tokenizer.encode(text).astype(smallest)
+        return kept[document]
+
     start = {lane: (p["epoch"], p["taken"]) for lane, p in zip(lanes, positions, strict=True)}
     if not documents.arrival and len(documents.sizes) >= GROUPS_PER_LANE * rows_per_step:
-        feeds = {n: Feed(documents, seed, own_order(n), 1, {n: 0}, {n: start[n]}) for n in lanes}
+        feeds = {n: Feed(documents, seed, passes, own_order(n), 1, {n: 0}, {n: start[n]}) for n in lanes}
     else:
         order_of = arrival_order if documents.arrival else order
-        feed = Feed(documents, seed, order_of, rows_per_step, {n: n for n in lanes}, start)
+        feed = Feed(documents, seed, passes, order_of, rows_per_step, {n: n for n in lanes}, start)
         feeds = dict.fromkeys(lanes, feed)
     opened = [
-        Lane(lane, feeds[lane], tokenizer, row_tokens, position)
+        Lane(lane, feeds[lane], encode, tokenizer.bos_id, row_tokens, position)
         for lane, position in zip(lanes, positions, strict=True)
     ]
-    _restore_pieces(opened, documents, tokenizer, positions)
+    _restore_pieces(opened, documents, encode, positions)
     return opened
 
 
-def _restore_pieces(
-    lanes: list[Lane], documents: Documents, tokenizer: Tokenizer, positions: list[dict]
-) -> None:
+def _restore_pieces(lanes: list[Lane], documents: Documents, encode: Callable, positions: list[dict]) -> None:
     """Tokenize the documents of the lanes' pieces again. Every row group is read once."""
     wanted = sorted({document for position in positions for document, _ in position["pieces"]})
     tokens = {}
@@ -241,7 +289,7 @@ def _restore_pieces(
         documents.need(documents=wanted[-1] + 1)
     for group, numbers in itertools.groupby(wanted, lambda n: bisect_right(documents.starts, n) - 1):
         texts = documents.read(group)
-        tokens |= {n: tokenizer.encode(texts[n - documents.starts[group]]) for n in numbers}
+        tokens |= {n: encode(n, texts[n - documents.starts[group]]) for n in numbers}
     for lane, position in zip(lanes, positions, strict=True):
         for document, first in position["pieces"]:
             lane.add(document, first, tokens[document])

@@ -44,22 +44,31 @@ class Corpus:
             )
             for i in range(shards)
         ]
-        self.sizes = Documents(self.shards).sizes
+        self._stored = Documents(self.shards)
+        self.sizes = self._stored.sizes
 
-    def deal(self, n_lanes: int, seed: int, epoch: int, order=None) -> list[list[list[int]]]:
-        """The documents of each lane in an epoch, dealt one by one, or by row groups if these are many.
+    def passes(self, T: int) -> int:
+        return packing.passes_of(self._stored, T)
 
-        order: of the row groups (None: shuffled).
-        """
-        sizes = self.sizes
-        starts = np.cumsum([0, *sizes])
-        groups = [
-            [self.documents[starts[g] + i] for i in packing.permutation(sizes[g], seed, epoch, g + 1)]
-            for g in order or packing.permutation(len(sizes), seed, epoch, 0).tolist()
-        ]
-        whole = len(sizes) >= 8 * n_lanes
-        dealt = groups if whole else [[document] for group in groups for document in group]
+    def deal(self, n_lanes: int, T: int, seed: int, epoch: int, order=None) -> list[list[list[list[int]]]]:
+        """The documents of each lane in an epoch, dealt one by one, or by row groups if these are many: of
+        each the windows that its pass takes. order: of the row groups, in one pass (None: shuffled)."""
+        sizes, starts = self.sizes, np.cumsum([0, *self.sizes])
+        passes = 1 if order else self.passes(T)
+        dealt = []
+        for number in range(passes):
+            for g in order or packing.permutation(len(sizes), seed, epoch, 0).tolist():
+                shuffled = packing.permutation(sizes[g], seed, epoch, number * len(sizes) + g + 1)
+                dealt.append([self.windows(starts[g] + i, T, number, passes) for i in shuffled])
+        if order or len(sizes) < 8 * n_lanes:
+            dealt = [[document] for group in dealt for document in group]
         return [flat(dealt[lane::n_lanes]) for lane in range(n_lanes)]
+
+    def windows(self, number: int, T: int, of_pass: int, passes: int) -> list[list[int]]:
+        """The windows of a document that a pass takes; all of it if there is one pass."""
+        document = self.documents[number]
+        windows = [document[at : at + T] for at in range(0, len(document), T)]
+        return windows[(of_pass - number) % passes :: passes] if passes > 1 else [document]
 
 
 def run(

@@ -23,25 +23,30 @@ from nanochat.data.loader import TrainLoader, merge_states
 from nanochat.data.parquet import Documents
 
 
-def slow_rows(epochs, row_tokens: int):
-    """Rows of one lane by the rule, scanning the whole buffer for each piece; `epochs` yields documents."""
+def slow_rows(epochs, row_tokens: int, windows: bool = False):
+    """Rows of one lane by the rule, scanning the whole buffer for each piece; `epochs` yields documents.
+
+    windows: documents come as windows, in several passes.
+    """
     row = []
     for documents in epochs:
         waiting, taken = collections.deque(documents), 0
         buffer: list[list[int]] = []  # oldest first
         while waiting or buffer:
             while waiting and len(buffer) < 32 and sum(map(len, buffer)) < 256 * row_tokens:
-                document = waiting.popleft()
+                buffer += [window for window in waiting.popleft() if window]
                 taken += 1
-                if document:
-                    buffer.append(document)
             if not buffer:
                 break
             space = row_tokens - len(row)
             fitting = [piece for piece in buffer if 1 + len(piece) <= space]
             if fitting:
                 longest = max(map(len, fitting))
-                i = next(i for i, p in enumerate(buffer) if len(p) == longest)
+                i, *others = (i for i, p in enumerate(buffer) if len(p) == longest)
+                if windows:
+                    newest_first = [*reversed(others), i]
+                    sizes = [1 + longest] * len(newest_first)
+                    i = newest_first[packing.drawn_piece(sizes, taken)]
                 row += [BOS, *buffer.pop(i)]
             else:
                 by_size = sorted(range(len(buffer)), key=lambda i: (len(buffer[i]), -i))
@@ -79,13 +84,14 @@ def test_every_lane_packs_its_documents_as_the_slow_packer_does_and_nothing_is_l
     lengths, group_size, shards, n_lanes, T, seed = case
     with tempfile.TemporaryDirectory() as folder:
         corpus = Corpus(folder, lengths, group_size, shards)
-        dealt = functools.cache(lambda epoch: corpus.deal(n_lanes, seed, epoch))
-        shares = [[sum(map(len, documents)) for documents in dealt(epoch)] for epoch in range(2)]
+        dealt = functools.cache(lambda epoch: corpus.deal(n_lanes, T, seed, epoch))
+        shares = [[len(flat(flat(documents))) for documents in dealt(epoch)] for epoch in range(2)]
         longest = max(sum(share) for share in zip(*shares, strict=True))
         steps = max(3 * sum(lengths) // (n_lanes * T) + 5, longest // max(1, T // 2) + 3)
         rows, _ = run(corpus.shards, steps, n_lanes=n_lanes, T=T, seed=seed)
     for lane in range(n_lanes):
-        expected = slow_rows((dealt(epoch)[lane] for epoch in itertools.count()), T + 1)
+        dealt_to_lane = (dealt(epoch)[lane] for epoch in itertools.count())
+        expected = slow_rows(dealt_to_lane, T + 1, corpus.passes(T) > 1)
         for row in rows[:, lane]:
             assert row.tolist() == next(expected)
     assert (rows[:, :, 0] == BOS).all()
@@ -147,6 +153,28 @@ def test_rows_that_follow_each_other_come_from_several_documents_even_beside_a_h
         assert len({max(0, row[1] - 20_001) // 1000 for row in rows[first : first + 10, 0]}) >= 3
 
 
+def test_a_quarter_of_an_epoch_reads_from_most_documents_that_are_longer_than_a_row(tmp_path, monkeypatch):
+    corpus = Corpus(tmp_path, [80] * 400, 50)
+    encoded, encode = [], Numbers.encode
+    monkeypatch.setattr(Numbers, "encode", lambda self, text: (encoded.append(text), encode(self, text))[1])
+    rows, _ = run(corpus.shards, 500, n_lanes=1, T=16)
+    assert len({int(row[1] - 1) // 80 for row in rows[:, 0]}) > 250
+    run(corpus.shards, 2500, n_lanes=1, T=16)
+    assert corpus.passes(16) > 4 and len(encoded) <= 1.2 * 2 * 400, "tokens are kept for the next pass"
+    monkeypatch.setattr(packing, "KEPT_BYTES", 1000)
+    assert corpus.passes(16) == 1
+
+
+def test_a_position_of_the_time_before_there_were_passes_is_continued(tmp_path, monkeypatch):
+    shards = Corpus(tmp_path, [80] * 100, 10).shards
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "MOST_PASSES", 1)
+        expected, _ = run(shards, 60, n_lanes=4, T=16)
+        _, (state,) = run(shards, 20, n_lanes=4, T=16)
+    del state["passes"]
+    assert np.array_equal(run(shards, 40, n_lanes=4, T=16, state=state)[0], expected[20:])
+
+
 # -- what is read
 
 
@@ -171,13 +199,13 @@ def test_a_lane_reads_whole_row_groups_if_they_are_many_and_no_others(tmp_path, 
 
 
 def test_a_restart_costs_no_replay_of_the_epoch(tmp_path, read, monkeypatch):
-    shards = Corpus(tmp_path, [20] * 2000, 10).shards
+    shards = Corpus(tmp_path, [20] * 4000, 10).shards
     _, (state,) = run(shards, 75, n_lanes=8, T=32)
     read.clear()
     encoded, encode = [], Numbers.encode
     monkeypatch.setattr(Numbers, "encode", lambda self, text: (encoded.append(text), encode(self, text))[1])
     run(shards, 1, n_lanes=8, T=32, state=state)
-    assert len(encoded) < 8 * 32 * 2 and len(set(read)) < 100  # of 2000 documents in 200 row groups
+    assert len(encoded) < 8 * 32 * 2 and len(set(read)) < 200  # of 4000 documents in 400 row groups
     assert len(json.dumps(state)) < 8 * 32 * 20
 
 

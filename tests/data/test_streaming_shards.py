@@ -56,7 +56,8 @@ def bring(path: Path) -> None:
 def test_one_shard_after_the_other_is_dealt_and_packed_as_the_slow_packer_does(corpus, seed):
     rows, _ = run(shards_of(corpus), 120, n_lanes=4, T=12, seed=seed)
     by_shard = flat((4 * s + packing.permutation(4, seed, 0, -1 - 4 * s)).tolist() for s in range(6))
-    epochs = [corpus.deal(4, seed, epoch, None if epoch else by_shard) for epoch in range(3)]
+    orders = [by_shard, *(packing.permutation(24, seed, epoch, 0).tolist() for epoch in (1, 2))]
+    epochs = [corpus.deal(4, 12, seed, epoch, order) for epoch, order in enumerate(orders)]
     for lane in range(4):
         expected = slow_rows((epoch[lane] for epoch in epochs), 13)
         assert rows[:, lane].tolist() == list(itertools.islice(expected, 120))
