@@ -1,6 +1,6 @@
 """What a training step keeps in memory, counted on tensors without memory, against the plan's estimate.
 
-    python -m experiments.memory_count                      # d12, d20 and d26: a table for docs/benchmarks.md
+    python -m experiments.memory_count    # d12, d20 and d26: a table like results/memory-estimate.tsv
     python -m experiments.memory_count --depths=4 --rows=2
 
 "fake" tensors have a shape and a dtype but no memory. Eager: each storage is counted from its first to its

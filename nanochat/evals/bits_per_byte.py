@@ -51,7 +51,7 @@ def bits_per_byte(
     """
     longest = model.config.max_seq_len
     if compiled and token_bytes.device.type != "cpu":
-        # On a CPU it takes 20 s and gains nothing: without gradients loss.py is as fast (docs/benchmarks.md)
+        # On a CPU it takes 20 s and gains nothing: without gradients loss.py is as fast
         model = compile_parts(model, dynamic=True)  # one code for all the shapes of batches
     nats, counts = [], []  # of each batch; on the device until the end, so that nothing waits for it
     with autocast(token_bytes.device, dtype):

@@ -12,7 +12,7 @@ import torch
 
 from nanochat.ops.operators import register, register_autograd
 
-# The sizes were found by measurement (docs/benchmarks.md, "Attention on a CPU in blocks of queries")
+# The sizes were found by measurement (experiments/results/attention-on-a-cpu.tsv)
 BLOCK = 128, 256  # fewest and most queries of a block, which is else a quarter of the row
 SCORES = 2**20  # scores computed at a time, so that they stay in the cache
 LONG = 1024  # positions; longer rows compute the softmax again in the backward pass, to save memory

@@ -1,8 +1,8 @@
 """How much device memory training needs, by kind, before any of it is taken.
 
 The factors were counted: what autograd keeps for the backward pass in eager code, and what the partitioner
-keeps in compiled code. `python -m experiments.memory_count` counts again; docs/benchmarks.md has its table.
-On a GPU they leave out the device's context and libraries, and the gaps between tensors.
+keeps in compiled code (experiments/results/memory-estimate.tsv; `python -m experiments.memory_count` counts
+again). On a GPU they leave out the device's context and libraries, and the gaps between tensors.
 """
 
 import bisect

@@ -166,7 +166,7 @@ class Plan:
         on_cuda = self.hardware.device_type == "cuda"
         # On a GPU a trial corrects a choice that is too large (trial.py)
         allowed = (0.9 if on_cuda else 0.8) * self.hardware.memory
-        most_tokens = 2**16 if on_cuda else 2**12  # larger micro-batches are not faster (docs/benchmarks.md)
+        most_tokens = 2**16 if on_cuda else 2**12  # larger micro-batches are not faster
         return self.with_rows(self.most_rows(most_tokens // self.config.max_seq_len, allowed) or 1)
 
     def factors_for(self, steps: float) -> tuple[float, float]:
