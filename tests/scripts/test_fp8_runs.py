@@ -7,7 +7,8 @@ from helpers import command, losses, run, run_tree
 from safetensors.torch import load_file
 
 SIZES = ["--fp8", "--dtype=bfloat16", "--aspect_ratio=64", "--head_dim=64"]  # width 128: all products fit
-SIZES += ["--matrix_lr=0.005"]  # small steps: the two processes show their own rounding, not its growth
+# A quarter of the rates: the two processes show their own rounding, not its growth
+SIZES += ["--matrix_lr=0.005", "--embedding_lr=0.15", "--unembedding_lr=0.001"]
 
 
 @pytest.mark.slow
@@ -30,5 +31,5 @@ def test_a_run_in_fp8_resumes_to_the_bit_needs_fp8_again_and_agrees_with_two_pro
 
     run(command(corpus, two, *SIZES), processes=2, folder=tree)
     # Each process scales its own part of the batch, so the values are rounded otherwise
-    assert [*losses(two).values()] == pytest.approx([*losses(whole).values()], rel=3e-3)
+    assert [*losses(two).values()] == pytest.approx([*losses(whole).values()], rel=1e-3)
     assert losses(two) != losses(whole)
