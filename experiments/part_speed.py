@@ -63,8 +63,8 @@ def loader_speed(dataset, tokenizer, rows: int, length: int, rounds: int) -> dic
     epoch = sum(len(tokenizer.encode(text)) for text in texts)  # tokens
     steps_of_epoch = max(1, epoch // (rows * length))
     start = [{"epoch": 0, "taken": 0, "pieces": []}] * rows
-    documents = Documents(dataset.train_shards)
-    lanes = open_lanes(documents, tokenizer, rows, 0, range(rows), start, length + 1, passes=1)
+    documents, passes = Documents(dataset.train_shards), 1  # with more, tokens are kept
+    lanes = open_lanes(documents, tokenizer, rows, 0, range(rows), start, passes, length + 1)
     buffer = np.empty((rows, length + 1), dtype=np.int32)
     placed = []  # tokens without <|bos|>, by epoch
 

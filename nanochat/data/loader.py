@@ -66,8 +66,9 @@ class TrainLoader:
         self._arrival = getattr(shards, "arrival", None)  # if shards may be missing: the Arrival of these
         documents = Documents(shards, self._arrival)
         lanes = range(rank, rows_per_step, world_size)
-        # A position that does not name them is of the time when there was one
-        passes = state.get("passes", 1) if state else passes_of(documents, max_seq_len)
+        if state is not None:
+            state = {"passes": 1} | state  # positions of the time when there was one do not say it
+        passes = passes_of(documents, max_seq_len) if state is None else state["passes"]
         self._stream = {
             "rows_per_step": rows_per_step,
             "max_seq_len": max_seq_len,
@@ -81,7 +82,7 @@ class TrainLoader:
             check_amount(documents, tokenizer, rows_per_step, max_seq_len)
             positions = [{"epoch": 0, "taken": 0, "pieces": []} for _ in lanes]
         else:
-            check_stream(self._stream, {"passes": passes} | state)
+            check_stream(self._stream, state)
             positions = [state["lanes"][str(lane)] for lane in lanes]
         self._device = torch.device(device)
         self._device_batch_size = device_batch_size
@@ -94,15 +95,15 @@ class TrainLoader:
         self.epoch = min(p["epoch"] for p in positions)  # the earliest of this process's lanes, from 0
         self._process = os.getpid()
         self.wait_s = 0.0  # seconds that next() has waited for data, in all
-        row_tokens = max_seq_len + 1
-        self._start_thread((documents, tokenizer, rows_per_step, seed, lanes, positions, row_tokens, passes))
+        packer = documents, tokenizer, rows_per_step, seed, lanes, positions, passes, max_seq_len + 1
+        self._start_thread(packer)
 
     def _start_thread(self, packer: tuple) -> None:
         """Make the buffers and start the thread that fills them; `packer` is the arguments of open_lanes."""
         self._ready: queue.SimpleQueue = queue.SimpleQueue()  # (rows, positions, epoch) or an error
         self._free: queue.SimpleQueue = queue.SimpleQueue()  # (buffer, event that ends the copy from it)
         for _ in range(STEPS_AHEAD + 1 + (ARRIVING_AHEAD if self._arrival else 0)):
-            shape = (self._rows, packer[-2])
+            shape = (self._rows, packer[-1])
             pin = self._device.type == "cuda"
             self._free.put((torch.empty(shape, dtype=torch.int32, pin_memory=pin), None))
         thread = threading.Thread(

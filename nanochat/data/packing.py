@@ -149,14 +149,12 @@ def drawn_piece(sizes: list[int], salt: int) -> int:
 
 @dataclass
 class Feed:
-    """Gives lanes their documents. It reads every row group of an epoch once, for all its lanes."""
+    """Gives lanes their documents. It reads every row group once in each pass, for all its lanes."""
 
     documents: Documents
     seed: int
     passes: int  # over the documents, in an epoch
-    order: Callable[
-        [int], Iterable[int]
-    ]  # order(epoch): the row groups of an epoch, each + pass * their number
+    order: Callable[[int], Iterable[int]]  # order(epoch): pass * row groups + row group, of each visit
     stride: int  # document n of an epoch, in that order, goes to the lane whose share is n mod stride
     shares: dict[int, int]  # {lane: share}
     start: dict[int, tuple[int, int]]  # {lane: (epoch, documents of that epoch that the lane has taken)}
@@ -229,8 +227,8 @@ def open_lanes(
     seed: int,
     lanes: Sequence[int],
     positions: list[dict],
-    row_tokens: int,
     passes: int,
+    row_tokens: int,
 ) -> list[Lane]:
     """The lanes with these numbers at these positions, for rows of `row_tokens` = max_seq_len + 1 tokens.
 
@@ -256,7 +254,7 @@ def open_lanes(
         return lambda epoch: order(epoch)[lane::rows_per_step]
 
     kept: dict[int, np.ndarray] = {}
-    smallest = np.min_scalar_type(tokenizer.vocab_size)
+    smallest = np.min_scalar_type(tokenizer.vocab_size)  # a dtype
 
     def encode(document: int, text: str) -> np.ndarray:
         """The tokens of a document, kept for its next pass."""

@@ -198,14 +198,16 @@ def test_a_lane_reads_whole_row_groups_if_they_are_many_and_no_others(tmp_path, 
     assert max(collections.Counter(read).values()) <= 2  # at most once in each of two epochs
 
 
-def test_a_restart_costs_no_replay_of_the_epoch(tmp_path, read, monkeypatch):
-    shards = Corpus(tmp_path, [20] * 4000, 10).shards
+@pytest.mark.parametrize(("passes", "documents", "groups"), [(1, 2000, 100), (2, 4000, 150)])
+def test_a_restart_costs_no_replay_of_the_epoch(tmp_path, read, monkeypatch, passes, documents, groups):
+    monkeypatch.setattr(packing, "MOST_PASSES", passes)
+    shards = Corpus(tmp_path, [20] * documents, 10).shards
     _, (state,) = run(shards, 75, n_lanes=8, T=32)
     read.clear()
     encoded, encode = [], Numbers.encode
     monkeypatch.setattr(Numbers, "encode", lambda self, text: (encoded.append(text), encode(self, text))[1])
     run(shards, 1, n_lanes=8, T=32, state=state)
-    assert len(encoded) < 8 * 32 * 2 and len(set(read)) < 200  # of 4000 documents in 400 row groups
+    assert len(encoded) < 8 * 32 * 2 and len(set(read)) < groups  # of 10 documents
     assert len(json.dumps(state)) < 8 * 32 * 20
 
 
