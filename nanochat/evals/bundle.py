@@ -24,6 +24,7 @@ import itertools
 import json
 import math
 import random
+import re
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -125,7 +126,8 @@ def _root(path: Path) -> Iterator[Path | zipfile.Path]:
     with archive:
         if (size := sum(member.file_size for member in archive.infolist())) > LARGEST:
             raise UserError(f"{path} would take {gib(size)}, which is no evaluation bundle")
-        yield zipfile.Path(archive, f"{NAME}/" if f"{NAME}/core.yaml" in archive.namelist() else "")
+        folders = (re.fullmatch(r"([^/]+/)?core\.yaml", name) for name in archive.namelist())
+        yield zipfile.Path(archive, next((found[1] or "" for found in folders if found), ""))
 
 
 @dataclass

@@ -51,7 +51,7 @@ def test_the_first_examples_are_those_of_the_published_shuffle(folder, max_per_t
     assert tasks[0].examples == (expected if max_per_task == -1 else expected[:max_per_task])
 
 
-@pytest.mark.parametrize("root", ["", "eval_bundle/"])
+@pytest.mark.parametrize("root", ["", "eval_bundle/", "mine/"])
 def test_a_zip_file_is_read_like_the_folder(folder, tmp_path, root):
     path = zipped(folder, tmp_path / "it.zip", root)
     (by_zip, _), (by_folder, _) = open_bundle(path, tmp_path), open_bundle(folder, tmp_path)
