@@ -71,7 +71,7 @@ class Arrival:
     def wait(self, shard: Path, cancelled: threading.Event) -> None:
         """Return when a shard is here. Raises UserError if it does not come, RuntimeError if cancelled."""
         began = moved = time.monotonic()
-        most, mentioned = self._bytes(), False
+        size, mentioned = self._bytes(), False
         while not shard.exists():
             waited = time.monotonic() - began
             if time.monotonic() - moved >= self.patience_s or waited >= self.longest_s:
@@ -88,8 +88,9 @@ class Arrival:
                 self.print_news()
             if cancelled.wait(LOOK_S):
                 raise RuntimeError("this loader is closed")
-            if (size := self._bytes()) > most:
-                most, moved = size, time.monotonic()
+            before, size = size, self._bytes()  # it falls when a broken download begins again
+            if size > before:
+                moved = time.monotonic()
 
     def _bytes(self) -> int:
         """Bytes of all shards, complete or not."""

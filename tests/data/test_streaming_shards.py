@@ -150,14 +150,15 @@ class BetweenLooks:
         next(self.things)
 
 
-def test_a_wait_lasts_while_bytes_come_and_is_mentioned_once(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("sizes", [range(1, 16), [*range(8), *range(8)]], ids=["steady", "breaks"])
+def test_a_wait_lasts_while_bytes_come_and_is_mentioned_once(tmp_path, monkeypatch, capsys, sizes):
     shard, part = tmp_path / "shard_00001.parquet", tmp_path / ".cache/huggingface/download/a.incomplete"
     part.parent.mkdir(parents=True)
     arrival = Arrival(tmp_path, "command", patience_s=1)
     arrival.belong_to(True, Stop(), longest_s=60)
 
     def download():
-        for size in range(1, 16):
+        for size in sizes:
             yield part.write_bytes(b"x" * size)
         yield part.rename(shard)
 
