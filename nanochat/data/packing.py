@@ -16,7 +16,7 @@ import itertools
 import sys
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -149,11 +149,13 @@ def drawn_piece(sizes: list[int], salt: int) -> int:
 
 @dataclass
 class Feed:
-    """Gives lanes their documents. It reads every row group once in each pass, for all its lanes."""
+    """Gives lanes their documents. It reads a row group once for all its lanes, and in a later pass only the
+    documents whose tokens are not kept."""
 
     documents: Documents
     seed: int
     passes: int  # over the documents, in an epoch
+    kept: Container[int]  # the documents whose tokens are kept for later passes: their text is not read again
     order: Callable[[int], Iterable[int]]  # order(epoch): pass * row groups + row group, of each visit
     stride: int  # document n of an epoch, in that order, goes to the lane whose share is n mod stride
     shares: dict[int, int]  # {lane: share}
@@ -167,7 +169,10 @@ class Feed:
         self._first = min(taken * self.stride + self.shares[lane] for lane, taken in earliest)
 
     def next(self, lane: int) -> tuple[int, int, str] | None:
-        """The lane's next (pass, document number in the data set, text); None once at the end of an epoch."""
+        """The lane's next (pass, document number in the data set, text); None once at the end of an epoch.
+
+        The text is "" if its tokens are kept.
+        """
         mine = self._queues[lane]
         while not mine:
             self._read_group()
@@ -203,11 +208,12 @@ class Feed:
             if self._epoch == epoch:  # leave out the documents that were taken before the restart
                 skip = max(skip, taken * self.stride + share - given)
             wanted[lane] = shuffled[skip :: self.stride]
-        rows = np.sort(np.concatenate([*wanted.values()]))  # those of this process
-        read = self.documents.read(group, rows if len(rows) < size else None)
-        texts = dict(zip(rows.tolist(), read, strict=True))
+        mine = np.concatenate([*wanted.values()]).tolist()  # the documents of this process
+        rows = sorted(i for i in mine if first_document + i not in self.kept)
+        read = self.documents.read(group, rows if len(rows) < size else None) if rows else []
+        texts = dict(zip(rows, read, strict=True))
         for lane, mine in wanted.items():
-            self._queues[lane].extend((number, first_document + i, texts[i]) for i in mine.tolist())
+            self._queues[lane].extend((number, first_document + i, texts.get(i, "")) for i in mine.tolist())
 
 
 def passes_of(documents: Documents, max_seq_len: int) -> int:
@@ -257,19 +263,20 @@ def open_lanes(
     smallest = np.min_scalar_type(tokenizer.vocab_size)  # a dtype
 
     def encode(document: int, text: str) -> np.ndarray:
-        """The tokens of a document, kept for its next pass."""
+        """The tokens of a document, kept for its next pass; then its text does not matter."""
         if passes == 1:
             return tokenizer.encode(text)
         if document not in kept:
             kept[document] = tokenizer.encode(text).astype(smallest)
         return kept[document]
 
+    common = documents, seed, passes, kept
     start = {lane: (p["epoch"], p["taken"]) for lane, p in zip(lanes, positions, strict=True)}
     if not documents.arrival and len(documents.sizes) >= GROUPS_PER_LANE * rows_per_step:
-        feeds = {n: Feed(documents, seed, passes, own_order(n), 1, {n: 0}, {n: start[n]}) for n in lanes}
+        feeds = {n: Feed(*common, own_order(n), 1, {n: 0}, {n: start[n]}) for n in lanes}
     else:
         order_of = arrival_order if documents.arrival else order
-        feed = Feed(documents, seed, passes, order_of, rows_per_step, {n: n for n in lanes}, start)
+        feed = Feed(*common, order_of, rows_per_step, {n: n for n in lanes}, start)
         feeds = dict.fromkeys(lanes, feed)
     opened = [
         Lane(lane, feeds[lane], encode, tokenizer.bos_id, row_tokens, position)

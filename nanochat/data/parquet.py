@@ -16,8 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
-
 from nanochat import UserError
 from nanochat.data.streaming_shards import Arrival
 from nanochat.terminal import first_line
@@ -105,7 +103,7 @@ class Documents:
         for group in range(len(self.sizes)):
             yield from self.read(group)
 
-    def read(self, group: int, rows: np.ndarray | None = None) -> list[str]:
+    def read(self, group: int, rows: Sequence[int] | None = None) -> list[str]:
         """The texts of a row group, or of these rows of it; a null is an empty text.
 
         Raises UserError if the shard is damaged.

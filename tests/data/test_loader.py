@@ -198,6 +198,13 @@ def test_a_lane_reads_whole_row_groups_if_they_are_many_and_no_others(tmp_path, 
     assert max(collections.Counter(read).values()) <= 2  # at most once in each of two epochs
 
 
+def test_text_whose_tokens_are_kept_for_the_next_pass_is_not_read_again(tmp_path, read):
+    corpus = Corpus(tmp_path, [80] * 100, 10)
+    read.clear()
+    run(corpus.shards, 2000, n_lanes=1, T=16)
+    assert corpus.passes(16) > 2 and sorted(read) == list(range(10)), "in four epochs of several passes"
+
+
 @pytest.mark.parametrize(("passes", "documents", "groups"), [(1, 2000, 100), (2, 4000, 150)])
 def test_a_restart_costs_no_replay_of_the_epoch(tmp_path, read, monkeypatch, passes, documents, groups):
     monkeypatch.setattr(packing, "MOST_PASSES", passes)
