@@ -218,6 +218,12 @@ def test_a_smoothed_curve_is_the_mean_of_neighbours(length):
         assert got == pytest.approx(sum(near) / len(near)) if near else math.isnan(got)
 
 
+def test_a_spike_does_not_change_the_smoothed_values_far_from_it():
+    norms = np.ones(1000)
+    norms[100] = 1e25
+    assert charts.smooth(norms)[[0, 500, 999]].tolist() == [1, 1, 1]
+
+
 def test_spikes_and_skipped_steps_are_marked_where_they_are(tmp_path):
     make_run(tmp_path)
     write_records(

@@ -121,7 +121,7 @@ def bin_ends(length: int, most: int = BINS) -> np.ndarray:
 
 def step_curve(values: np.ndarray, ends: np.ndarray, smoothed=True):
     """(y, low, high) of each bin: its last value, smoothed or not, and its extremes; NaN if it has none."""
-    y = (smooth(values) if smoothed else values)[ends]
+    y = smooth(values, ends) if smoothed else values[ends]
     if not len(ends):
         return y, y, y
     starts = np.concatenate([[0], ends[:-1] + 1])
@@ -135,13 +135,12 @@ def window(length: int) -> int:
     return max(min(length // 60, 50), length // BINS)
 
 
-def smooth(values: np.ndarray) -> np.ndarray:
-    """The moving mean, without NaN."""
-    half, n, good = window(len(values)), np.arange(len(values)), ~np.isnan(values)
-    first, end = np.maximum(n - half, 0), np.minimum(n + half + 1, len(values))
-    sums, counts = (np.cumsum(np.append(0.0, each)) for each in (np.where(good, values, 0.0), good))
-    counts = counts[end] - counts[first]
-    return np.where(counts > 0, (sums[end] - sums[first]) / np.maximum(counts, 1), np.nan)
+def smooth(values: np.ndarray, at=None) -> np.ndarray:
+    """The moving mean, without NaN, at these indices (None: at all)."""
+    half, at = window(len(values)), range(len(values)) if at is None else at
+    parts = (values[max(0, i - half) : i + half + 1] for i in at)
+    parts = (part[~np.isnan(part)] for part in parts)
+    return np.array([part.mean() if len(part) else np.nan for part in parts])
 
 
 def spans(chart: Chart) -> bool:

@@ -69,10 +69,10 @@ def _results(run: Run):
     for key, name in (("core", "CORE"), ("own_score", "own tasks")):
         if scores := run.scores(key):
             yield name, f"{scores[-1][0]:.3f}", "", charts.CHANCE
-    smoothed = charts.smooth(run.steps["loss"])
-    if (good := ~np.isnan(run.steps["loss"])).any():
-        note = f"mean of the last {counted(charts.window(len(good)) + 1, 'step', 'steps')}"
-        yield "training loss", f"{smoothed[good][-1]:.4f}", "nats per token", note
+    losses = run.steps["loss"]
+    if len(last := np.flatnonzero(~np.isnan(losses))[-1:]):
+        note = f"mean of the last {counted(charts.window(len(losses)) + 1, 'step', 'steps')}"
+        yield "training loss", f"{charts.smooth(losses, last)[0]:.4f}", "nats per token", note
     if run.num_steps:
         skipped, spikes = run.last("skipped") or 0, int((run.steps["spike"] == 1).sum())
         note = f"{counted(spikes, 'spike', 'spikes')} (6 sigma), {skipped:,.0f} skipped"
