@@ -45,10 +45,10 @@ def open_conversations(
     (hf:OWNER/NAME, see hub.py) with commas between them.
 
     `data` may give each a weight: `a.jsonl:3,hf:OWNER/NAME:0.5`. The first part of val_data is the validation
-    split; the others are further sets, see more_val. Without val_data, validation is drawn by the hash of a
-    conversation's first user message, so conversations that begin alike stay in one split. All bad
-    conversations are found before a UserError names the first of them; with skip_bad they are left out, and
-    `say` gets their number. network=False: nothing is downloaded.
+    split; the others are further sets, see more_val. None of these files is trained on. Without val_data,
+    validation is drawn by the hash of a conversation's first user message, so conversations that begin alike
+    stay in one split. All bad conversations are found before a UserError names the first of them; with
+    skip_bad they are left out, and `say` gets their number. network=False: nothing is downloaded.
     """
     if data == "embedded":
         if val_data is not None:
@@ -58,9 +58,12 @@ def open_conversations(
         return open_embedded()
     bad: list[str] = []
     fetched = partial(local_files, base_dir=base_dir, network=network)
-    train = _read_files("data", data, bad, fetched)
+    files = _files("data", data, fetched)
     paths = textfiles.paths_of("val_data", val_data) if val_data is not None else []
-    val_sets = [_read_files("val_data", path, bad, fetched) for path in paths]
+    val_files = [_files("val_data", path, fetched) for path in paths]
+    held_out = {file.resolve() for found in val_files for file, _ in found}
+    files = [(file, weight) for file, weight in files if file.resolve() not in held_out]
+    train, *val_sets = (_read(found, bad) for found in (files, *val_files))
     if bad:
         shown = "\n".join(f"  {error}" for error in bad[:SHOWN_ERRORS])
         more = f"\n  and {len(bad) - SHOWN_ERRORS:,} more" if len(bad) > SHOWN_ERRORS else ""
@@ -98,25 +101,30 @@ def _split(both: Conversations) -> tuple[Conversations, Conversations]:
     return splits
 
 
-def _read_files(setting: str, value: str, bad: list[str], fetched: Callable) -> Conversations:
-    """The good conversations of all files of a setting; the reason for each bad one goes to `bad`.
-
-    fetched(address): (folder, files) of a data set of the Hub.
-    """
-    read = Conversations([], [])
+def _files(setting: str, value: str, fetched: Callable) -> list[tuple[Path, float]]:
+    """The files of a setting, each with its weight. fetched(address): (folder, files) of a data set of the
+    Hub."""
+    found = []
     for path, weight in _sources(setting, value):
         on_hub = path.startswith(PREFIX)
         files, _ = reversed(fetched(path)) if on_hub else textfiles.find_files(setting, path)
         files = [file for file in files if file.suffix.lower() not in (".txt", ".md", ".py")]
         if not files:
             raise UserError(f"{setting}={path} has no .jsonl .jsonl.gz .json .parquet file; give one")
-        for file in files:
-            for value, place in _values(file, bad):
-                try:
-                    read.messages.append(_messages(value))
-                    read.weights.append(weight)
-                except ValueError as reason:
-                    bad.append(f"{place}: {reason}")
+        found += [(file, weight) for file in files]
+    return found
+
+
+def _read(files: list[tuple[Path, float]], bad: list[str]) -> Conversations:
+    """The good conversations of files; the reason for each bad one goes to `bad`."""
+    read = Conversations([], [])
+    for file, weight in files:
+        for value, place in _values(file, bad):
+            try:
+                read.messages.append(_messages(value))
+                read.weights.append(weight)
+            except ValueError as reason:
+                bad.append(f"{place}: {reason}")
     return read
 
 

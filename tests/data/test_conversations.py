@@ -70,6 +70,18 @@ def test_files_have_weights_and_a_folder_holds_several(tmp_path, val):
         read(f"{a}:x,{a}", val)
 
 
+def test_a_validation_file_in_the_folder_of_the_data_is_not_trained_on(tmp_path):
+    for name in ("a", "val", "more"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [messages(("user", name), ("assistant", "x"))])
+    val_data = f"{tmp_path / 'val.jsonl'},{tmp_path / 'more.jsonl'}"
+    data = open_conversations(f"{tmp_path}:2", val_data, False, None)
+    first_questions = [messages[0][1] for messages in data.train.messages]
+    assert first_questions == ["a"] and data.train.weights == [2]
+    assert [len(some.messages) for some in data.val_sets.values()] == [1, 1]
+    with pytest.raises(UserError, match="no training conversation"):
+        read(tmp_path / "val.jsonl", str(tmp_path))
+
+
 BAD = [
     (messages(("robot", "x")), "message 1 has the unknown role 'robot'"),
     ({"messages": [{"role": "user"}]}, "message 1 has no `content`"),
