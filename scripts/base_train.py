@@ -309,8 +309,7 @@ while True:
     started, waited, progress = time.perf_counter(), loader.wait_s, clock.progress(step)
     rate, decay = plan.factors_for(clock.expected_steps(step))  # 1, 1 unless minutes decide the horizon
     for group in optimizer.param_groups:
-        # Shared rows, of which a step uses few, follow half of the schedule, so that they learn to the end;
-        # all of it in text that is read again, which they would learn by heart
+        # Shared rows, of which a step uses few, follow half of the schedule; all of it in text read twice
         follows = 0.5 + 0.5 * min(1.0, plan.table_share) if group.get("method") == "rowwise" else 1.0
         multiplier = 1 - follows * (1 - lr_multiplier(progress))
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * rate * multiplier

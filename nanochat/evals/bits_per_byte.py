@@ -10,6 +10,10 @@ from nanochat import UserError
 from nanochat.machine.compiling import compile_parts
 from nanochat.machine.precision import autocast
 
+BROKEN = (
+    "is not a number, so the model is broken; score an earlier checkpoint with --step=STEP, train on from it "
+    "with --resume=STEP and lower rates, or use --dtype=float32"
+)
 # Tokens of context: 1-16, 17-64, 65-256 and so on, up to max_seq_len, which is 2^20 at most
 EDGES = [0, *(4**k for k in range(2, 11))]
 BUCKETS = list(itertools.pairwise(EDGES))
@@ -64,10 +68,7 @@ def bits_per_byte(
     *sums, scored_bytes = machine.all_sum(nats + counts)  # float64 from here on
     nats, counts = sums[: len(BUCKETS)], sums[len(BUCKETS) :]
     if not math.isfinite(sum(nats)):
-        raise UserError(
-            "the loss on the validation text is not a number, so the model is broken; go on from an earlier "
-            "checkpoint with --resume=STEP and lower rates, or use --dtype=float32"
-        )
+        raise UserError(f"the loss on the validation text {BROKEN}")
     buckets = zip(BUCKETS, nats, counts, strict=True)
     by_position = {f"{a + 1}-{min(b, longest)}": total / count for (a, b), total, count in buckets if count}
     return Evaluation(sum(nats) / math.log(2) / scored_bytes if scored_bytes else math.nan, by_position)

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from nanochat import UserError
+from nanochat.evals.bits_per_byte import BROKEN
 from nanochat.evals.bundle import Task
 from nanochat.machine.precision import autocast
 from nanochat.machine.transfers import to_device
@@ -87,10 +88,7 @@ def evaluate(
                 progress(len(questions))
     *right, broken = machine.all_sum([*right, broken])
     if broken:
-        raise UserError(
-            "the loss on the tasks is not a number, so the model is broken; go on from an earlier checkpoint "
-            "with --resume=STEP and lower rates, or use --dtype=float32"
-        )
+        raise UserError(f"the loss on the tasks {BROKEN}")
     return {task.label: count / len(task.examples) for task, count in zip(tasks, right, strict=True)}
 
 
