@@ -15,7 +15,7 @@ import hashlib
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -45,10 +45,10 @@ def open_conversations(
     (hf:OWNER/NAME, see hub.py) with commas between them.
 
     `data` may give each a weight: `a.jsonl:3,hf:OWNER/NAME:0.5`. The first part of val_data is the validation
-    split; the others are further sets, see more_val. None of these files is trained on. Without val_data,
-    validation is drawn by the hash of a conversation's first user message, so conversations that begin alike
-    stay in one split. All bad conversations are found before a UserError names the first of them; with
-    skip_bad they are left out, and `say` gets their number. network=False: nothing is downloaded.
+    split; the others are further sets, see more_val. A folder of `data` is read without these files. Without
+    val_data, validation is drawn by the hash of a conversation's first user message, so conversations that
+    begin alike stay in one split. All bad conversations are found before a UserError names the first of them;
+    with skip_bad they are left out, and `say` gets their number. network=False: nothing is downloaded.
     """
     if data == "embedded":
         if val_data is not None:
@@ -58,11 +58,10 @@ def open_conversations(
         return open_embedded()
     bad: list[str] = []
     fetched = partial(local_files, base_dir=base_dir, network=network)
-    files = _files("data", data, fetched)
     paths = textfiles.paths_of("val_data", val_data) if val_data is not None else []
     val_files = [_files("val_data", path, fetched) for path in paths]
     held_out = {file.resolve() for found in val_files for file, _ in found}
-    files = [(file, weight) for file, weight in files if file.resolve() not in held_out]
+    files = _files("data", data, fetched, held_out)
     train, *val_sets = (_read(found, bad) for found in (files, *val_files))
     if bad:
         shown = "\n".join(f"  {error}" for error in bad[:SHOWN_ERRORS])
@@ -101,9 +100,11 @@ def _split(both: Conversations) -> tuple[Conversations, Conversations]:
     return splits
 
 
-def _files(setting: str, value: str, fetched: Callable) -> list[tuple[Path, float]]:
-    """The files of a setting, each with its weight. fetched(address): (folder, files) of a data set of the
-    Hub."""
+def _files(
+    setting: str, value: str, fetched: Callable, held_out: Container[Path] = ()
+) -> list[tuple[Path, float]]:
+    """The files of a setting, each with its weight, without those of `held_out` that it does not name itself.
+    fetched(address): (folder, files) of a data set of the Hub."""
     found = []
     for path, weight in _sources(setting, value):
         on_hub = path.startswith(PREFIX)
@@ -111,7 +112,8 @@ def _files(setting: str, value: str, fetched: Callable) -> list[tuple[Path, floa
         files = [file for file in files if file.suffix.lower() not in (".txt", ".md", ".py")]
         if not files:
             raise UserError(f"{setting}={path} has no .jsonl .jsonl.gz .json .parquet file; give one")
-        found += [(file, weight) for file in files]
+        named = None if on_hub else user_path(setting, path)
+        found += [(file, weight) for file in files if file == named or file.resolve() not in held_out]
     return found
 
 

@@ -78,8 +78,9 @@ def test_a_validation_file_in_the_folder_of_the_data_is_not_trained_on(tmp_path)
     first_questions = [messages[0][1] for messages in data.train.messages]
     assert first_questions == ["a"] and data.train.weights == [2]
     assert [len(some.messages) for some in data.val_sets.values()] == [1, 1]
-    with pytest.raises(UserError, match="no training conversation"):
-        read(tmp_path / "val.jsonl", str(tmp_path))
+    named = f"{tmp_path / 'val.jsonl'},{tmp_path}"  # a file that --data names itself is
+    data = open_conversations(named, val_data, False, None)
+    assert sorted(messages[0][1] for messages in data.train.messages) == ["a", "val"]
 
 
 BAD = [

@@ -37,9 +37,9 @@ def base(corpus, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory):
-    """A folder with four files of conversations."""
+    """A folder with three files of conversations."""
     folder, draw = tmp_path_factory.mktemp("chats"), random.Random(0)
-    for name, count in {"one": 60, "two": 60, "val": 8, "more": 60}.items():
+    for name, count in {"one": 60, "two": 60, "val": 8}.items():
         words = draw.choices(["alpha", "beta", "gamma", "delta", "print"], k=count)
         answers = [" ".join([word] * draw.randint(1, 8)) for word in words]
         lines = [conversation(f"say {word} {i}", answers[i]) for i, word in enumerate(words)]
@@ -49,7 +49,7 @@ def chats(tmp_path_factory):
 
 def mid(base, chats, out, *more):
     data = f"--data={chats / 'one.jsonl'}:0.4,{chats / 'two.jsonl'}:0.2"  # two steps an epoch
-    val_data = f"--val_data={chats / 'val.jsonl'},{chats / 'more.jsonl'}"
+    val_data = f"--val_data={chats / 'val.jsonl'},{chats / 'two.jsonl'}"
     return [
         "scripts.mid_train", f"--source={base}", data, val_data,
         f"--out_dir={out}", "--loss_on=assistant", "--num_iterations=8", "--dtype=float32", "--compile=off",
@@ -71,7 +71,7 @@ def test_a_run_leaves_what_others_rely_on(undisturbed):
     assert all(0 < r["targets"] < r["tokens"] for r in steps)
     evaluated = {r["step"]: r for r in records(out) if "val_bpb" in r}
     assert list(evaluated) == [0, 4, 8] and evaluated[8]["val_bpb"] < evaluated[0]["val_bpb"]
-    assert all(0 <= r["exact_match"] <= 1 and r["val_bpb_more"] > 0 for r in evaluated.values())
+    assert all(0 <= r["exact_match"] <= 1 and r["val_bpb_two"] > 0 for r in evaluated.values())
     plan = json.loads((out / "config.json").read_text())["plan"]
     assert any("0.3 x the base run's" in line for line in plan) and "the answers" in printed
     assert "'say " in printed, "what it was taught to answer"
