@@ -31,7 +31,7 @@ from nanochat.machine.precision import name_of
 what: Literal["all", "28", "29", "31", "34", "37", "39", "55"] = "all"  # the number of a question
 
 # That of runs/laptop.py at width 192
-LAPTOP = GPTConfig(4, 192, 3, 4096, max_seq_len=512, spelled=True, value_tables=False, bigrams=8)
+LAPTOP = GPTConfig(4, 192, 3, 4096, max_seq_len=512, spelled=True, value_tables=0, bigrams=8)
 
 
 def message_of(function) -> str:

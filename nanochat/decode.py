@@ -195,10 +195,11 @@ class DecodeStep:
         B, C, H = idx.size(0), self.embedding.size(1), self.num_heads
         place = cache.places(1)
         cos, sin = self.cos[place].view(-1, 1, 1, C // H), self.sin[place].view(-1, 1, 1, C // H)
-        ngrams = 0 if self.ngrams is None else self.ngrams(idx, *cache.previous_ids(idx)).view(B, C)
+        x, pairs = F.embedding(idx, self.embedding), None
+        if self.ngrams is not None:
+            x, pairs = self.ngrams(x, idx, *cache.previous_ids(idx))
         idx = idx.view(B)
-        x = F.embedding(idx, self.embedding) + ngrams  # (B, C)
-        x0 = norm(x).to(self.dtype)
+        x0 = norm(x.view(B, C)).to(self.dtype)
         x, share = self.x0_scales[:, None, None] * x0
         before_gates = 2 * (x0[:, : self.x_before_gates.size(0)] @ self.x_before_gates).sigmoid()  # (B, L)
         for i, (qkvg, out, up, down, table) in enumerate(self.layers):
@@ -213,7 +214,10 @@ class DecodeStep:
             gates = 2 * qkvg[:, 3 * C :].sigmoid().unsqueeze(-1)  # (B, H or 2 * H, 1)
             if table is not None:
                 rows = F.embedding(idx, table)
-                rows = norm(rows) if table is self.head_rows else rows
+                if table is self.head_rows:
+                    rows = norm(rows)
+                elif pairs is not None:  # in the first layer that has a table
+                    rows, pairs = rows + F.embedding(pairs.view(B), self.ngrams.values.weight), None
                 v = torch.addcmul(v, gates[:, H:], rows.to(self.dtype).view(B, H, C // H))
             y = gates[:, :H] * self._attend(qk, v, cache, i).to(self.dtype)
             x = torch.addmm(x, y.view(B, C), out)

@@ -8,13 +8,11 @@
     logits = 15 tanh(head @ norm(x) / 15)                             softcap (Gemma 2), V vocabulary
 
 The last block begins with x += x0_scales[1] * x0. No biases, norms without weights, untied embedding and
-head. Attention has H heads of size D. Parameters are float32; under `torch.autocast` the matrix
-multiplications and the residual stream run in autocast's dtype. docs/ablations.md has what the parts are
-worth.
+head. Attention has H heads of size D. Parameters are float32; under `torch.autocast` products of matrices and
+the residual stream have autocast's dtype. docs/ablations.md has what the parts are worth.
 
 To add a parameter: make it in a module, give it a value in `init_weights`, and use it in `forward`, with
-`.to(x.dtype)` where it meets x. The first matching row of PARAMETER_TABLE in optim.py says how it is trained.
-Whatever is missing is named at the start.
+`.to(x.dtype)` where it meets x. PARAMETER_TABLE in optim.py says how it is trained. What is missing is named.
 """
 
 import math
@@ -36,7 +34,8 @@ from nanochat.ops.tables import NgramEmbedding, embedding, look_up
 ROPE_BASE = 100_000  # RoPE: longer wavelengths than the usual 10,000
 GATE_INPUTS = 16  # channels of a token's embedding that the gates of the smear depend on
 QK_SCALE = 1.2  # on q and on k after their norm: attention a little sharper than 1 / sqrt(D) gives
-ZERO_AT_START = "pairs.weight", "triples.weight", "out.weight", "down.weight", "gate.weight", "x_before_scale"
+ZERO_AT_START = ("pairs.weight", "triples.weight", "values.weight", "out.weight", "down.weight",
+                 "gate.weight", "x_before_scale")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class GPTConfig:
     max_seq_len: int
     window_pattern: str = "L"  # one letter a layer, repeated: L sees all of the past, S a quarter of T
     spelled: bool = False  # sub-word embeddings: tokens that are spelled alike share a part of their rows
-    value_tables: bool = True  # value embeddings are tables of their own, not rows of the head
+    value_tables: int = 1  # value embeddings are 0: rows of the head, 1: tables, 2: with rows of pairs, too
     bigrams: int = 0  # rows that pairs and triples of tokens share, for each of the vocabulary (0: none)
 
     @property
@@ -71,7 +70,7 @@ class GPTConfig:
 
     def has_table(self, layer: int) -> bool:
         """Whether its value embedding is a table of its own. The last layer's is the rows of the head."""
-        return self.value_tables and self.has_value_embedding(layer) and layer < self.depth - 1
+        return self.value_tables > 0 and self.has_value_embedding(layer) and layer < self.depth - 1
 
 
 class Attention(nn.Module):
@@ -132,9 +131,9 @@ class Block(nn.Module):
     def forward(self, x, branch, gate, share, value_embedding, rotary, cache=None, visible=None):
         """(x, branch) -> (x, branch): their sum is the residual stream, (B, T, C).
 
-        The MLP's output is added where the next block begins: blocks are compiled one by one, and so the sum
-        is a part of the first kernel there. gate: of the smear, (B, T, 1). share: of x0, (B, T, C), or
-        None. value_embedding: None, (B, T, C), or a table and idx.
+        The MLP's output is added where the next block begins, as a part of the first kernel there: blocks
+        are compiled one by one. gate: of the smear, (B, T, 1). share: of x0, (B, T, C), or None.
+        value_embedding: None, (B, T, C), or tables and which of their rows: ((table, idx), ...).
         """
         x = x + branch
         before = previous_token(x, visible) if cache is None else cache.previous_token(x)  # (B, T, C)
@@ -143,7 +142,7 @@ class Block(nn.Module):
         # Smear: add a share of the stream of the token before, so pairs of tokens are seen without attention
         x = torch.addcmul(x, self.x_before_scale.to(x.dtype), gated(before, gate))
         if isinstance(value_embedding, tuple):
-            value_embedding = look_up(*value_embedding).to(x.dtype)
+            value_embedding = sum(look_up(*rows) for rows in value_embedding).to(x.dtype)
         x, normed = stream_and_norm(x)
         x = self.attention(x, normed, value_embedding, rotary, cache, visible)
         return x, self.mlp(x)
@@ -153,11 +152,11 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        V, C = config.vocab_size, config.width
+        V, C, rows = config.vocab_size, config.width, config.bigrams * config.vocab_size
         self.embedding = embedding(V, C)
-        self.ngrams = NgramEmbedding(config.bigrams * V, C) if config.bigrams else None
-        with_table = [i for i in range(config.depth) if config.has_table(i)]
-        self.value_embeddings = nn.ModuleDict({str(i): embedding(V, C) for i in with_table})
+        tables = {str(i): embedding(V, C) for i in range(config.depth) if config.has_table(i)}
+        self.ngrams = NgramEmbedding(rows, C, config.value_tables == 2 and bool(tables)) if rows else None
+        self.value_embeddings = nn.ModuleDict(tables)
         self.x0_scales = nn.Parameter(torch.empty(2))  # the stream at its start, what the last block adds
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.depth))
         self.head = nn.Linear(C, V, bias=False)
@@ -209,25 +208,26 @@ class GPT(nn.Module):
         Attention.boundaries or their numbers (B, T) int64, a token sees its own document only.
         """
         tables, visible = self.tables(), visible_from(documents)
-        x, branch, share, gates, rows_of_head, *rotary = self.begin(*tables, idx, cache, visible)
-        layers = range(self.config.depth)
-        values = {i: rows_of_head for i in layers if self.config.has_value_embedding(i)}
-        values |= {int(i): (table.weight, idx) for i, table in self.value_embeddings.items()}
+        x, branch, share, gates, rows_of_head, pairs, *rotary = self.begin(*tables, idx, cache, visible)
+        values = {i: rows_of_head for i in range(self.config.depth) if self.config.has_value_embedding(i)}
+        values |= {int(i): ((table.weight, idx),) for i, table in self.value_embeddings.items()}
+        if pairs is not None:
+            values[min(values)] += ((self.ngrams.values.weight, pairs),)
         for i, block in enumerate(self.blocks):
-            own_share = share if i == layers[-1] else None
+            own_share = share if i == self.config.depth - 1 else None
             layer_cache = None if cache is None else cache.layers[i]
             x, branch = block(x, branch, gates[i], own_share, values.get(i), rotary, layer_cache, visible)
         return self.end(x, branch, tables[1], targets, reduction, positions)
 
     def begin(self, embedding_rows, head_rows, idx, cache, visible):
         """Before the blocks: x, branch and share (B, T, C), for each block the gate of its smear (B, T, 1),
-        rows_of_head (B, T, C), and the rotary tables (T, 1, D)."""
+        rows_of_head (B, T, C), the rows of pairs (B, T) or None, and the rotary tables (T, 1, D)."""
         places = slice(idx.size(1)) if cache is None else cache.places(idx.size(1))
         dtype = compute_dtype(embedding_rows)  # of the residual stream, too
-        x = look_up(embedding_rows, idx)  # (B, T, C)
+        x, pairs = look_up(embedding_rows, idx), None  # (B, T, C)
         if self.ngrams is not None:
             before = previous_ids(idx, visible) if cache is None else cache.previous_ids(idx)
-            x = x + self.ngrams(idx, *before)
+            x, pairs = self.ngrams(x, idx, *before)
         x0 = norm(x, dtype)
         # Not in a comprehension: there torch.compile takes T for a constant, and compiles once for each T
         cos, sin = self.cos[places].to(dtype), self.sin[places].to(dtype)
@@ -237,7 +237,7 @@ class GPT(nn.Module):
         x, share = scaled(x0, self.x0_scales.to(dtype))
         gates = [gate.contiguous() for gate in gates]  # compiled blocks would copy parts of one tensor
         # 0 * x and not zeros: a branch without gradients would be compiled as another kind of block
-        return x, 0 * x, share, gates, rows_of_head, cos, sin
+        return x, 0 * x, share, gates, rows_of_head, pairs, cos, sin
 
     def end(self, x, branch, head_rows, targets, reduction, positions):
         """After the blocks: logits or the loss."""

@@ -33,6 +33,7 @@ PARAMETER_TABLE = [
     ("blocks.*.x_before_scale", (1,),      "adamw",   "scalar_lr",      1.00,   (0.96, 0.95), 1e-5,  0.0),
     ("value_embeddings.*",      (2,),      "adamw",   "embedding_lr",   0.50,   (0.80, 0.95), 1e-10, 0.15),
     ("ngrams.triples.weight",   (2,),      "rowwise", "embedding_lr",   0.40,   (0.00, 0.95), 1e-10, 4.0),
+    ("ngrams.values.weight",    (2,),      "rowwise", "embedding_lr",   0.20,   (0.00, 0.95), 1e-10, 1.0),
     ("ngrams.*",                (2,),      "rowwise", "embedding_lr",   0.40,   (0.00, 0.95), 1e-10, 1.0),
     ("*embedding.weight",       (2,),      "adamw",   "embedding_lr",   1.00,   (0.80, 0.95), 1e-10, 0.3),
     ("*head.weight",            (2,),      "adamw",   "unembedding_lr", 1.00,   (0.80, 0.95), 1e-10, 0.3),

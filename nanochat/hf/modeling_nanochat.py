@@ -58,7 +58,7 @@ class NanochatConfig(PretrainedConfig):
         vocab_size=32768,
         max_seq_len=2048,
         window_pattern="L",  # one letter a layer, repeated: L sees all of the past, S a quarter of a row
-        value_tables=True,  # value embeddings are tables of their own, not rows of the head
+        value_tables=1,  # value embeddings are 0: rows of the head, 1: tables, 2: with rows of pairs, too
         bigrams=0,  # rows that pairs and triples of tokens share, for each of the vocabulary (0: none)
         **kwargs,
     ):
@@ -78,7 +78,7 @@ class NanochatConfig(PretrainedConfig):
 
     def has_table(self, layer: int) -> bool:
         """Whether its value embedding is a table of its own. The last layer's is the rows of the head."""
-        return self.value_tables and self.has_value_embedding(layer) and layer < self.depth - 1
+        return self.value_tables > 0 and self.has_value_embedding(layer) and layer < self.depth - 1
 
 
 def norm(x):
@@ -205,18 +205,20 @@ class Block(nn.Module):
 
 
 class NgramEmbedding(nn.Module):
-    """Rows that pairs of tokens share, and rows that triples share."""
+    """Rows that pairs of tokens share, and rows that triples share. With `values`, pairs have a second row,
+    which is added to a value embedding."""
 
-    def __init__(self, rows: int, width: int):
+    def __init__(self, rows: int, width: int, values: bool):
         super().__init__()
         self.pairs, self.triples = nn.Embedding(rows, width), nn.Embedding(rows, width)
+        self.values = nn.Embedding(rows, width) if values else None
 
     def forward(self, idx, before, second):
-        """The token idx, the one before it and the second before it, (B, T) each -> (B, T, C)."""
+        """The token idx, the one before it and the second before it, (B, T) each -> (B, T, C) for the stream,
+        and for the values (None: without)."""
         number = before * HASH[0] + idx
-        pairs = self.pairs(number % self.pairs.num_embeddings)
-        triples = self.triples((second * HASH[1] + number) % self.triples.num_embeddings)
-        return pairs + triples
+        pair, triple = (n % self.pairs.num_embeddings for n in (number, second * HASH[1] + number))
+        return self.pairs(pair) + self.triples(triple), None if self.values is None else self.values(pair)
 
 
 class RowIsFull(StoppingCriteria):
@@ -239,8 +241,9 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         V, C = config.vocab_size, config.width
         self.embedding = nn.Embedding(V, C)
-        self.ngrams = NgramEmbedding(config.bigrams * V, C) if config.bigrams else None
         with_table = [i for i in range(config.depth) if config.has_table(i)]
+        values = config.value_tables == 2 and bool(with_table)
+        self.ngrams = NgramEmbedding(config.bigrams * V, C, values) if config.bigrams else None
         self.value_embeddings = nn.ModuleDict({str(i): nn.Embedding(V, C) for i in with_table})
         self.x0_scales = nn.Parameter(torch.zeros(2))
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.depth))
@@ -280,9 +283,10 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
             cache = DynamicCache()
         past = 0 if cache is None else cache.get_seq_length()
         row = Row.of(self.config, past, input_ids.size(1), attention_mask, input_ids.device)
-        x = self.embedding(input_ids)
+        x, of_pairs = self.embedding(input_ids), None
         if self.ngrams is not None:
-            x = x + self.ngrams(input_ids, *self.previous_ids(input_ids, row, cache))
+            of_ngrams, of_pairs = self.ngrams(input_ids, *self.previous_ids(input_ids, row, cache))
+            x = x + of_ngrams
         x0 = norm(x)
         x, share = self.x0_scales[:, None, None, None] * x0
         rows_of_head = norm(F.embedding(input_ids, self.head.weight))
@@ -290,6 +294,8 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
             value_embedding = None
             if self.config.has_table(i):
                 value_embedding = self.value_embeddings[str(i)](input_ids)
+                if of_pairs is not None:  # in the first layer that has a table
+                    value_embedding, of_pairs = value_embedding + of_pairs, None
             elif self.config.has_value_embedding(i):
                 value_embedding = rows_of_head
             own_share = share if i == self.config.depth - 1 else None

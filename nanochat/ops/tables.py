@@ -70,15 +70,22 @@ register(
 
 
 class NgramEmbedding(nn.Module):
-    """Rows that pairs of tokens share, and rows that triples share (hashed n-grams, arXiv 1709.03933)."""
+    """Rows that pairs of tokens share, and rows that triples share (hashed n-grams, arXiv 1709.03933).
 
-    def __init__(self, rows: int, width: int):
+    With `values`, pairs have a second row, which the model adds to a value embedding.
+    """
+
+    def __init__(self, rows: int, width: int, values: bool = False):
         super().__init__()
         self.pairs, self.triples = embedding(rows, width), embedding(rows, width)
+        self.values = embedding(rows, width) if values else None
 
-    def forward(self, idx, before, second):
-        """The token idx, the one before it and the second before it, (B, T) int64 each -> (B, T, C)."""
-        pairs, triples = self.pairs.weight, self.triples.weight
+    def forward(self, x, idx, before, second):
+        """x (B, T, C) + the rows of pairs and triples, and which row of `values` a pair has, (B, T) or None.
+
+        idx, before, second: the token, the one before it and the second before it, (B, T) int64 each.
+        """
         number = before * HASH[0] + idx
-        of_triples = look_up(triples, (second * HASH[1] + number) % len(triples))
-        return look_up(pairs, number % len(pairs)) + of_triples
+        pair, triple = (n % len(self.pairs.weight) for n in (number, second * HASH[1] + number))
+        x = x + (look_up(self.pairs.weight, pair) + look_up(self.triples.weight, triple))
+        return x, None if self.values is None else pair

@@ -260,7 +260,7 @@ def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dic
     V = tokenizer.vocab_size
     config, horizon = scaling.horizon_of(settings, V, hardware.peak_flops, resolved)
     data_tokens = dataset.estimated_tokens(tokenizer)
-    config = replace(config, **scaling.tables_for(settings, V, horizon, data_tokens, resolved))
+    config = replace(config, **scaling.tables_for(settings, config, horizon, data_tokens, resolved))
     plan = _plan(
         settings,
         config,

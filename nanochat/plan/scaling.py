@@ -24,8 +24,8 @@ MOST_STEPS = 10**9  # steps of a run, the end of the range of base_train's num_i
 SPELLED_TOKENS = 10_000  # with fewer tokens for each token of the vocabulary, it has sub-word embeddings
 TABLE_TOKENS = 2_500  # with fewer, all value embeddings are rows of the head (docs/ablations.md)
 # Rows that pairs of tokens share, and triples as many (docs/ablations.md): one for each 32 tokens that a run
-# reads for the first time, at most 2^18 in all, but at least 8 for each of the vocabulary
-TOKENS_PER_ROW, FEWEST_BIGRAMS, MOST_ROWS = 32, 8, 2**18
+# reads for the first time, at most as many numbers as d12 has, but at least 8 rows for each of the vocabulary
+TOKENS_PER_ROW, FEWEST_BIGRAMS, MOST_NUMBERS = 32, 8, 2**18 * REFERENCE_WIDTH
 WIDEST = 64  # aspect ratio, unless the run is too short for so wide a model
 BEST_RATIO = 2.0  # tokens a parameter, if FLOPs are few: our fit at d4 and d6 (docs/ablations.md)
 ASSUMED_MFU = 0.3  # share of the peak that training is assumed to reach, before anything is timed
@@ -166,16 +166,18 @@ def horizon_of(
     return config, horizon
 
 
-def tables_for(settings: dict, vocab_size: int, horizon: Horizon, data_tokens: int, resolved: dict) -> dict:
+def tables_for(settings: dict, config: GPTConfig, horizon: Horizon, data_tokens: int, resolved: dict) -> dict:
     """Which rows tokens have beside embedding and head: GPTConfig's spelled, value_tables and bigrams.
 
     Sub-word embeddings (subword.py) help where a run is too short for each token's row to learn alone, tables
-    of value embeddings where it is not (docs/ablations.md). data_tokens: of the training text.
+    of value embeddings where it is not (docs/ablations.md). config: its width and vocabulary count.
+    data_tokens: of the training text.
     """
-    tokens = horizon.tokens / vocab_size
-    found = {"spelled": tokens < SPELLED_TOKENS, "value_tables": tokens >= TABLE_TOKENS}
-    rows = min(MOST_ROWS, min(horizon.tokens, data_tokens) // TOKENS_PER_ROW)
-    found["bigrams"] = max(FEWEST_BIGRAMS, rows // vocab_size)
+    tokens = horizon.tokens / config.vocab_size
+    rows = min(MOST_NUMBERS // config.width, min(horizon.tokens, data_tokens) // TOKENS_PER_ROW)
+    bigrams = max(FEWEST_BIGRAMS, rows // config.vocab_size)
+    found = {"spelled": tokens < SPELLED_TOKENS, "bigrams": bigrams}
+    found["value_tables"] = (2 if bigrams > FEWEST_BIGRAMS else 1) if tokens >= TABLE_TOKENS else 0
     found |= {name: kept for name, kept in resolved.items() if name in found}
     if settings["spelling"] != "auto":
         found["spelled"] = settings["spelling"] == "on"

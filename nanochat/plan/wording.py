@@ -40,6 +40,7 @@ def sections(plan: Plan, dataset, tokenizer, run_path) -> dict[str, dict[str, st
             if config.spelled
             else "each token has rows of its own alone",
             "bigrams": f"pairs of tokens share {config.bigrams * config.vocab_size:,} rows, triples as many"
+            f"{', and pairs as many for values' if config.value_tables == 2 else ''}"
             if config.bigrams
             else "pairs and triples of tokens have no rows",
         },

@@ -16,7 +16,8 @@ from nanochat.engine import generate_batch
 BOS = TOKENIZER.bos_id
 KINDS = {
     "windows and tables": dict(depth=5, window_pattern="SSL"),
-    "sub-words and pairs": dict(depth=2, spelled=True, value_tables=False, bigrams=3),
+    "tables with pairs": dict(depth=5, value_tables=2, bigrams=3),
+    "sub-words and pairs": dict(depth=2, spelled=True, value_tables=0, bigrams=3),
 }
 
 

@@ -101,25 +101,27 @@ def test_a_table_with_numbers_that_no_subword_has_is_refused(number):
 @pytest.mark.parametrize(
     ("spelling", "tokens", "before", "found"),
     [
-        ("auto", 10, {}, (True, False)),
-        ("auto", scaling.TABLE_TOKENS, {}, (True, True)),
-        ("auto", scaling.SPELLED_TOKENS, {}, (False, True)),
+        ("auto", 10, {}, (True, 0)),
+        ("auto", scaling.TABLE_TOKENS, {}, (True, 2)),
+        ("auto", scaling.SPELLED_TOKENS, {}, (False, 2)),
         # A resumed run that is made longer stays what it was
-        ("auto", scaling.SPELLED_TOKENS, {"spelled": True, "value_tables": False}, (True, False)),
-        ("on", 10**9, {}, (True, True)),
-        ("off", 10, {}, (False, False)),
-        ("off", 10, {"spelled": True}, (False, False)),  # another model, which checkpoints refuse
+        ("auto", scaling.SPELLED_TOKENS, {"spelled": True, "value_tables": 0}, (True, 0)),
+        ("auto", scaling.SPELLED_TOKENS, {"value_tables": True}, (False, 1)),  # as before pairs had values
+        ("on", 10**9, {}, (True, 2)),
+        ("off", 10, {}, (False, 0)),
+        ("off", 10, {"spelled": True}, (False, 0)),  # another model, which checkpoints refuse
     ],
 )
 def test_the_length_of_a_run_decides_which_rows_tokens_have(spelling, tokens, before, found):
     horizon = scaling.Horizon(300 * tokens, 1, 1e9, "", "")
-    tables = scaling.tables_for({"spelling": spelling, "bigrams": -1}, 300, horizon, 10**9, before)
+    config = scaling.model_config(4, 64, 64, 128, 300, "L")
+    tables = scaling.tables_for({"spelling": spelling, "bigrams": -1}, config, horizon, 10**9, before)
     assert (tables["spelled"], tables["value_tables"]) == found
 
 
 def test_without_tables_all_value_embeddings_are_the_rows_of_the_head():
-    with_tables = make_model(depth=6)
-    config = replace(with_tables.config, value_tables=False)
+    with_tables = make_model(depth=6, value_tables=1)
+    config = replace(with_tables.config, value_tables=0)
     model = GPT(config)
     model.init_rotary()
     weights = {n: t for n, t in with_tables.state_dict().items() if not n.startswith("value_embeddings.")}

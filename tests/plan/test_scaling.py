@@ -144,17 +144,18 @@ def test_with_the_steps_given_the_batch_is_the_best_one_for_the_tokens_it_makes(
 # -- Rows that n-grams share
 
 
-def bigrams_for(V, tokens, data_tokens, setting=-1, before=None):
+def bigrams_for(V, tokens, data_tokens, setting=-1, before=None, width=768):
     given, length = {"spelling": "auto", "bigrams": setting}, scaling.Horizon(tokens, 1, 1e9, "", "")
-    return scaling.tables_for(given, V, length, data_tokens, before or {})["bigrams"]
+    config = scaling.model_config(1, width, width, 256, V, "L")
+    return scaling.tables_for(given, config, length, data_tokens, before or {})["bigrams"]
 
 
 @FEW
-@given(st.integers(256, 2**20), st.integers(1, 10**10), st.integers(1, 10**10))
-def test_rows_grow_with_the_tokens_that_are_new_up_to_an_end(V, tokens, data_tokens):
-    rows = V * bigrams_for(V, tokens, data_tokens)
-    assert 8 * V <= rows <= max(8 * V, 2**18)
-    assert 8 * V <= V * bigrams_for(V, tokens // 2, data_tokens) <= rows
+@given(st.integers(256, 2**20), st.integers(1, 10**10), st.integers(1, 10**10), st.sampled_from([64, 768]))
+def test_rows_grow_with_the_tokens_that_are_new_up_to_an_end(V, tokens, data_tokens, width):
+    rows = V * bigrams_for(V, tokens, data_tokens, width=width)
+    assert 8 * V <= rows <= max(8 * V, 2**18 * 768 // width)
+    assert 8 * V <= V * bigrams_for(V, tokens // 2, data_tokens, width=width) <= rows
     assert rows <= max(8 * V, min(tokens, data_tokens) / 32)
 
 
