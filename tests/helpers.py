@@ -34,6 +34,8 @@ TINY = [
     "--device_batch_size=2", "--total_batch_size=256", "--num_iterations=8", "--dtype=float32",
     "--eval_every=4", "--save_every=3", "--sample_every=-1", "--core_metric_every=-1", "--compile=off",
 ]  # fmt: skip
+DEFAULTS = configurator.defaults(ROOT / "scripts" / "base_train.py")
+TINY = [word for word in TINY if word[2:].split("=")[0] in DEFAULTS]  # also without samples, or without CORE
 
 
 def command(corpus: Path, out: Path, *more: str) -> list[str]:
@@ -368,7 +370,6 @@ def run_tree(tree: Path, arguments: list[str], status: int = 0) -> str:
 # ------------------------------------------------------------------------------------------------------
 # Plans
 
-DEFAULTS = configurator.defaults(ROOT / "scripts" / "base_train.py")
 LAPTOP = {"depth": 4, "aspect_ratio": 48, "head_dim": 64, "max_seq_len": 512}
 
 
