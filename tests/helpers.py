@@ -33,6 +33,7 @@ TINY = [
     "--depth=2", "--aspect_ratio=16", "--head_dim=16", "--max_seq_len=32", "--vocab_size=300",
     "--device_batch_size=2", "--total_batch_size=256", "--num_iterations=8", "--dtype=float32",
     "--eval_every=4", "--save_every=3", "--sample_every=-1", "--core_metric_every=-1", "--compile=off",
+    "--window_pattern=L", "--spelling=auto", "--bigrams=-1", "--keep_checkpoints=2",
 ]  # fmt: skip
 DEFAULTS = configurator.defaults(ROOT / "scripts" / "base_train.py")
 TINY = [word for word in TINY if word[2:].split("=")[0] in DEFAULTS]  # also without samples, or without CORE
