@@ -5,6 +5,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -342,10 +343,11 @@ def insert(tree: Path, after_settings="", at_step_end="", script="base_train"):
     what the script imports, and in the loop, where `step` is the number of the step that ends."""
     path = tree / "scripts" / f"{script}.py"
     lines = path.read_text(encoding="utf-8").splitlines()
-    step_end = next(i for i, line in enumerate(lines) if line.strip() == "step += 1")
-    indent = lines[step_end].removesuffix("step += 1")
-    lines.insert(step_end, textwrap.indent(at_step_end, indent))
-    (call,) = (n for n in ast.parse("\n".join(lines)).body if ast.unparse(n).startswith("settings = "))
+    body = ast.parse("\n".join(lines)).body
+    (call,) = (n for n in body if "configurator.configure(" in ast.unparse(n))
+    *_, loop = (n for n in body if isinstance(n, ast.While))
+    (next_step,) = (n for n in loop.body if re.match(r"step \+?= ", ast.unparse(n)))
+    lines.insert(next_step.lineno - 1, textwrap.indent(at_step_end, " " * next_step.col_offset))
     lines.insert(call.end_lineno, after_settings)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
