@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from helpers import DEFAULTS, run
+from helpers import USUAL, run
 
 from nanochat import UserError
 from nanochat.plan import scaling, simulation
@@ -30,7 +30,7 @@ D12 = MATRICES + TABLES * V * C + C * L + 2  # and scalars
 
 
 def settings(**changes):
-    return DEFAULTS | {"plan": True, "depth": 12, "device": "H100", "world_size": 8} | changes
+    return USUAL | {"plan": True, "depth": 12, "device": "H100", "world_size": 8} | changes
 
 
 # -- Counts
