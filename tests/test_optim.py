@@ -285,7 +285,8 @@ def test_a_weight_that_someone_adds_is_trained_by_the_last_row_whatever_it_is_ca
         setattr(block, name, torch.nn.Parameter(torch.zeros(shape)))
     (group,) = (g for g in parameter_groups(model, RATES, 0.1) if f"blocks.0.{name}" in g["names"])
     assert {f"blocks.{i}.{name}" for i in range(3)} <= {*group["names"]}
-    assert group["lr"] == RATES["scalar_lr"] * PARAMETER_TABLE[-1][4] < RATES["scalar_lr"]
+    assert table_row(f"blocks.0.{name}", torch.zeros(shape)) == len(PARAMETER_TABLE) - 1
+    assert group["lr"] == RATES[PARAMETER_TABLE[-1][3]] * PARAMETER_TABLE[-1][4]
 
 
 def test_rates_and_decay_are_the_settings_times_the_tables_factors():
