@@ -1,9 +1,11 @@
 """The diagnostics make the same step as the training script."""
 
+import json
+import re
 from dataclasses import replace
 
 import torch
-from helpers import TINY, command, losses, run
+from helpers import TINY, command, insert, losses, run_tree
 from safetensors.torch import load_file
 from small_model import CPU, DEFAULTS
 
@@ -17,13 +19,16 @@ from nanochat.machine import precision
 from nanochat.ops.subword import register_subwords
 from nanochat.plan import scaling
 
-# What base_train's schedules give in a run of two steps: Muon's momentum, and the share of the weight decay
-SCHEDULES = [(0.85, 1.0), (0.95, 0.5)]
+AT_END = """
+names = "initial_lr", "initial_weight_decay", "lr", "betas", "weight_decay"
+print("groups", __import__("json").dumps([[g[name] for name in names] for g in optimizer.param_groups]))
+"""
 
 
-def test_it_is_the_step_of_base_train_to_the_last_digit(tmp_path, corpus):
-    batch = ["--total_batch_size=64", "--num_iterations=2", "--warmup_steps=0", "--warmdown_ratio=0"]
-    run(command(corpus, tmp_path / "run", *batch))
+def test_it_is_the_step_of_base_train_to_the_last_digit(tree, tmp_path, corpus):
+    insert(tree, at_step_end=AT_END)
+    batch = ["--total_batch_size=64", "--num_iterations=2"]
+    printed = run_tree(tree, command(corpus, tmp_path / "run", *batch))
     assert {"--max_seq_len=32", "--device_batch_size=2", "--dtype=float32"} <= {*TINY}
 
     run_folder = tmp_path / "run" / "step_000002"
@@ -38,13 +43,14 @@ def test_it_is_the_step_of_base_train_to_the_last_digit(tmp_path, corpus):
     scaler = precision.make_scaler(CPU, torch.float32)
     ours = {}
     with TrainLoader(dataset.train_shards, tokenizer, 2, 32, 2, seed=DEFAULTS["seed"]) as loader:
-        for step, (momentum, share) in enumerate(SCHEDULES):
-            for group in optimizer.param_groups:
-                if group["method"] == "muon":
-                    group["betas"] = (momentum, group["betas"][1])
-                    group["weight_decay"] = decay * share
+        for step, line in enumerate(re.findall("^groups (.+)", printed, re.MULTILINE)):
+            for group, (*initial, lr, betas, weight_decay) in zip(
+                optimizer.param_groups, json.loads(line), strict=True
+            ):
+                assert initial == [group["initial_lr"], group["initial_weight_decay"]]
+                group.update(lr=lr, betas=betas, weight_decay=weight_decay)  # the script's schedules
             ours[step] = training_step(
-                model, optimizer, scaler, torch.float32, *next(loader), DEFAULTS["grad_clip"]
+                model, optimizer, scaler, torch.float32, *next(loader), DEFAULTS.get("grad_clip", -1)
             ).item()
             optimizer.zero_grad(set_to_none=True)
     assert ours == losses(tmp_path / "run")
