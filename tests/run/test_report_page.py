@@ -9,6 +9,7 @@ import subprocess
 from html.parser import HTMLParser
 
 import pytest
+from helpers import DEFAULTS
 from test_report import SAMPLES, make_run, write_records
 
 import configurator
@@ -25,7 +26,7 @@ SETTINGS = {
     "data": {"value": "it's; rm -rf $HOME `x`\n", "source": "runs/a.py:3"},
     "run": {"value": "dummy", "source": "default"},
     "out_dir": {"value": "/tmp/x", "source": "command line"},
-    "grad_clip": {"value": 1.0, "source": "command line"},  # given, and the same as the default
+    "seed": {"value": DEFAULTS["seed"], "source": "command line"},  # given, and the same as the default
 }
 
 
@@ -159,7 +160,7 @@ def test_the_command_gives_back_every_setting_that_was_given(tmp_path):
     configure(tmp_path)
     words = shlex.split(summary.command(read_run(tmp_path)))
     assert words[:3] == ["python", "-m", "scripts.base_train"]
-    assert words[3:-1] == ["--depth=4", f"--data={SETTINGS['data']['value']}", "--grad_clip=1.0"]
+    assert words[3:-1] == ["--depth=4", f"--data={SETTINGS['data']['value']}", f"--seed={DEFAULTS['seed']}"]
     assert words[-1].startswith("--model_tag=") and words[-1].endswith("-again")
     configure(tmp_path, world_size=8)
     assert summary.command(read_run(tmp_path)).startswith("torchrun --standalone --nproc_per_node=8 -m ")
@@ -193,7 +194,7 @@ def test_a_comparison_shows_each_run_what_differs_and_the_best_where_they_can_be
     assert {"chart-loss", "chart-loss-tokens", "chart-val_bpb-tokens"} <= page.figures().keys()
     assert all(name in page.figures()["chart-loss"] for name in ("a/one", "b/one", "c/two"))
     differs = page.text.partition("What differs")[2]
-    assert "depth" in differs and "grad_clip" not in differs and "script" not in page.names()
+    assert "depth" in differs and "seed" not in differs and "script" not in page.names()
     assert [b for b in page.parts["b"] if b] == ["0.5000", *["4.1000"] * 3]
     runs[0].config["identity"]["tokenizer"] = "another"  # bits per byte can still be compared
     assert [b for b in Page(comparison_page(runs)).parts["b"] if b] == ["0.5000"]
