@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from helpers import Process, assert_same_run, command, losses, records, run, wait_for_step
+from helpers import DEFAULTS, Process, assert_same_run, command, losses, records, run, wait_for_step
 
 from nanochat import checkpoint
 
@@ -102,7 +102,7 @@ def test_a_finished_run_says_so_and_resume_never_sets_it_aside(corpus, tmp_path)
     said = run(command(corpus, out, *short))
     assert "finished already" in said and "changed" not in said
     said = run(command(corpus, out, *short, "--matrix_lr=0.5"))
-    assert "finished already" in said and "matrix_lr 0.02 -> 0.5" in said
+    assert "finished already" in said and f"matrix_lr {DEFAULTS['matrix_lr']} -> 0.5" in said
     assert (out / "metrics.jsonl").read_bytes() == before
     # A run that was stopped after its last save and before its evaluation has that still to do
     (out / "metrics.jsonl").write_bytes(b"".join(before.splitlines(keepends=True)[:-1]))
