@@ -198,8 +198,8 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step_and_the_run_goes_on(
 
 
 def test_processes_with_different_settings_are_refused_by_name(tmp_path, corpus):
-    statuses, printed = run_plain(faulty(tmp_path, corpus, "--sample_every=3", 0))
-    assert statuses == [2, 2] and "process 1 has sample_every 3, process 0 has -1" in "".join(printed)
+    statuses, printed = run_plain(faulty(tmp_path, corpus, "--keep_checkpoints=3", 0))
+    assert statuses == [2, 2] and "process 1 has keep_checkpoints 3, process 0 has 2" in "".join(printed)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
