@@ -147,6 +147,7 @@ def test_the_time_before_a_restart_by_torchrun_counts_only_once(monkeypatch):
 # -- Whole runs
 
 MINUTES = ["--num_iterations=-1", "--eval_every=-1", "--save_every=20", "--keep_checkpoints=-1"]
+MINUTES += ["--warmdown_ratio=0.8", "--final_lr_frac=0.05"]
 
 
 def train_for_minutes(corpus, out, processes: int) -> str:
