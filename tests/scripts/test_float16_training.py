@@ -17,8 +17,9 @@ STEPS = 10
 # One in which the noise of 16-bit gradients is not made much larger by the full size of Muon's first steps
 SEED = "--seed=1"
 # At width 32 the rule's rate for the head, 24 times the setting, makes rounding large in a few steps
-RATE = "--unembedding_lr=0.0008"
-SHORT = [SEED, RATE, f"--num_iterations={STEPS}", "--save_every=1", "--keep_checkpoints=-1"]
+RATES = ["--unembedding_lr=0.0008", "--embedding_lr=0.6", "--matrix_lr=0.02", "--scalar_lr=0.1"]
+RATES += ["--weight_decay=0.28", "--grad_clip=1", "--warmdown_ratio=0.8", "--final_lr_frac=0.05"]
+SHORT = [SEED, *RATES, f"--num_iterations={STEPS}", "--save_every=1", "--keep_checkpoints=-1"]
 SHORT += ["--eval_every=-1"]
 
 
