@@ -60,7 +60,7 @@ def test_a_folder_with_something_in_it_is_left_alone_and_an_empty_one_is_filled(
 
 
 def test_a_changed_gpt_is_refused_and_leaves_nothing(source, tmp_path, monkeypatch):
-    monkeypatch.setattr("nanochat.gpt.QK_SCALE", 1.0)
+    monkeypatch.setattr("nanochat.gpt.QK_SCALE", 0.7)
     with pytest.raises(UserError, match=r"make the same change in nanochat/hf/modeling_nanochat\.py"):
         export(source, tmp_path / "out")
     assert names_in(tmp_path) == []
