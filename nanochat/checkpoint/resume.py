@@ -189,10 +189,13 @@ def differences(continued, facts: dict) -> list[str]:
     return lines
 
 
-def resume_message(continued, num_iterations, changed, finished):
-    """The lines to print when a run continues a checkpoint. changed: what `changes` returned."""
+def resume_message(continued, num_iterations, changed, finished, settings):
+    """The lines to print when a run continues a checkpoint. changed: what `changes` returned. settings: the
+    script's, by name."""
     if finished:
-        more = "for more give a larger --num_iterations or --target_minutes, to start again --resume=never"
+        ends = ("num_iterations", "target_minutes", "num_epochs")
+        longer = " or ".join(f"--{name}" for name in ends if name in settings)
+        more = f"for more give a larger {longer}, to start again --resume=never"
         return f"finished already: {continued.path}; {more}"
     said, before = [f"going on from {continued.path}"], continued.state["num_iterations"]
     if num_iterations > before:

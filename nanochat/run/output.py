@@ -50,7 +50,9 @@ def begin(resumed, identity: dict, settings, plan: Plan, machine, accept: str):
         facts = {"settings": settings.record(), **machine.environment}
         for line in checkpoint.differences(resumed, facts):
             machine.print(f"changed since {resumed.path.name}: {line}")
-        machine.print(checkpoint.resume_message(resumed, plan.num_iterations, changed, finished))
+        machine.print(
+            checkpoint.resume_message(resumed, plan.num_iterations, changed, finished, settings.values)
+        )
         if finished:
             machine.exit()
     return step, last_eval_step, changed, loop, clock

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from helpers import (
+    ROOT,
     Process,
     assert_same_run,
     command,
@@ -23,6 +24,7 @@ from helpers import (
     wait_until,
 )
 
+import configurator
 from nanochat import checkpoint
 
 
@@ -169,6 +171,13 @@ def test_a_base_checkpoint_that_lacks_something_is_a_sentence(base, chats, tmp_p
     craft(crafted, {"state.json": json.dumps(state).encode()})
     more = ["--total_batch_size=-1", f"--source={crafted}"]
     assert sentence in run(mid(base, chats, tmp_path / "run", *more), status=2)
+
+
+def test_what_a_finished_run_says_to_give_is_a_setting_of_the_script(base, chats, undisturbed):
+    out, _ = undisturbed
+    said = run(mid(base, chats, out)).partition("finished already")[2]
+    given = set(re.findall(r"--(\w+)", said))
+    assert given and given <= configurator.defaults(ROOT / "scripts" / "mid_train.py").keys()
 
 
 def test_show_prints_the_conversations_with_their_targets(base, chats, tmp_path):
