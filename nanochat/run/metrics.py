@@ -113,7 +113,7 @@ class Metrics:
     def write(self, record: dict):
         if not self.enabled:
             return
-        record = _without_nan(record)
+        record = _plain(record)
         line = (json.dumps(record) + "\n").encode()
         try:
             if os.fstat(self.file).st_nlink == 0:  # the file was deleted
@@ -152,12 +152,14 @@ class Metrics:
             self.loggers.finish()
 
 
-def _without_nan(value):
-    """The value with None in place of NaN and infinity."""
+def _plain(value):
+    """The value for JSON: None in place of NaN and infinity, a number in place of a tensor that holds one."""
     if isinstance(value, dict):
-        return {name: _without_nan(part) for name, part in value.items()}
+        return {name: _plain(part) for name, part in value.items()}
     if isinstance(value, list):
-        return [_without_nan(part) for part in value]
+        return [_plain(part) for part in value]
+    if hasattr(value, "item"):  # of torch or numpy
+        value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
