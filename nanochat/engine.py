@@ -86,14 +86,17 @@ def cast_weights(model: GPT, dtype: torch.dtype) -> GPT:
 
 def model_config(checkpoint: Checkpoint, tensors: dict) -> GPTConfig:
     """The configuration of a checkpoint with these tensors, {name: tensor}; UserError if GPT has others."""
+    differs = ""
     with contextlib.suppress(KeyError, TypeError, ValueError, ArithmeticError, RuntimeError):
         config = GPTConfig(**checkpoint.state["identity"]["model"])
         with torch.device("meta"):
             expected = GPT(config).state_dict()
-        if {n: t.shape for n, t in tensors.items()} == {n: t.shape for n, t in expected.items()}:
+        theirs, ours = ({n: t.shape for n, t in model.items()} for model in (tensors, expected))
+        if not (wrong := [n for n in ours | theirs if theirs.get(n) != ours.get(n)]):
             return config
+        differs = f" (they differ in {', '.join(wrong[:5])})"
     raise UserError(
-        f"{checkpoint.path} holds no model that this nanochat knows; use the version that wrote it"
+        f"{checkpoint.path} holds no model that this nanochat knows{differs}; use the version that wrote it"
     )
 
 

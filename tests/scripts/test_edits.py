@@ -103,6 +103,8 @@ def test_a_checkpoint_from_before_a_change_of_the_model_is_refused_by_name(tree,
     change_model(tree, f"self.gain = {VECTOR}", "x * self.gain", "nn.init.ones_(block.gain)")
     printed = run_tree(tree, command(corpus, out, ONCE, "--num_iterations=4"), status=2)
     assert "does not fit the model" in printed and "blocks.0.gain, blocks.1.gain" in printed
+    printed = run_tree(tree, ["scripts.chat", f"--source={out}", "--prompt=a"], status=2)
+    assert "blocks.0.gain, blocks.1.gain" in printed
 
 
 TORCHS_ADAMW = """
