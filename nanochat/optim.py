@@ -24,7 +24,7 @@ from nanochat.zero import ShardedOptimizer
 #   lr: the script's setting of that name x factor.
 #   betas: AdamW's two; for Muon its momentum, which the schedule replaces, and NorMuon's second-moment beta.
 #   eps: the gradients of scalars begin as rounding alone, which a smaller eps would turn into full steps.
-#   decay: lr x weight_decay relative to a block matrix; AdamW's rows also x table_decay.
+#   decay: lr x weight_decay relative to a block matrix, and x table_decay; Muon's: weight_decay alone.
 # Muon takes matrices only. The last row is for what you add (norm weights, biases); it is not tuned.
 # fmt: off
 PARAMETER_TABLE = [
@@ -47,8 +47,7 @@ class MuonAdamW(ShardedOptimizer):
     """Muon and AdamW behind one `step()`.
 
     Each process needs the gradients of its share alone (gradients.py). It updates its weights and sends them
-    to the others while it works on the next group. Muon's matrices of one shape lie in one stacked tensor;
-    from then on the `.data` of each is a part of it.
+    to the others while it works on the next group. Muon's matrices of one shape are parts of one tensor.
 
     A step changes neither weights nor state if `found_inf` (a 0-dim tensor on the device) is not 0.
     `skip_if_not_finite` and torch's GradScaler set it, so Python need not wait for the device.

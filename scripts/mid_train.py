@@ -11,6 +11,7 @@ With --loss_on=assistant, the default, only the answers are targets: this is ful
 
 import contextlib
 import math
+import shlex
 import time
 from collections import deque
 from typing import Literal
@@ -317,5 +318,5 @@ loader.close()
 output.finish(step, (stop.name or "another process") if stopping else "", resume)
 if not stopping:
     say(conversations.teaches)
-    say(f"talk to it: python -m scripts.chat --source={run_path}")
+    say(f"talk to it: python -m scripts.chat --source={shlex.quote(str(run_path))}")
 machine.close()

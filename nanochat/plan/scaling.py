@@ -24,8 +24,8 @@ MOST_STEPS = 10**9  # steps of a run, the end of the range of base_train's num_i
 SPELLED_TOKENS = 10_000  # with fewer tokens for each token of the vocabulary, it has sub-word embeddings
 TABLE_TOKENS = 2_500  # with fewer, all value embeddings are rows of the head (docs/ablations.md)
 # Rows that pairs of tokens share, and triples as many (docs/ablations.md): one for each 16 tokens that a run
-# reads for the first time, at most 100 million numbers, but at least 8 rows for each of the vocabulary
-TOKENS_PER_ROW, FEWEST_BIGRAMS, MOST_NUMBERS = 16, 8, 100_000_000
+# reads for the first time, at most 2^27 numbers, but at least 8 rows for each of the vocabulary
+TOKENS_PER_ROW, FEWEST_BIGRAMS, MOST_NUMBERS = 16, 8, 2**27
 WIDEST = 64  # aspect ratio, unless the run is too short for so wide a model
 BEST_RATIO = 2.0  # tokens a parameter, if FLOPs are few: our fit at d4 and d6 (docs/ablations.md)
 ASSUMED_MFU = 0.3  # share of the peak that training is assumed to reach, before anything is timed

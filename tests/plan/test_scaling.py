@@ -154,7 +154,7 @@ def bigrams_for(V, tokens, data_tokens, setting=-1, before=None, width=768):
 @given(st.integers(256, 2**20), st.integers(1, 10**10), st.integers(1, 10**10), st.sampled_from([64, 768]))
 def test_rows_grow_with_the_tokens_that_are_new_up_to_an_end(V, tokens, data_tokens, width):
     rows = V * bigrams_for(V, tokens, data_tokens, width=width)
-    assert 8 * V <= rows <= max(8 * V, 1e8 / width)
+    assert 8 * V <= rows <= max(8 * V, 2**27 / width)
     assert 8 * V <= V * bigrams_for(V, tokens // 2, data_tokens, width=width) <= rows
     assert rows <= max(8 * V, min(tokens, data_tokens) / 16)
 
