@@ -175,13 +175,15 @@ def tables_for(settings: dict, config: GPTConfig, horizon: Horizon, data_tokens:
     """
     tokens = horizon.tokens / config.vocab_size
     rows = min(MOST_NUMBERS // config.width, min(horizon.tokens, data_tokens) // TOKENS_PER_ROW)
-    bigrams = max(FEWEST_BIGRAMS, rows // config.vocab_size)
-    found = {"spelled": tokens < SPELLED_TOKENS, "bigrams": bigrams}
-    found["value_tables"] = (2 if bigrams > FEWEST_BIGRAMS else 1) if tokens >= TABLE_TOKENS else 0
-    found |= {name: kept for name, kept in resolved.items() if name in found}
+    bigrams = resolved.get("bigrams", max(FEWEST_BIGRAMS, rows // config.vocab_size))
+    found = {"spelled": tokens < SPELLED_TOKENS, "value_tables": 0}
+    found["bigrams"] = bigrams if settings["bigrams"] == -1 else settings["bigrams"]
+    if tokens >= TABLE_TOKENS:
+        found["value_tables"] = 2 if found["bigrams"] > FEWEST_BIGRAMS else 1
+    found |= {name: resolved[name] for name in ("spelled", "value_tables") if name in resolved}
     if settings["spelling"] != "auto":
         found["spelled"] = settings["spelling"] == "on"
-    return found if settings["bigrams"] == -1 else found | {"bigrams": settings["bigrams"]}
+    return found if settings["value_tables"] == -1 else found | {"value_tables": settings["value_tables"]}
 
 
 def table_share(settings: dict, epochs: float, resolved: dict) -> float:

@@ -132,6 +132,13 @@ def test_a_run_starts_from_weights_of_another_or_goes_on_in_another_folder(corpu
     assert "finished already" in printed and sorted(losses(out)) == [6, 7]
 
 
+def test_a_run_that_starts_from_another_model_is_told_the_settings_that_make_it(corpus, tmp_path):
+    run(command(corpus, tmp_path / "base", "--depth=3", "--num_iterations=1", "--value_tables=2"))
+    start = command(corpus, tmp_path / "run", "--num_iterations=1", f"--init_from={tmp_path / 'base'}")
+    advice = re.search(r"give (--.+)", run(start, status=2))[1]
+    assert "going on" not in run([*start, *advice.split()])
+
+
 def test_the_weights_that_a_new_run_starts_from_are_not_set_aside(corpus, undisturbed):
     for source in (undisturbed, undisturbed / "step_000006"):
         said = run(command(corpus, undisturbed, "--resume=never", f"--init_from={source}"), status=2)
