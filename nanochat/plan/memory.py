@@ -142,4 +142,6 @@ def advice(plan, memory: int) -> str:
 
         if depth := bisect.bisect_right(range(1, min(config.depth, deepest)), memory, key=needs_at):
             found.append(f"--depth to {depth}")
+        if fitting := bisect.bisect_right(range(config.bigrams), memory, key=lambda n: needs(bigrams=n)):
+            found.append(f"--bigrams to {fitting - 1}")
     return f"lower {' or '.join(found or ['--max_seq_len and --depth'])}{rows_too}"

@@ -108,6 +108,14 @@ def test_where_one_row_does_not_fit_shorter_rows_or_a_smaller_depth_are_named():
     assert "--max_seq_len and --depth" in advice(plan, 1000)
 
 
+def test_fewer_rows_of_ngrams_are_named_the_most_that_fit():
+    plan = plan_of(bigrams=600, device_batch_size=1)
+    memory = plan.expected_bytes * 2 // 3
+    bigrams = int(re.search(r"--bigrams to (\d+)", advice(plan, memory))[1])
+    fits, too_many = (plan_of(bigrams=n, device_batch_size=1).expected_bytes for n in (bigrams, bigrams + 1))
+    assert fits <= memory < too_many
+
+
 LIMITED = f"""
 import resource, runpy, sys
 sys.path.insert(0, {str(ROOT)!r})
