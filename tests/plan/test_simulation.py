@@ -23,6 +23,10 @@ def test_a_gpu_is_known_by_the_names_that_people_type():
 
 
 C, L, V, T = 768, 12, 32768, 2048  # d12's width, layers, vocabulary, positions
+GATES = L // 2 * C * 6 + L * C * 6 + L * 16  # of value embeddings, heads, the stream before
+MATRICES = L * 12 * C * C + GATES  # query, key, value, out, 4 + 4 of the MLP
+TABLES = L // 2 + 1 + 2 * scaling.FEWEST_BIGRAMS  # embedding, L / 2 - 1 of values, head, pairs and triples
+D12 = MATRICES + TABLES * V * C + C * L + 2  # and scalars
 
 
 def settings(**changes):
@@ -62,11 +66,10 @@ def test_the_plan_is_made_for_that_hardware():
 
 def test_the_time_of_a_step_is_its_flops_and_bytes_at_the_stated_efficiencies():
     found = simulate(settings())
-    counts = found.plan.parameters
-    flops = 6 * (counts["matrices"] + counts["head"]) + 12 * C * L * T
+    flops = 6 * (MATRICES + V * C) + 12 * C * L * T
     computing = flops * 2**19 / (8 * 0.41 * 989e12)
     optimizer = simulation.optimizer_flops(found.plan.config, 8) / (0.41 * 989e12)
-    exchange = 2 * 4 * counts["total"] * 7 / 8 / (0.7 * 450e9)  # as much as DDP's all_reduce
+    exchange = 2 * 4 * D12 * 7 / 8 / (0.7 * 450e9)  # gradients and weights: as much as DDP's all_reduce
     assert found.seconds == pytest.approx(
         {"forward and backward": computing, "optimizer": optimizer, "exchange": exchange}
     )
