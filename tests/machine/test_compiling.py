@@ -79,12 +79,13 @@ def test_compiled_parts_compute_what_the_model_computes(depth, pattern, spelled,
         torch.testing.assert_close(compiled, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_code_does_not_grow_with_the_depth():
+@pytest.mark.parametrize(("depths", "value_tables"), [((4, 6), 1), ((6, 8), 2)])
+def test_the_code_does_not_grow_with_the_depth(depths, value_tables):
     graphs = []
-    for depth in (6, 8):
+    for depth in depths:
         torch.compiler.reset()
         counters.clear()
-        model = make_model(depth, 32, 2, 61, 16)
+        model = make_model(depth, 32, 2, 61, 16, value_tables=value_tables)
         loss_and_gradients(model, compiling.compile_parts(model, backend="eager"), TOKENS, TOKENS.clone())
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] == graphs[1]
