@@ -29,6 +29,7 @@ def groups(job: dict) -> dict[str, list[dict]]:
     flash = job.get("flash", [])
     levers = [ours(name, kernels=name) for name in kernels.PROBES]
     levers.append(ours("none, gradients of tables apart", kernels="", kept_gradients=False))
+    levers.append(ours("none, no copying", kernels="", copying="off"))
     levers.append(ours("none, rows in loops", kernels="", rows_in_loops=True))
     if flash:
         levers.append(ours("cudnn", attention={"full": "cudnn", "flash": ""}))

@@ -261,6 +261,7 @@ def our_plan(job: dict, machine, dtype):
 
     shape = {name: job[name] for name in ("depth", "aspect_ratio", "head_dim", "max_seq_len")}
     shape |= {"window_pattern": job["window_pattern"], "device_batch_size": job["rows"]}
+    shape |= {"copying": job.get("copying", "auto")}
     settings = configurator.defaults(ROOT / "scripts" / "base_train.py") | shape
     settings |= {"num_iterations": 100_000, "total_batch_size": job["total_batch_size"]}
     tokenizer = SimpleNamespace(vocab_size=job["vocab_size"])

@@ -17,13 +17,14 @@ from nanochat.gpt import GPT, QK_SCALE
 from nanochat.machine.precision import small_model
 from nanochat.ops.attention import shift_keys
 from nanochat.ops.attention_backends import error_in_a_line, for_any_length
+from nanochat.ops.copying import LONGEST
 from nanochat.ops.elementwise import SLOPE, norm
 from nanochat.ops.fp8 import Float8Linear
 from nanochat.ops.loss import softcap
 
 # The parameters that DecodeStep knows, as they are called in gpt.py
 KNOWN = {"embedding", "value_embeddings", "head", "query", "key", "value", "out", "up", "down"}
-KNOWN |= {"ngrams", "value_gate", "head_gate", "x_before_gate", "x0_scales", "x_before_scale"}
+KNOWN |= {"ngrams", "value_gate", "head_gate", "x_before_gate", "x0_scales", "x_before_scale", "copying"}
 
 SMALL = 2**27  # parameters of a small model: half a gigabyte in float32
 
@@ -38,7 +39,7 @@ class KVCache:
     def __init__(self, config, dtype: torch.dtype | None = None):
         """dtype: of keys, values and stream in the cache (None: the model's)."""
         self.max_seq_len, self.slots, self.dtype = config.max_seq_len, 0, dtype
-        self.ids = None  # (B, length) int64, the tokens in the slots, if the model asks for those before
+        self.ids = None  # (B, length) int64, the tokens in the slots
         self.start = None  # (B,) int64, or None while all texts begin in slot 0
         self.visible = None  # (B, 1, 1, slots) bool, False in slots before start; None as start
         self.layers = [LayerCache(self) for _ in range(config.depth)]
@@ -56,13 +57,11 @@ class KVCache:
         # Positions past the last one are padding
         return (slots - self.start[:, None]).clamp(max=self.max_seq_len - 1)
 
-    def previous_ids(self, idx):
-        """Add the T new tokens idx (B, T); returns the token before each and the second before it, (B, T)
-        each, 0 before a text begins."""
+    def all_ids(self, idx):
+        """Add the T new tokens idx (B, T); returns those of all slots, (B, length + T), -1 before a text
+        begins."""
         self.ids = idx if self.ids is None else torch.cat((self.ids, idx), 1)
-        last = self.ids[:, -idx.size(1) - 2 :]
-        last = F.pad(last, (idx.size(1) + 2 - last.size(1), 0))
-        return last[:, 1:-1], last[:, :-2]
+        return self.ids
 
     def align(self, lengths: list[int]):
         """Keep the first lengths[r] tokens of row r, and move rows so that all end in the same slot."""
@@ -74,8 +73,8 @@ class KVCache:
         for layer in self.layers:
             layer.move(moves, stop)
         if self.ids is not None:
-            kept = [F.pad(row[s : s + n], (to, 0)) for row, (s, to, n) in zip(self.ids, moves, strict=True)]
-            self.ids = torch.stack(kept)
+            rows = zip(self.ids, moves, strict=True)
+            self.ids = torch.stack([F.pad(row[s : s + n], (to, 0), value=-1) for row, (s, to, n) in rows])
         self.start = self.visible = None
         if min(lengths) < stop:
             device = self.layers[0].v.device
@@ -168,6 +167,8 @@ class DecodeStep:
         self.x_before_gates = self._matrix(torch.cat([block.x_before_gate.weight for block in model.blocks]))
         self.layers = [self._layer(model, i) for i in range(config.depth)]
         self.x0_scales = model.x0_scales.detach().to(dtype)
+        scales = None if model.copying is None else model.copying.scales.detach().to(dtype)
+        self.copy_scales = None if scales is None else F.pad(scales, (1, 0))[..., None]  # by length, from 0
         self.x_before_scales = torch.stack([b.x_before_scale.detach() for b in model.blocks]).to(dtype)
         self.cos, self.sin = (QK_SCALE * model.cos).to(dtype), (QK_SCALE * model.sin).to(dtype)  # (T, 1, D)
 
@@ -196,11 +197,12 @@ class DecodeStep:
         place = cache.places(1)
         cos, sin = self.cos[place].view(-1, 1, 1, C // H), self.sin[place].view(-1, 1, 1, C // H)
         x, pairs = F.embedding(idx, self.embedding), None
+        ids = cache.all_ids(idx)
         if self.ngrams is not None:
-            x, pairs = self.ngrams(x, idx, *cache.previous_ids(idx))
+            x, pairs = self.ngrams(x, ids)
         idx = idx.view(B)
         x0 = norm(x.view(B, C)).to(self.dtype)
-        x, share = self.x0_scales[:, None, None] * x0
+        x, share = self.x0_scales[:, None, None] * x0 + self._copied(ids)
         before_gates = 2 * (x0[:, : self.x_before_gates.size(0)] @ self.x_before_gates).sigmoid()  # (B, L)
         for i, (qkvg, out, up, down, table) in enumerate(self.layers):
             before = before_gates[:, i : i + 1] * cache.layers[i].previous_token(x[:, None])[:, 0]  # (B, C)
@@ -223,6 +225,18 @@ class DecodeStep:
             x = torch.addmm(x, y.view(B, C), out)
             x = torch.addmm(x, F.leaky_relu_(norm(x) @ up, SLOPE).square_(), down)
         return softcap(norm(x) @ self.head)
+
+    def _copied(self, ids):
+        """What Copying adds to x and to share, (2, B, C), after the tokens ids (B, length); 0 without it."""
+        n = ids.size(1)
+        if self.copy_scales is None or n == 1:
+            return 0
+        ngrams = F.pad(ids, (LONGEST - 1, 0), value=-1).unfold(1, LONGEST, 1)  # those that end at each token
+        lengths = (ngrams[:, :-1] == ngrams[:, -1:]).flip(-1).cumprod(-1).sum(-1)  # of matches, (B, n - 1)
+        best = (n * lengths + torch.arange(n - 1, device=ids.device)).amax(-1)  # the last of the longest
+        token = ids.gather(1, (best % n + 1)[:, None])[:, 0]
+        rows = torch.stack([F.embedding(token, table) for table in (self.embedding, self.head_rows)])
+        return self.copy_scales[:, best // n] * norm(rows).to(self.dtype)
 
     def _attend(self, qk, v, cache: KVCache, i: int):
         """Add a key and a value to layer i, and attend to its window; returns (B, H, D)."""

@@ -1,15 +1,15 @@
 """The model: a GPT in the nanochat line, as equations.
 
     x0 = norm(embedding[token] + ngrams[token and the two before])    B rows, T positions, C width
-    x = x0_scales[0] * x0
+    x = x0_scales[0] * x0 + copying * norm(embedding[follower])       what followed the same tokens before
     x += x_before_scale * gate(x0) * smear(x)                         in each block,
-    x += out(gate * attention(q, shifted k, v + value embedding))     then attention,
+    x += out(gate * attention(q, shifted k, v + value embedding))     then attention, H heads of size D
     x += down(leaky_relu(up(norm(x)))^2)                              then the MLP
     logits = 15 tanh(head @ norm(x) / 15)                             softcap (Gemma 2), V vocabulary
 
-The last block begins with x += x0_scales[1] * x0. No biases, norms without weights, untied embedding and
-head. Attention has H heads of size D. Parameters are float32; under `torch.autocast` products of matrices and
-the residual stream have autocast's dtype. docs/ablations.md has what the parts are worth.
+The last block begins with x += x0_scales[1] * x0 + copying * norm(head[follower]). No biases, norms without
+weights, untied embedding and head. Parameters are float32; under autocast products of matrices and the
+residual stream have its dtype. docs/ablations.md has what the parts are worth.
 
 To add a parameter: make it in a module, give it a value in `init_weights`, and use it in `forward`, with
 `.to(x.dtype)` where it meets x. PARAMETER_TABLE in optim.py says how it is trained. What is missing is named.
@@ -22,7 +22,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from nanochat.ops.attention import attention, previous_ids, previous_token, visible_from
+from nanochat.ops.attention import attention, previous_token, visible_from
+from nanochat.ops.copying import Copying
 from nanochat.ops.elementwise import gated, norm, norm_and_rotate, rotary_tables, scaled, stream_and_norm
 from nanochat.ops.loss import softcap, softcapped_cross_entropy
 from nanochat.ops.mlp import feed_forward
@@ -35,7 +36,7 @@ ROPE_BASE = 100_000  # RoPE: longer wavelengths than the usual 10,000
 GATE_INPUTS = 16  # channels of a token's embedding that the gates of the smear depend on
 QK_SCALE = 1.2  # on q and on k after their norm: attention a little sharper than 1 / sqrt(D) gives
 ZERO_AT_START = ("pairs.weight", "triples.weight", "values.weight", "out.weight", "down.weight",
-                 "gate.weight", "x_before_scale")  # fmt: skip
+                 "gate.weight", "x_before_scale", "copying.scales")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class GPTConfig:
     spelled: bool = False  # sub-word embeddings: tokens that are spelled alike share a part of their rows
     value_tables: int = 1  # value embeddings are 0: rows of the head, 1: tables, 2: with rows of pairs, too
     bigrams: int = 0  # rows that pairs and triples of tokens share, for each of the vocabulary (0: none)
+    copying: bool = False  # add the rows of the token that followed the same tokens before
 
     @property
     def head_dim(self) -> int:
@@ -59,10 +61,8 @@ class GPTConfig:
     @property
     def windows(self) -> list[int]:
         """Positions each layer may look back on, itself included. The last layer always sees everything."""
-        short = max(1, self.max_seq_len // 4)
-        letters = [self.window_pattern[i % len(self.window_pattern)] for i in range(self.depth)]
-        letters[-1] = "L"
-        return [self.max_seq_len if letter == "L" else short for letter in letters]
+        letters = (self.window_pattern * self.depth)[: self.depth - 1] + "L"
+        return [self.max_seq_len if letter == "L" else max(1, self.max_seq_len // 4) for letter in letters]
 
     def has_value_embedding(self, layer: int) -> bool:
         """Every second layer, counted from the last."""
@@ -129,10 +129,8 @@ class Block(nn.Module):
         self.x_before_gate = nn.Linear(min(GATE_INPUTS, config.width), 1, bias=False)
 
     def forward(self, x, branch, gate, share, value_embedding, rotary, cache=None, visible=None):
-        """(x, branch) -> (x, branch): their sum is the residual stream, (B, T, C).
-
-        The MLP's output is added where the next block begins, as a part of the first kernel there: blocks
-        are compiled one by one. gate: of the smear, (B, T, 1). share: of x0, (B, T, C), or None.
+        """(x, branch) -> (x, branch), whose sum is the residual stream, (B, T, C): the next block adds the
+        MLP's output, in its first kernel. gate: of the smear, (B, T, 1). share: of x0, (B, T, C), or None.
         value_embedding: None, (B, T, C), or tables and which of their rows: ((table, idx), ...).
         """
         x = x + branch
@@ -157,6 +155,7 @@ class GPT(nn.Module):
         tables = {str(i): embedding(V, C) for i in range(config.depth) if config.has_table(i)}
         self.ngrams = NgramEmbedding(rows, C, config.value_tables == 2 and bool(tables)) if rows else None
         self.value_embeddings = nn.ModuleDict(tables)
+        self.copying = Copying() if config.copying else None
         self.x0_scales = nn.Parameter(torch.empty(2))  # the stream at its start, what the last block adds
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.depth))
         self.head = nn.Linear(C, V, bias=False)
@@ -202,10 +201,9 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, reduction="mean", cache=None, positions=None, documents=None):
         """idx (B, T) int64 -> logits (B, T, V) float32; with targets (B, T) int64, the loss in nats instead.
 
-        Targets of -1 are not scored. `reduction` is that of F.cross_entropy; "none" gives (B * T,). With a
-        `cache` (decode.KVCache), idx continues the tokens that the cache holds. `positions` (N,) int64 are
-        indices into the B * T positions: logits (N, V) of these alone. With `documents`, from
-        Attention.boundaries or their numbers (B, T) int64, a token sees its own document only.
+        Targets of -1 are not scored. `reduction` is that of F.cross_entropy; "none" gives (B * T,). idx
+        continues the tokens of a `cache` (decode.KVCache). `positions` (N,) int64, of B * T: logits (N, V)
+        of these. `documents`, from Attention.boundaries or their numbers (B, T) int64: a token sees its own.
         """
         tables, visible = self.tables(), visible_from(documents)
         x, branch, share, gates, rows_of_head, pairs, *rotary = self.begin(*tables, idx, cache, visible)
@@ -225,9 +223,9 @@ class GPT(nn.Module):
         places = slice(idx.size(1)) if cache is None else cache.places(idx.size(1))
         dtype = compute_dtype(embedding_rows)  # of the residual stream, too
         x, pairs = look_up(embedding_rows, idx), None  # (B, T, C)
+        ids = idx if cache is None else cache.all_ids(idx)  # (B, tokens so far)
         if self.ngrams is not None:
-            before = previous_ids(idx, visible) if cache is None else cache.previous_ids(idx)
-            x, pairs = self.ngrams(x, idx, *before)
+            x, pairs = self.ngrams(x, ids, visible)
         x0 = norm(x, dtype)
         # Not in a comprehension: there torch.compile takes T for a constant, and compiles once for each T
         cos, sin = self.cos[places].to(dtype), self.sin[places].to(dtype)
@@ -235,6 +233,8 @@ class GPT(nn.Module):
         rows_of_head = norm(look_up(head_rows, idx), dtype)
         gates = products(x0[..., :GATE_INPUTS], [block.x_before_gate for block in self.blocks])
         x, share = scaled(x0, self.x0_scales.to(dtype))
+        if self.copying is not None:
+            x, share = self.copying(x, share, ids, embedding_rows, head_rows, visible)
         gates = [gate.contiguous() for gate in gates]  # compiled blocks would copy parts of one tensor
         # 0 * x and not zeros: a branch without gradients would be compiled as another kind of block
         return x, 0 * x, share, gates, rows_of_head, pairs, cos, sin

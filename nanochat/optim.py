@@ -2,9 +2,8 @@
 
 Muon (muon.py): the momentum of a matrix, made orthogonal by Polar Express, normalized by neuron (NorMuon),
 with cautious weight decay; matrices of one shape are stacked and updated together. AdamW is torch's fused
-one. Rows that pairs and triples of tokens share have an update without momentum (rowwise.py). Several
-processes share the work and the state: ZeRO-1 (zero.py). Another optimizer of torch can take the place of
-MuonAdamW: the functions at the end work for both.
+one. N-gram rows have an update without momentum (rowwise.py). Several processes share work and state: ZeRO-1
+(zero.py). Another optimizer of torch can take the place of MuonAdamW: the functions at the end work for both.
 """
 
 from fnmatch import fnmatchcase
@@ -30,6 +29,7 @@ from nanochat.zero import ShardedOptimizer
 PARAMETER_TABLE = [
     # name                     dimensions  method     lr                factor  betas         eps    decay
     ("x0_scales",               (1,),      "adamw",   "scalar_lr",      1.00,   (0.96, 0.95), 1e-5,  0.0),
+    ("copying.scales",          (2,),      "adamw",   "scalar_lr",      0.30,   (0.96, 0.95), 1e-5,  0.0),
     ("blocks.*.x_before_scale", (1,),      "adamw",   "scalar_lr",      1.00,   (0.96, 0.95), 1e-5,  0.0),
     ("value_embeddings.*",      (2,),      "adamw",   "embedding_lr",   0.50,   (0.80, 0.95), 1e-10, 0.15),
     ("ngrams.triples.weight",   (2,),      "rowwise", "embedding_lr",   0.40,   (0.00, 0.95), 1e-10, 4.0),

@@ -48,6 +48,7 @@ window_pattern = "L"  # one letter a layer, repeated: L attends to everything be
 vocab_size = -1  # tokens (-1 = to suit the amount of text, 4096 to 32768) [-1, 256..2**20]
 spelling: Literal["auto", "on", "off"] = "auto"  # tokens spelled alike learn together (auto = in short runs)
 bigrams = -1  # rows of pairs and of triples of tokens, for each token (-1 = by tokens, 0 = none) [-1..1024]
+copying: Literal["auto", "on", "off"] = "auto"  # add what followed the same tokens before (auto = on)
 value_tables = -1  # of value embeddings: 0 = none, 1 = by token, 2 = and by pair (-1 = by length) [-1..2]
 
 # Data

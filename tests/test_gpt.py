@@ -27,7 +27,9 @@ def make_model(
     """A model as initialised, plus noise of deviation `stir`: the zero projections of a fresh one hide
     whatever its blocks do wrong."""
     sizes = depth, width, num_heads, vocab_size, max_seq_len
-    model = GPT(GPTConfig(*sizes, window_pattern, **{"bigrams": 2, "value_tables": 2} | more))
+    model = GPT(
+        GPTConfig(*sizes, window_pattern, **{"bigrams": 2, "value_tables": 2, "copying": True} | more)
+    )
     generator = torch.Generator().manual_seed(0)
     model.init_weights(generator)
     with torch.no_grad():

@@ -128,6 +128,7 @@ def _settings_of_model(model: dict) -> str:
             "spelling": "on" if model.get("spelled") else "off",
             "bigrams": model.get("bigrams", 0),
             "value_tables": int(model.get("value_tables", 1)),
+            "copying": "on" if model.get("copying") else "off",
         }
     except (KeyError, TypeError, ZeroDivisionError):  # it is the model of another program
         return "the same settings of the model"

@@ -26,7 +26,7 @@ from nanochat.evals.bits_per_byte import BROKEN
 from nanochat.evals.bundle import Task
 from nanochat.machine.precision import autocast
 from nanochat.machine.transfers import to_device
-from nanochat.ops.attention import previous_ids, previous_token, shift_keys
+from nanochat.ops.attention import previous_token, shift_keys
 
 FEWSHOT_SEED = 1234  # plus the index of the question: which worked examples it gets
 GROUP = 64  # questions that one process takes at a time
@@ -210,12 +210,11 @@ class SharedPrefix:
     def places(self, T: int) -> slice:
         return slice(self.length, self.length + T)
 
-    def previous_ids(self, idx):  # (B, T)
+    def all_ids(self, idx):  # (B, T)
         if self.ids is None:
-            self.ids = F.pad(idx, (2, 0))[:, -2:]
-            return previous_ids(idx)
-        ids = torch.cat((self.ids[self.owner], idx), 1)
-        return ids[:, 1:-1], ids[:, :-2]
+            self.ids = idx
+            return idx
+        return torch.cat((self.ids[self.owner], idx), 1)
 
 
 class _Layer:

@@ -13,7 +13,8 @@ It needs torch and transformers alone. B rows, T positions, C width, H heads, D 
 
 The last block begins with x += x0_scales[1] * x0. Three parts look one position back. Smear adds the residual
 stream of the token before. Keys are shifted: position t has the key of t - 1. Before the first token both are
-zeros. A pair of tokens has a row, which it shares with others; the token before the first is 0.
+zeros. A pair of tokens has a row, which it shares with others; the token before the first is 0. With
+`copying` a multiple of the row of what followed the same tokens before is added at the start and the end.
 """
 
 # ruff: noqa: RUF012  (lists and dicts of a class, as transformers wants them)
@@ -35,6 +36,7 @@ HASH = 40_503, 1_000_003  # spread pairs and triples of tokens over rows
 QK_SCALE = 1.2  # on q and on k after their norm
 SLOPE = 0.5  # slope of the leaky ReLU below 0
 SOFTCAP = 15.0
+LONGEST = 8  # tokens of a match; what is longer counts as this long
 EPS = torch.finfo(torch.float32).eps  # under the root of a norm
 
 
@@ -60,11 +62,13 @@ class NanochatConfig(PretrainedConfig):
         window_pattern="L",  # one letter a layer, repeated: L sees all of the past, S a quarter of a row
         value_tables=1,  # value embeddings are 0: rows of the head, 1: tables, 2: with rows of pairs, too
         bigrams=0,  # rows that pairs and triples of tokens share, for each of the vocabulary (0: none)
+        copying=False,  # add what followed the same tokens before
         **kwargs,
     ):
         self.depth, self.width, self.num_heads = depth, width, num_heads
         self.vocab_size, self.max_seq_len = vocab_size, max_seq_len
         self.window_pattern, self.value_tables, self.bigrams = window_pattern, value_tables, bigrams
+        self.copying = copying
         super().__init__(**{"tie_word_embeddings": False, **kwargs})
 
     def window(self, layer: int) -> int:
@@ -221,6 +225,31 @@ class NgramEmbedding(nn.Module):
         return self.pairs(pair) + self.triples(triple), None if self.values is None else self.values(pair)
 
 
+class Copying(nn.Module):
+    """The rows of the token that followed the longest match, which is up to LONGEST tokens that a row had
+    before, times factors for each length of a match. Of equally long ones the last counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.Parameter(torch.zeros(2, LONGEST))  # of its row of the embedding, and of the head
+
+    def forward(self, x, share, ids, row: Row, embedding_rows, head_rows):
+        """ids: the tokens of all slots, (B, slots)."""
+        slots, T = torch.arange(ids.size(1), device=ids.device), x.size(1)
+        # Tokens after padding are others than those before: no match begins in padding
+        ours = theirs = ids + len(head_rows) * (1 - row.follows).cumsum(-1)
+        same, length = (slots < slots[:, None])[-T:], 0
+        for _ in range(LONGEST):
+            same = same & (ours[:, -T:, None] == theirs[:, None])  # (B, T, slots)
+            length = length + same.long()
+            ours, theirs = F.pad(ours[:, :-1], (1, 0), value=-1), F.pad(theirs[:, :-1], (1, 0), value=-2)
+        best = torch.where(length > 0, length * len(slots) + slots, 0).amax(-1)
+        token = ids.gather(1, (best % len(slots) + 1).clamp(max=len(slots) - 1))
+        into, onto = F.pad(self.scales, (1, 0))[:, best // len(slots)].unsqueeze(-1).to(x.dtype)
+        x = x + into * norm(F.embedding(token, embedding_rows)).to(x.dtype)
+        return x, share + onto * norm(F.embedding(token, head_rows)).to(x.dtype)
+
+
 class RowIsFull(StoppingCriteria):
     """`generate` ends when max_seq_len positions are full, whatever max_new_tokens says."""
 
@@ -244,6 +273,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         with_table = [i for i in range(config.depth) if config.has_table(i)]
         values = config.value_tables == 2 and bool(with_table)
         self.ngrams = NgramEmbedding(config.bigrams * V, C, values) if config.bigrams else None
+        self.copying = Copying() if config.copying else None
         self.value_embeddings = nn.ModuleDict({str(i): nn.Embedding(V, C) for i in with_table})
         self.x0_scales = nn.Parameter(torch.zeros(2))
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.depth))
@@ -284,11 +314,14 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         past = 0 if cache is None else cache.get_seq_length()
         row = Row.of(self.config, past, input_ids.size(1), attention_mask, input_ids.device)
         x, of_pairs = self.embedding(input_ids), None
+        ids = self.all_ids(input_ids, cache)
         if self.ngrams is not None:
-            of_ngrams, of_pairs = self.ngrams(input_ids, *self.previous_ids(input_ids, row, cache))
+            of_ngrams, of_pairs = self.ngrams(input_ids, *self.previous_ids(ids, row))
             x = x + of_ngrams
         x0 = norm(x)
         x, share = self.x0_scales[:, None, None, None] * x0
+        if self.copying is not None:
+            x, share = self.copying(x, share, ids, row, self.embedding.weight, self.head.weight)
         rows_of_head = norm(F.embedding(input_ids, self.head.weight))
         for i, block in enumerate(self.blocks):
             value_embedding = None
@@ -307,17 +340,22 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
         return CausalLMOutputWithPast(loss, logits, cache)
 
-    def previous_ids(self, ids, row: Row, cache):
-        """For each token of ids (B, T) the one before it and the second before it; 0 where there is none.
+    def all_ids(self, ids, cache):
+        """The tokens of the cache, and the new ones, ids (B, T): (B, slots).
 
         The cache has the tokens as one more layer, so beam search and assisted generation reorder and cut
         them with the others.
         """
-        if cache is not None:
-            while len(cache.layers) <= self.config.depth:
-                cache.layers.append(DynamicLayer())
-            column = ids[:, None, :, None]  # as a key of one head and one channel
-            ids = cache.update(column, column, self.config.depth)[0][:, 0, :, 0]
+        if cache is None or (self.ngrams is None and self.copying is None):
+            return ids
+        while len(cache.layers) <= self.config.depth:
+            cache.layers.append(DynamicLayer())
+        column = ids[:, None, :, None]  # as a key of one head and one channel
+        return cache.update(column, column, self.config.depth)[0][:, 0, :, 0]
+
+    def previous_ids(self, ids, row: Row):
+        """For each new token, of all slots' ids, the one before it and the second before it, (B, T) each; 0
+        where there is none."""
         before = shift(ids, 1) * row.follows
         return before[:, row.past :], (shift(before, 1) * row.follows)[:, row.past :]
 

@@ -115,11 +115,11 @@ def previous_token(x, visible=None):
     return before * same.view(*same.shape, *more * [1]).to(x.dtype)
 
 
-def previous_ids(idx, visible=None):
-    """For each token of idx (B, T) the one before it and the second before it, (B, T) each; 0 where there is
-    none."""
-    before = previous_token(idx, visible)
-    return before, previous_token(before, visible)
+def previous_ids(ids, new: int, visible=None):
+    """For each of the last `new` tokens of ids (B, L) the one before it and the second before it, (B, new)
+    each; 0 where there is none, or -1."""
+    before = previous_token(ids, visible)
+    return [x[:, -new:].clamp_min(0) for x in (before, previous_token(before, visible))]
 
 
 def shift_keys(k, visible=None):

@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from nanochat.ops.attention import previous_ids
 from nanochat.ops.operators import register
 
 HASH = 40_503, 1_000_003  # spread pairs and triples over the rows that they share: odd, and without a pattern
@@ -80,12 +81,14 @@ class NgramEmbedding(nn.Module):
         self.pairs, self.triples = embedding(rows, width), embedding(rows, width)
         self.values = embedding(rows, width) if values else None
 
-    def forward(self, x, idx, before, second):
+    def forward(self, x, ids, visible=None):
         """x (B, T, C) + the rows of pairs and triples, and which row of `values` a pair has, (B, T) or None.
 
-        idx, before, second: the token, the one before it and the second before it, (B, T) int64 each.
+        ids: the tokens so far, (B, L) int64, of which the last T are those of x.
         """
-        number = before * HASH[0] + idx
+        T = x.size(1)
+        before, second = previous_ids(ids, T, visible)
+        number = before * HASH[0] + ids[:, -T:]
         pair, triple = (n % len(self.pairs.weight) for n in (number, second * HASH[1] + number))
         x = x + (look_up(self.pairs.weight, pair) + look_up(self.triples.weight, triple))
         return x, None if self.values is None else pair

@@ -133,7 +133,7 @@ class Plan:
     def resolved(self) -> dict:
         """What checkpoints keep of the plan, for a resumed run and for mid_train."""
         kept = {"device_batch_size": self.device_batch_size, "rates": self.rates, "fp8": self.fp8}
-        tables = ("spelled", "value_tables", "bigrams")
+        tables = ("spelled", "value_tables", "bigrams", "copying")
         kept |= {name: getattr(self.config, name) for name in tables}
         kept |= {"table_share": self.table_share, "compiled": self.compiled}
         kept |= {"eager_steps": self.eager_steps, "peak": self.hardware.peak}

@@ -50,7 +50,9 @@ def model_config(
     num_heads = math.ceil(depth * aspect_ratio / head_dim)
     bigrams = FEWEST_BIGRAMS if bigrams == -1 else bigrams  # more in long runs: tables_for
     width = num_heads * head_dim
-    return GPTConfig(depth, width, num_heads, vocab_size, max_seq_len, window_pattern, bigrams=bigrams)
+    return GPTConfig(
+        depth, width, num_heads, vocab_size, max_seq_len, window_pattern, bigrams=bigrams, copying=True
+    )
 
 
 def aspect_ratio_for(settings: dict, vocab_size: int, flops: float, resolved: dict) -> int:
@@ -167,7 +169,7 @@ def horizon_of(
 
 
 def tables_for(settings: dict, config: GPTConfig, horizon: Horizon, data_tokens: int, resolved: dict) -> dict:
-    """Which rows tokens have beside embedding and head: GPTConfig's spelled, value_tables and bigrams.
+    """Which rows tokens have beside embedding and head: GPTConfig's spelled, value_tables, bigrams, copying.
 
     Sub-word embeddings (subword.py) help where a run is too short for each token's row to learn alone, tables
     of value embeddings where it is not (docs/ablations.md). config: its width and vocabulary count.
@@ -176,13 +178,14 @@ def tables_for(settings: dict, config: GPTConfig, horizon: Horizon, data_tokens:
     tokens = horizon.tokens / config.vocab_size
     rows = min(MOST_NUMBERS // config.width, min(horizon.tokens, data_tokens) // TOKENS_PER_ROW)
     bigrams = resolved.get("bigrams", max(FEWEST_BIGRAMS, rows // config.vocab_size))
-    found = {"spelled": tokens < SPELLED_TOKENS, "value_tables": 0}
+    found = {"spelled": tokens < SPELLED_TOKENS, "value_tables": 0, "copying": not resolved}
     found["bigrams"] = bigrams if settings["bigrams"] == -1 else settings["bigrams"]
     if tokens >= TABLE_TOKENS:
         found["value_tables"] = 2 if found["bigrams"] > FEWEST_BIGRAMS else 1
-    found |= {name: resolved[name] for name in ("spelled", "value_tables") if name in resolved}
-    if settings["spelling"] != "auto":
-        found["spelled"] = settings["spelling"] == "on"
+    found |= {name: resolved[name] for name in ("spelled", "value_tables", "copying") if name in resolved}
+    for name, setting in (("spelled", settings["spelling"]), ("copying", settings["copying"])):
+        if setting != "auto":
+            found[name] = setting == "on"
     return found if settings["value_tables"] == -1 else found | {"value_tables": settings["value_tables"]}
 
 

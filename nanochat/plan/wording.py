@@ -43,6 +43,9 @@ def sections(plan: Plan, dataset, tokenizer, run_path) -> dict[str, dict[str, st
             f"{', and pairs as many for values' if config.value_tables == 2 else ''}"
             if config.bigrams
             else "pairs and triples of tokens have no rows",
+            "copying": "the rows of what followed the same tokens before are added"
+            if config.copying
+            else "what followed the same tokens before is not added",
         },
         "training": training(plan),
         "cost": cost(plan),

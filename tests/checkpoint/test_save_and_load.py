@@ -214,7 +214,7 @@ def test_weights_to_start_from_are_of_the_same_model_and_tokenizer(tmp_path):
         assert find_weights(path, identity | {"seed": 2}).step == 3
     difference = "another model: model's width was 96, is 128; model's num_heads was 3, is 4; "
     settings = "give --depth=2 --aspect_ratio=48 --head_dim=32 --max_seq_len=64 --window_pattern=L"
-    settings += " --spelling=on --bigrams=0 --value_tables=1"
+    settings += " --spelling=on --bigrams=0 --value_tables=1 --copying=off"
     with pytest.raises(UserError, match=f"{difference}{settings}$"):
         find_weights(tmp_path, identity | {"model": model | {"width": 128, "num_heads": 4}})
     with pytest.raises(UserError, match=r"--tokenizer=.*step_000003/tokenizer.json"):

@@ -15,8 +15,8 @@ from nanochat.engine import generate_batch
 
 BOS = TOKENIZER.bos_id
 KINDS = {
-    "windows and tables": dict(depth=5, window_pattern="SSL"),
-    "tables with pairs": dict(depth=5, value_tables=2, bigrams=3),
+    "windows and tables": dict(depth=5, window_pattern="SSL", copying=True),
+    "tables with pairs": dict(depth=5, value_tables=2, bigrams=3, copying=True),
     "sub-words and pairs": dict(depth=2, spelled=True, value_tables=0, bigrams=3),
 }
 
@@ -59,6 +59,7 @@ def test_logits_are_ours_for_full_rows_of_several_documents(pair):
     ours, theirs = pair
     idx = tokens(3, 256)
     idx[:, [0, 90, 91, 200]] = BOS
+    idx[:, 110:140] = idx[:, 40:70]  # to copy
     assert (theirs(idx).logits - ours(idx)).abs().max() < 1e-5
 
 

@@ -26,7 +26,7 @@ C, L, V, T = 768, 12, 32768, 2048  # d12's width, layers, vocabulary, positions
 GATES = L // 2 * C * 6 + L * C * 6 + L * 16  # of value embeddings, heads, the stream before
 MATRICES = L * 12 * C * C + GATES  # query, key, value, out, 4 + 4 of the MLP
 TABLES = L // 2 + 1 + 2 * scaling.FEWEST_BIGRAMS  # embedding, L / 2 - 1 of values, head, pairs and triples
-D12 = MATRICES + TABLES * V * C + C * L + 2  # and scalars
+D12 = MATRICES + TABLES * V * C + C * L + 18  # and scalars
 
 
 def settings(**changes):
