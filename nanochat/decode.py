@@ -202,7 +202,7 @@ class DecodeStep:
             x, pairs = self.ngrams(x, ids)
         idx = idx.view(B)
         x0 = norm(x.view(B, C)).to(self.dtype)
-        x, share = self.x0_scales[:, None, None] * x0 + self._copied(ids)
+        x, share = self._with_copied(self.x0_scales[:, None, None] * x0, ids)
         before_gates = 2 * (x0[:, : self.x_before_gates.size(0)] @ self.x_before_gates).sigmoid()  # (B, L)
         for i, (qkvg, out, up, down, table) in enumerate(self.layers):
             before = before_gates[:, i : i + 1] * cache.layers[i].previous_token(x[:, None])[:, 0]  # (B, C)
@@ -226,17 +226,21 @@ class DecodeStep:
             x = torch.addmm(x, F.leaky_relu_(norm(x) @ up, SLOPE).square_(), down)
         return softcap(norm(x) @ self.head)
 
-    def _copied(self, ids):
-        """What Copying adds to x and to share, (2, B, C), after the tokens ids (B, length); 0 without it."""
+    def _with_copied(self, x_and_share, ids):
+        """x and share, (2, B, C), with what Copying adds to them after the tokens ids (B, length)."""
         n = ids.size(1)
         if self.copy_scales is None or n == 1:
-            return 0
+            return x_and_share
         ngrams = F.pad(ids, (LONGEST - 1, 0), value=-1).unfold(1, LONGEST, 1)  # those that end at each token
         lengths = (ngrams[:, :-1] == ngrams[:, -1:]).flip(-1).cumprod(-1).sum(-1)  # of matches, (B, n - 1)
-        best = (n * lengths + torch.arange(n - 1, device=ids.device)).amax(-1)  # the last of the longest
+        best = torch.add(torch.arange(n - 1, device=ids.device), lengths, alpha=n).amax(
+            -1
+        )  # the last longest
         token = ids.gather(1, (best % n + 1)[:, None])[:, 0]
-        rows = torch.stack([F.embedding(token, table) for table in (self.embedding, self.head_rows)])
-        return self.copy_scales[:, best // n] * norm(rows).to(self.dtype)
+        rows = torch.stack((self.embedding[token], self.head_rows[token]))
+        return torch.addcmul(
+            x_and_share, self.copy_scales[:, best // n], F.rms_norm(rows, rows.shape[-1:]).to(self.dtype)
+        )
 
     def _attend(self, qk, v, cache: KVCache, i: int):
         """Add a key and a value to layer i, and attend to its window; returns (B, H, D)."""
