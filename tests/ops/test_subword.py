@@ -118,6 +118,7 @@ def test_the_length_of_a_run_decides_which_rows_tokens_have(spelling, tokens, be
     given = {"spelling": spelling, "bigrams": -1, "value_tables": -1, "copying": "auto"}
     tables = scaling.tables_for(given, config, horizon, 10**9, before)
     assert (tables["spelled"], tables["value_tables"]) == found
+    assert tables["copying"] == (not before)  # a run from before copying goes on without
 
 
 def test_without_tables_all_value_embeddings_are_the_rows_of_the_head():
