@@ -112,18 +112,12 @@ def test_several_processes_give_the_same_numbers(trained, corpus, tmp_path):
 def test_an_untrained_model_guesses_and_a_trained_one_is_far_above_chance(base_eval, tmp_path):
     small = ["--depth=3", "--aspect_ratio=32", "--head_dim=32", "--max_seq_len=128", "--vocab_size=1024"]
     small += ["--device_batch_size=12", "--total_batch_size=1536", "--eval_tokens=60000", "--dtype=float32"]
+    small += ["--compile=off", "--eval_every=-1"]
     scores = {}
     for steps, copying in ((1, "off"), (100, "on")):  # one step is enough to copy
         out, base = tmp_path / str(steps), f"--base_dir={tmp_path / 'base'}"
-        more = [
-            f"--copying={copying}",
-            f"--num_iterations={steps}",
-            f"--out_dir={out}",
-            base,
-            "--compile=off",
-            "--eval_every=-1",
-        ]
-        run(["scripts.base_train", *small, *more])
+        own = [f"--copying={copying}", f"--num_iterations={steps}", f"--out_dir={out}", base]
+        run(["scripts.base_train", *small, *own])
         base_eval(f"--source={out}", "--eval=bpb,core", base)
         scores[steps] = written(out, steps)["own_score"]
         of_run = evaluation_of_run(out, steps)["val_bpb"]
