@@ -36,6 +36,7 @@ variants = {
     "without leak": {"patch": "without.patch"},  # ReLU squared
     "without softcap": {"patch": "without.patch"},  # 60, not 15
     "tokens do not share their spelling": {"spelling": "off"},
+    "no copying": {"copying": "off"},
     "no rows for pairs of tokens": {"bigrams": 0},
     # Parts of the optimizer and the schedules
     "without normalization": {"patch": "without.patch"},
