@@ -233,14 +233,12 @@ class DecodeStep:
             return x_and_share
         ngrams = F.pad(ids, (LONGEST - 1, 0), value=-1).unfold(1, LONGEST, 1)  # those that end at each token
         lengths = (ngrams[:, :-1] == ngrams[:, -1:]).flip(-1).cumprod(-1).sum(-1)  # of matches, (B, n - 1)
-        best = torch.add(torch.arange(n - 1, device=ids.device), lengths, alpha=n).amax(
-            -1
-        )  # the last longest
+        places = torch.arange(n - 1, device=ids.device)
+        best = torch.add(places, lengths, alpha=n).amax(-1)  # of the longest the last, in one number
         token = ids.gather(1, (best % n + 1)[:, None])[:, 0]
         rows = torch.stack((self.embedding[token], self.head_rows[token]))
-        return torch.addcmul(
-            x_and_share, self.copy_scales[:, best // n], F.rms_norm(rows, rows.shape[-1:]).to(self.dtype)
-        )
+        rows = F.rms_norm(rows, rows.shape[-1:]).to(self.dtype)
+        return torch.addcmul(x_and_share, self.copy_scales[:, best // n], rows)
 
     def _attend(self, qk, v, cache: KVCache, i: int):
         """Add a key and a value to layer i, and attend to its window; returns (B, H, D)."""

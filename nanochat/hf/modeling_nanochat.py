@@ -354,8 +354,8 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         return cache.update(column, column, self.config.depth)[0][:, 0, :, 0]
 
     def previous_ids(self, ids, row: Row):
-        """For each new token, of all slots' ids, the one before it and the second before it, (B, T) each; 0
-        where there is none."""
+        """The token before each new one and the second before it, (B, T) each, from the ids of all slots.
+        It is 0 before a text begins."""
         before = shift(ids, 1) * row.follows
         return before[:, row.past :], (shift(before, 1) * row.follows)[:, row.past :]
 

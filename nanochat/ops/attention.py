@@ -116,8 +116,10 @@ def previous_token(x, visible=None):
 
 
 def previous_ids(ids, new: int, visible=None):
-    """For each of the last `new` tokens of ids (B, L) the one before it and the second before it, (B, new)
-    each; 0 where there is none, or -1."""
+    """The token before each of the last `new` tokens of ids (B, L), and the second before it: (B, new) each.
+
+    It is 0 where a row or document begins, and where ids has -1.
+    """
     before = previous_token(ids, visible)
     return [x[:, -new:].clamp_min(0) for x in (before, previous_token(before, visible))]
 

@@ -39,6 +39,14 @@ def test_both_ways_find_what_the_definition_says(vocab_size, documents):
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.slow
+def test_compiled_as_for_a_gpu_the_comparison_finds_the_same():
+    ids = torch.randint(5, (2, 60), generator=torch.Generator().manual_seed(0))
+    compiled = torch.compile(copying._compare)
+    for found, wanted in zip(compiled(ids, ids.int(), 60), search(ids, ids < 0), strict=True):
+        assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("documents", [None, "numbers", "begins"])
 def test_a_match_is_of_the_same_row_and_document(documents):
     ids = torch.tensor([[5, 6, 7, 5, 6, 8, 6, 5], [9, 6, 7, 5, 3, 9, 6, 7]])
