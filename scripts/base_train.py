@@ -49,7 +49,6 @@ vocab_size = -1  # tokens (-1 = to suit the amount of text, 4096 to 32768) [-1, 
 spelling: Literal["auto", "on", "off"] = "auto"  # tokens spelled alike learn together (auto = in short runs)
 bigrams = -1  # rows of pairs and of triples of tokens, for each token (-1 = by tokens, 0 = none) [-1..1024]
 copying: Literal["auto", "on", "off"] = "auto"  # add what followed the same tokens before (auto = on)
-value_tables = -1  # of value embeddings: 0 = none, 1 = by token, 2 = and by pair (-1 = by length) [-1..2]
 
 # Data
 data = "embedded"  # * embedded (Python's library), a file or folder, climbmix, fineweb-edu, hf:OWNER/NAME
@@ -150,12 +149,13 @@ with machine.main_first("data", stop):  # the first process builds what is missi
 # the rows of a micro-batch, so that it computes the same numbers
 resumed, run_id = (None, "") if plan_only else checkpoint.enter(run_path, resume, machine, init_from)
 resolved = resumed.resolved if resumed else {}
+weights = checkpoint.find_weights(init_from, say) if init_from and not resumed else None
 dataset = dataset.for_run(tokenizer, resumed, machine)  # public data: the shards that the horizon needs
 
 # ------------------------------------------------------------------------------------------------------
 # Plan: everything that follows from the settings, the text and the machine, with its reason
 
-plan = planning.decide(settings.values, tokenizer, dataset, hardware, machine, resolved)
+plan = planning.decide(settings.values, tokenizer, dataset, hardware, machine, resolved, weights)
 sections = wording.sections(plan, dataset, tokenizer, run_path)
 say(wording.text(sections, plan.warnings(accept), whole=plan_only))
 if plan_only:
@@ -201,8 +201,8 @@ clock.expect_evaluation(sum(batches.tokens for batches in val_sets.values()) * w
 
 if resumed:
     restore(resumed, model, optimizer, scaler, machine)
-elif init_from:
-    checkpoint.load_weights(checkpoint.find_weights(init_from, identity, say), model)
+elif weights:
+    checkpoint.start_from(weights, identity, model)
 
 train_model = compile_after(model, eager_left, plan.grad_accum_steps, say)
 train_model = wrap_in_ddp(train_model, optimizer, gradient_dtype)  # unchanged in a single process

@@ -376,7 +376,7 @@ def run_tree(tree: Path, arguments: list[str], status: int = 0) -> str:
 # What figures in tests of plans are worked out for, whatever the script's defaults are
 USUAL = DEFAULTS | {
     "aspect_ratio": -1, "head_dim": 128, "max_seq_len": 2048, "window_pattern": "L", "vocab_size": -1,
-    "spelling": "auto", "bigrams": -1, "value_tables": -1, "copying": "auto", "target_param_data_ratio": 12.0,
+    "spelling": "auto", "bigrams": -1, "copying": "auto", "target_param_data_ratio": 12.0,
     "unembedding_lr": 0.004, "table_decay": -1.0, "warmup_steps": 40, "dtype": "auto", "compile": "auto",
     "price_per_hour": -1.0,
 }  # fmt: skip

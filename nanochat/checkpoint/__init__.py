@@ -30,6 +30,7 @@ from nanochat.checkpoint.resume import (
     load_weights,
     resume_message,
     set_future_aside,
+    start_from,
 )
 from nanochat.checkpoint.save_and_load import (
     Checkpoint,

@@ -10,7 +10,7 @@ from nanochat import UserError
 from nanochat.checkpoint import schema
 from nanochat.checkpoint.files import read_json
 from nanochat.checkpoint.folder import check_shared, checkpoints_in, lock_folder, set_aside
-from nanochat.checkpoint.save_and_load import Checkpoint, find, open_checkpoint, open_in
+from nanochat.checkpoint.save_and_load import Checkpoint, find, open_checkpoint, open_in, whole_model
 from nanochat.files import user_path
 
 EXPORTED_TOKENIZER = "nanochat_tokenizer.json"  # in a folder of scripts/export.py
@@ -61,7 +61,8 @@ def changes(found, identity, accept=""):
     if unknown := sorted(accepted - possible - {"epochs", "memory"}):
         takes = ", ".join([*sorted(possible), "epochs", "memory"])
         raise UserError(f"accept cannot name {', '.join(unknown)}; it takes {takes}")
-    then = found.state["identity"] if found else identity
+    identity = identity | {"model": whole_model(identity.get("model", {}))}
+    then = found.state["identity"] | {"model": found.model} if found else identity
     changed = [name for name in identity if then.get(name) != identity[name]]
     if refused := [name for name in changed if name not in accepted]:
         listed = "; ".join(_difference(name, then.get(name), identity[name]) for name in refused)
@@ -81,26 +82,30 @@ def _difference(name: str, was, now) -> str:
     return f"{name} was {was}, is {now}"
 
 
-def find_weights(path, identity, say=print):
-    """The Checkpoint whose weights a new run with this `identity` starts from.
+def find_weights(path, say=print):
+    """The Checkpoint whose weights a new run starts from.
 
-    path: the folder of a checkpoint, of a run or of scripts/export.py. Raises UserError if it holds no
-    checkpoint, or one with another model or tokenizer.
+    path: the folder of a checkpoint, of a run or of scripts/export.py. Raises UserError if it holds none.
     """
-    if (checkpoint := _open_export(path) or open_in(path, say, "init_from")) is None:
-        raise UserError(f"no checkpoint in {path}; init_from is a folder of a checkpoint, run or export")
-    then = {"model": {}, "tokenizer": None} | checkpoint.state.get("identity", {})
+    if checkpoint := _open_export(path) or open_in(path, say, "init_from"):
+        return checkpoint
+    raise UserError(f"no checkpoint in {path}; init_from is a folder of a checkpoint, run or export")
+
+
+def start_from(checkpoint, identity, model):
+    """Put a checkpoint's weights into the model of a new run with this `identity`. Raises UserError if they
+    are of another model or tokenizer, and what `load_weights` raises."""
     what, give = "another tokenizer", []
-    if (was := then["model"]) != identity["model"]:
-        what = f"another model: {_difference('model', was, identity['model'])}"
-        give.append(_settings_of_model(was))
-    if then["tokenizer"] != identity["tokenizer"]:
+    if checkpoint.model != (wanted := whole_model(identity["model"])):
+        what = f"another model: {_difference('model', checkpoint.model, wanted)}"
+        give.append(_settings_of_model(checkpoint.model))
+    if checkpoint.state.get("identity", {}).get("tokenizer") != identity["tokenizer"]:
         exported = (checkpoint.path / EXPORTED_TOKENIZER).exists()
         file = EXPORTED_TOKENIZER if exported else "tokenizer.json"
         give.append(f"--tokenizer={checkpoint.path / file}")
     if give:
         raise UserError(f"{checkpoint.path} has {what}; give {' '.join(give)}")
-    return checkpoint
+    load_weights(checkpoint, model)
 
 
 def _open_export(path):
@@ -125,10 +130,6 @@ def _settings_of_model(model: dict) -> str:
             "head_dim": model["width"] // model["num_heads"],
             "max_seq_len": model["max_seq_len"],
             "window_pattern": model["window_pattern"],
-            "spelling": "on" if model.get("spelled") else "off",
-            "bigrams": model.get("bigrams", 0),
-            "value_tables": int(model.get("value_tables", 1)),
-            "copying": "on" if model.get("copying") else "off",
         }
     except (KeyError, TypeError, ZeroDivisionError):  # it is the model of another program
         return "the same settings of the model"

@@ -154,6 +154,12 @@ def _sentence(e, final, tensors):
 # Restoring
 
 
+def whole_model(model: dict) -> dict:
+    """The values of a GPTConfig, also of one from before it had all its names."""
+    added = {"spelled": False, "value_tables": 1, "bigrams": 0, "copying": False}
+    return added | model if model else {}
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint on disk. `step` updates were made before it; `state` is the dict that was saved."""
@@ -168,6 +174,11 @@ class Checkpoint:
         """The folder of its run, or its own if it was copied out of there. Absolute: `.` has no name."""
         path = Path(os.path.abspath(self.path))
         return path.parent if STEP.fullmatch(path.name) else path
+
+    @property
+    def model(self):
+        """The values of its model's GPTConfig; {} for a model of another program."""
+        return whole_model(self.state.get("identity", {}).get("model", {}))
 
     @property
     def resolved(self):

@@ -19,7 +19,7 @@ NUMBER = int, float
 PLAIN = (*NUMBER, bool, str, type(None), [*NUMBER, str])
 MANIFEST = {"step": WHOLE, "world_size": range(1, 2**31), "files": {...: {"size": WHOLE, "sha256": str}}}
 STATE_TO_CONTINUE = {
-    "identity": {"model?": {...: PLAIN}},
+    "identity": {"model?": {"bigrams?": range(2**20), "value_tables?": (range(3), bool), ...: PLAIN}},
     "resolved": {"rates?": {...: NUMBER}, ...: (*PLAIN, {...: PLAIN})},
     "num_iterations": WHOLE,
     "loader": dict,

@@ -133,8 +133,7 @@ class Plan:
     def resolved(self) -> dict:
         """What checkpoints keep of the plan, for a resumed run and for mid_train."""
         kept = {"device_batch_size": self.device_batch_size, "rates": self.rates, "fp8": self.fp8}
-        tables = ("spelled", "value_tables", "bigrams", "copying")
-        kept |= {name: getattr(self.config, name) for name in tables}
+        kept |= {name: getattr(self.config, name) for name in scaling.TABLES}
         kept |= {"table_share": self.table_share, "compiled": self.compiled}
         kept |= {"eager_steps": self.eager_steps, "peak": self.hardware.peak}
         if self.attention:
@@ -252,15 +251,19 @@ class Plan:
         }
 
 
-def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dict) -> Plan:
+def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dict, weights=None) -> Plan:
     """The plan for the settings of base_train, {name: value}, on a data set and with its tokenizer; pure.
 
-    Raises UserError for settings that contradict each other.
+    weights: the Checkpoint that a new run starts from, if any; its model says which rows tokens have. Raises
+    UserError for settings that contradict each other.
     """
     V = tokenizer.vocab_size
     config, horizon = scaling.horizon_of(settings, V, hardware.peak_flops, resolved)
     data_tokens = dataset.estimated_tokens(tokenizer)
-    config = replace(config, **scaling.tables_for(settings, config, horizon, data_tokens, resolved))
+    before = resolved
+    if weights and weights.model:
+        before = {name: weights.model[name] for name in scaling.TABLES}
+    config = replace(config, **scaling.tables_for(settings, config, horizon, data_tokens, before))
     plan = _plan(
         settings,
         config,
@@ -342,10 +345,10 @@ def _plan(settings, config, hardware, horizon, scaled, resolved, **more) -> Plan
     return plan.with_largest_micro_batch()
 
 
-def decide(settings: dict, tokenizer, dataset, hardware: Hardware, machine, resolved: dict) -> Plan:
+def decide(settings: dict, tokenizer, dataset, hardware: Hardware, machine, resolved: dict, weights) -> Plan:
     """The plan of a run of base_train on this machine: `derive` and `on_machine` in one."""
     check_fp8(settings["fp8"], machine.device, hardware.dtype, settings["max_seq_len"], resolved)
-    plan = derive(settings, tokenizer, dataset, hardware, resolved)
+    plan = derive(settings, tokenizer, dataset, hardware, resolved, weights)
     return on_machine(plan, settings, machine, resolved, divided_rows=settings["document_mask"])
 
 

@@ -26,6 +26,7 @@ TABLE_TOKENS = 2_500  # with fewer, all value embeddings are rows of the head (d
 # Rows that pairs of tokens share, and triples as many (docs/ablations.md): one for each 16 tokens that a run
 # reads for the first time, at most 2^27 numbers, but at least 8 rows for each of the vocabulary
 TOKENS_PER_ROW, FEWEST_BIGRAMS, MOST_NUMBERS = 16, 8, 2**27
+TABLES = "spelled", "value_tables", "bigrams", "copying"  # GPTConfig's names for such rows
 WIDEST = 64  # aspect ratio, unless the run is too short for so wide a model
 BEST_RATIO = 2.0  # tokens a parameter, if FLOPs are few: our fit at d4 and d6 (docs/ablations.md)
 ASSUMED_MFU = 0.3  # share of the peak that training is assumed to reach, before anything is timed
@@ -168,25 +169,26 @@ def horizon_of(
     return config, horizon
 
 
-def tables_for(settings: dict, config: GPTConfig, horizon: Horizon, data_tokens: int, resolved: dict) -> dict:
-    """Which rows tokens have beside embedding and head: GPTConfig's spelled, value_tables, bigrams, copying.
+def tables_for(settings: dict, config: GPTConfig, horizon: Horizon, data_tokens: int, before: dict) -> dict:
+    """Which rows tokens have beside embedding and head: the values of GPTConfig by the names TABLES.
 
     Sub-word embeddings (subword.py) help where a run is too short for each token's row to learn alone, tables
     of value embeddings where it is not (docs/ablations.md). config: its width and vocabulary count.
-    data_tokens: of the training text.
+    data_tokens: of the training text. before: these of the run that goes on, or of the weights that a new run
+    starts from; {} without either.
     """
     tokens = horizon.tokens / config.vocab_size
     rows = min(MOST_NUMBERS // config.width, min(horizon.tokens, data_tokens) // TOKENS_PER_ROW)
-    bigrams = resolved.get("bigrams", max(FEWEST_BIGRAMS, rows // config.vocab_size))
-    found = {"spelled": tokens < SPELLED_TOKENS, "value_tables": 0, "copying": not resolved}
+    bigrams = before.get("bigrams", max(FEWEST_BIGRAMS, rows // config.vocab_size))
+    found = {"spelled": tokens < SPELLED_TOKENS, "value_tables": 0, "copying": not before}
     found["bigrams"] = bigrams if settings["bigrams"] == -1 else settings["bigrams"]
     if tokens >= TABLE_TOKENS:
         found["value_tables"] = 2 if found["bigrams"] > FEWEST_BIGRAMS else 1
-    found |= {name: resolved[name] for name in ("spelled", "value_tables", "copying") if name in resolved}
+    found |= {name: before[name] for name in ("spelled", "value_tables", "copying") if name in before}
     for name, setting in (("spelled", settings["spelling"]), ("copying", settings["copying"])):
         if setting != "auto":
             found[name] = setting == "on"
-    return found if settings["value_tables"] == -1 else found | {"value_tables": settings["value_tables"]}
+    return found
 
 
 def table_share(settings: dict, epochs: float, resolved: dict) -> float:

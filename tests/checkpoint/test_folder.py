@@ -67,6 +67,8 @@ def test_what_differs_from_the_checkpoint_is_refused_by_name_and_accepted_by_nam
     save_step(tmp_path, 3, state={"step": 3, "identity": then})
     found = find(tmp_path)
     assert changes(found, then) == changes(found, then, accept="seed, data") == []
+    newer = {"depth": 2, "spelled": False, "value_tables": 1, "bigrams": 0, "copying": False}
+    assert changes(found, then | {"model": newer}) == []  # the checkpoint is from before these had names
     now = then | {"seed": 7, "data": "c"}
     sentence = r"step_000003 is from another run: data was a, is c; seed was 42, is 7\. .*--accept=data,seed$"
     with pytest.raises(UserError, match=sentence):
@@ -81,7 +83,7 @@ def test_what_differs_from_the_checkpoint_is_refused_by_name_and_accepted_by_nam
         changes(None, now, accept="sed")  # of a new run too
     sentence = r"another run: model's depth was 2, is 4\. .*--resume=never or another --model_tag$"
     with pytest.raises(UserError, match=sentence):
-        changes(found, now | {"model": {"depth": 4}}, accept="seed,data")
+        changes(found, now | {"model": newer | {"depth": 4}}, accept="seed,data")
 
 
 # The lock

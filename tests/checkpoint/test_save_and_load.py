@@ -11,7 +11,16 @@ import torch
 from helpers import check, craft, names_in, numbers, read_manifest, save_step, write_manifest
 
 from nanochat import UserError
-from nanochat.checkpoint import Damaged, SaveError, find, find_weights, open_checkpoint, save, save_and_load
+from nanochat.checkpoint import (
+    Damaged,
+    SaveError,
+    find,
+    find_weights,
+    open_checkpoint,
+    save,
+    save_and_load,
+    start_from,
+)
 
 OPTIMIZER = "optimizer-00000-of-00001.safetensors"
 
@@ -211,18 +220,19 @@ def test_weights_to_start_from_are_of_the_same_model_and_tokenizer(tmp_path):
     identity = {"model": model, "tokenizer": "abc"}
     save_step(tmp_path, 3, state={"step": 3, "identity": identity | {"seed": 1}})
     for path in (tmp_path, tmp_path / "step_000003"):
-        assert find_weights(path, identity | {"seed": 2}).step == 3
+        assert find_weights(path).step == 3
+
+    def refused(wanted, match, path=tmp_path):
+        with pytest.raises(UserError, match=match):
+            start_from(find_weights(path), wanted, None)
+
     difference = "another model: model's width was 96, is 128; model's num_heads was 3, is 4; "
     settings = "give --depth=2 --aspect_ratio=48 --head_dim=32 --max_seq_len=64 --window_pattern=L"
-    settings += " --spelling=on --bigrams=0 --value_tables=1 --copying=off"
-    with pytest.raises(UserError, match=f"{difference}{settings}$"):
-        find_weights(tmp_path, identity | {"model": model | {"width": 128, "num_heads": 4}})
-    with pytest.raises(UserError, match=r"--tokenizer=.*step_000003/tokenizer.json"):
-        find_weights(tmp_path, identity | {"tokenizer": "abd"})
-    with pytest.raises(UserError, match=rf"{settings} --tokenizer=.*step_000003/tokenizer.json"):
-        find_weights(tmp_path, {"model": model | {"vocab_size": 300}, "tokenizer": "abd"})
-    with pytest.raises(UserError, match=r"no checkpoint in .*/nothing"):
-        find_weights(tmp_path / "nothing", identity)
+    refused(identity | {"model": model | {"width": 128, "num_heads": 4}}, f"{difference}{settings}$")
+    refused(identity | {"tokenizer": "abd"}, r"--tokenizer=.*step_000003/tokenizer.json")
+    others = {"model": model | {"vocab_size": 300}, "tokenizer": "abd"}
+    refused(others, rf"{settings} --tokenizer=.*step_000003/tokenizer.json")
     other = save_step(tmp_path / "other", 1, state={"identity": {"model": model | {"depth": 0}}})
-    with pytest.raises(UserError, match="give the same settings of the model"):
-        find_weights(other, identity)
+    refused(identity, "give the same settings of the model", other)
+    with pytest.raises(UserError, match=r"no checkpoint in .*/nothing"):
+        find_weights(tmp_path / "nothing")

@@ -169,5 +169,5 @@ def test_saved_again_it_loads_again_there_and_here(one, tmp_path):
     assert (load(tmp_path / "again")(idx).logits - ours(idx)).abs().max() < 1e-5
     identity = {"model": asdict(ours.config), "tokenizer": TOKENIZER.fingerprint}
     other = make_model(2, max_seq_len=64, window_pattern="SL", stir=0.1, bigrams=3)
-    checkpoint.load_weights(checkpoint.find_weights(tmp_path / "again", identity), other)
+    checkpoint.start_from(checkpoint.find_weights(tmp_path / "again"), identity, other)
     assert torch.equal(other(idx), ours(idx))

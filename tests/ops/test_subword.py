@@ -115,7 +115,7 @@ def test_a_table_with_numbers_that_no_subword_has_is_refused(number):
 def test_the_length_of_a_run_decides_which_rows_tokens_have(spelling, tokens, before, found):
     horizon = scaling.Horizon(300 * tokens, 1, 1e9, "", "")
     config = scaling.model_config(4, 64, 64, 128, 300, "L")
-    given = {"spelling": spelling, "bigrams": -1, "value_tables": -1, "copying": "auto"}
+    given = {"spelling": spelling, "bigrams": -1, "copying": "auto"}
     tables = scaling.tables_for(given, config, horizon, 10**9, before)
     assert (tables["spelled"], tables["value_tables"]) == found
     assert tables["copying"] == (not before)  # a run from before copying goes on without

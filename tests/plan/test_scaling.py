@@ -145,7 +145,7 @@ def test_with_the_steps_given_the_batch_is_the_best_one_for_the_tokens_it_makes(
 
 
 def bigrams_for(V, tokens, data_tokens, setting=-1, before=None, width=768):
-    given = {"spelling": "auto", "bigrams": setting, "value_tables": -1, "copying": "auto"}
+    given = {"spelling": "auto", "bigrams": setting, "copying": "auto"}
     config, length = scaling.model_config(1, width, width, 256, V, "L"), scaling.Horizon(tokens, 1, 0, "", "")
     return scaling.tables_for(given, config, length, data_tokens, before or {})["bigrams"]
 

@@ -133,10 +133,14 @@ def test_a_run_starts_from_weights_of_another_or_goes_on_in_another_folder(corpu
 
 
 def test_a_run_that_starts_from_another_model_is_told_the_settings_that_make_it(corpus, tmp_path):
-    run(command(corpus, tmp_path / "base", "--depth=3", "--num_iterations=1", "--value_tables=2"))
-    start = command(corpus, tmp_path / "run", "--num_iterations=1", f"--init_from={tmp_path / 'base'}")
+    base, of_base = tmp_path / "base", ["--spelling=off", "--bigrams=3", "--copying=off"]
+    run(command(corpus, base, "--depth=3", "--num_iterations=1", *of_base))
+    start = command(corpus, tmp_path / "run", "--num_iterations=1", f"--init_from={base}")
     advice = re.search(r"give (--.+)", run(start, status=2))[1]
+    assert "--bigrams" not in advice  # which rows tokens have comes from the weights
     assert "going on" not in run([*start, *advice.split()])
+    found, wanted = (json.loads((path / "config.json").read_text()) for path in (tmp_path / "run", base))
+    assert found["identity"]["model"] == wanted["identity"]["model"]
 
 
 def test_the_weights_that_a_new_run_starts_from_are_not_set_aside(corpus, undisturbed):

@@ -103,7 +103,7 @@ def test_training_with_another_model_or_tokenizer_is_told_what_to_give(source, t
         others, (f"--tokenizer={folder}/nanochat_tokenizer.json", "--depth=2"), strict=True
     ):
         with pytest.raises(UserError, match=advice):
-            checkpoint.find_weights(folder, other)
+            checkpoint.start_from(checkpoint.find_weights(folder), other, None)
     assert Tokenizer.load(folder / "nanochat_tokenizer.json").fingerprint == TOKENIZER.fingerprint
 
 
