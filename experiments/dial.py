@@ -4,8 +4,7 @@ Against the tokens of a run on public text: batch, steps, factor of the rates, a
 the functions of nanochat/plan/scaling.py that base_train calls. They depend on the tokens and not on the
 depth, which has a mark where its own horizon is. The dashed line is the batch rule without its rounding to a
 power of two rows, with the vocabulary of our runs. A cross stands for each batch of a series at d4, a circle
-for the lowest point of a parabola through its three best in the logarithm (docs/ablations.md, "The batch
-rule").
+for the lowest point of a parabola through its three best in the logarithm (docs/ablations.md, "The batch").
 """
 
 from pathlib import Path

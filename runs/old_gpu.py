@@ -7,4 +7,4 @@ model_tag = "old_gpu"
 dtype = "float16"  # with a GradScaler; auto chooses the same on these cards
 depth = 8
 max_seq_len = 1024
-device_batch_size = 32  # by the plan 7.6 GiB compiled, with a vocabulary of 32768
+device_batch_size = 32  # by the plan 8.3 GiB compiled, with a vocabulary of 32768

@@ -44,7 +44,7 @@ core_metric_max_per_task = -1  # examples of each of CORE's tasks (-1 = all) [-1
 bundle: str | None = None  # zip file or folder of CORE's bundle (none = <base_dir>/eval_bundle.zip)
 
 # Text (none = as in the run)
-data: str | None = None  # embedded, a file or folder of text, climbmix or fineweb-edu
+data: str | None = None  # embedded, a file or folder of text, climbmix, fineweb-edu, hf:OWNER/NAME
 val_data: str | None = None  # score these; a.txt,b.txt have a result each
 text_field: str | None = None  # the field of JSON objects or column of parquet files that holds the text
 eval_tokens: int | None = None  # validation tokens to score (-1 = all) [-1, 1..1e12]

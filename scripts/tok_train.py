@@ -3,8 +3,8 @@
     python -m scripts.tok_train --vocab_size=4096                        # on the embedded text
     python -m scripts.tok_train --data=my_texts/ --vocab_size=16384
 
-Without --out the file is written where base_train looks for a tokenizer of this data and size. Nothing is
-downloaded: the tokenizers of GPT-2 and GPT-4 are compared only if tiktoken has their files on this machine.
+Without --out the file is written where base_train looks for a tokenizer of this data and size. The tokenizers
+of GPT-2 and GPT-4 are not downloaded: they are compared if tiktoken has their files on this machine.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from nanochat.files import user_path
 from nanochat.terminal import table
 
 # Text
-data = "embedded"  # embedded (Python's standard library), a file or folder of text, climbmix or fineweb-edu
+data = "embedded"  # embedded (Python's library), a file or folder, climbmix, fineweb-edu, hf:OWNER/NAME
 val_data: str | None = None  # a file or folder that is the validation split (none = what the data set pins)
 text_field = "text"  # the field of JSON objects, or the column of parquet files, that holds the text
 max_chars = 500_000_000  # characters to train on (-1 = all; of public data, the first shard) [-1, 1..1e12]
