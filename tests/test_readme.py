@@ -12,7 +12,6 @@ import pytest
 from helpers import ROOT, names_in, python_m, records
 
 from nanochat import checkpoint
-from nanochat.terminal import duration
 
 # What needs a GPU, a network or an installation is left out; the rest runs word for word but for these
 UNTIL, LEFT_OUT = "## A GPU, with its data", r"-m venv|^pip |-m pytest"
@@ -77,14 +76,15 @@ def test_the_readme_in_order_ends_in_a_chat_with_the_laptops_model(tmp_path):
     assert [path for path in (tmp_path / "home").rglob("*") if path.is_file()] == []
 
 
-def test_the_table_of_models_has_the_times_of_the_plan(monkeypatch):
-    """If this fails, put in the table that `python -m experiments.scale` prints."""
+def test_the_tables_of_models_and_of_gpus_are_those_of_the_plan(monkeypatch):
+    """If this fails, put in the tables that `python -m experiments.scale` prints."""
     monkeypatch.setattr("sys.argv", ["scale"])
     scale = importlib.import_module("experiments.scale")
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for depth in scale.MODELS:
-        (row,) = re.findall(rf"^\| {depth} \|.*", text, re.MULTILINE)
-        assert f" | {duration(3600 * scale.simulate(depth, 1).hours)} | " in row
+    assert scale.models() in (ROOT / "README.md").read_text(encoding="utf-8")
+    printed = f"{scale.speeds()}\n{scale.limits()}".replace("|  ", "| ").splitlines()
+    text = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| \d+ .*", text, re.MULTILINE)) <= set(printed)
+    assert f"up to depth {scale.deepest()}," in text
 
 
 def test_both_languages_have_the_same_commands():
