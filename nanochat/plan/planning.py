@@ -233,7 +233,7 @@ class Plan:
         elif self.epochs > FEW_EPOCHS:
             said.append(f"the text is read {self.epochs:.1f} times; above {FEW_EPOCHS} more text is better")
         if self.expected_seconds > LONG_S:
-            smaller = "" if self.hardware.device_type == "cuda" else ", such as --depth=4 or runs/laptop.py,"
+            smaller = "" if self.hardware.device_type == "cuda" else ", such as runs/laptop.py,"
             said.append(
                 f"this run takes about {duration(self.expected_seconds)} on this machine; stop it and give a "
                 f"smaller one{smaller} or use more GPUs"
