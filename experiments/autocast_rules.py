@@ -17,42 +17,26 @@ from nanochat.terminal import table
 # ------------------------------------------------------------------------------------------------------
 # Autocast's lists
 
-# Each maps x and y (8, 8) to a result
+DEVICES = "cuda", "cpu", "mps"
+# Each maps x and y (8, 8) to the results of its operators
 PROBES = {
-    "linear, matmul, bmm": [F.linear, torch.matmul, lambda x, y: torch.bmm(x.unsqueeze(0), y.unsqueeze(0))],
-    "conv1d": [lambda x, y: F.conv1d(x.unsqueeze(0), y.unsqueeze(-1))],
-    "scaled_dot_product_attention": [
-        lambda x, y: F.scaled_dot_product_attention(*(t.unsqueeze(0).unsqueeze(0) for t in (x, y, y)))
+    "linear, matmul, bmm": lambda x, y: [F.linear(x, y), x @ y, torch.bmm(x.unsqueeze(0), y.unsqueeze(0))],
+    "conv1d": lambda x, y: [F.conv1d(x.unsqueeze(0), y.unsqueeze(-1))],
+    "scaled_dot_product_attention": lambda x, y: [
+        F.scaled_dot_product_attention(*(t.unsqueeze(0).unsqueeze(0) for t in (x, y, y)))
     ],
-    "softmax, log_softmax": [lambda x, y: x.softmax(-1), lambda x, y: x.log_softmax(-1)],
-    "layer_norm": [lambda x, y: F.layer_norm(x, (8,))],
-    "rms_norm": [lambda x, y: F.rms_norm(x, (8,))],
-    "exp, log, pow, rsqrt": [
-        lambda x, y: x.exp(),
-        lambda x, y: x.log(),
-        lambda x, y: x.pow(2),
-        lambda x, y: x.rsqrt(),
-    ],
-    "sum, cumsum, vector_norm": [
-        lambda x, y: x.sum(),
-        lambda x, y: x.cumsum(-1),
-        lambda x, y: torch.linalg.vector_norm(x),
-    ],
-    "prod": [lambda x, y: x.prod(-1)],
-    "mean": [lambda x, y: x.mean()],
-    "nll_loss": [lambda x, y: F.nll_loss(x, torch.zeros(8, dtype=torch.long, device=x.device))],
-    "mse_loss, BCE with logits": [F.mse_loss, F.binary_cross_entropy_with_logits],
-    "gelu, relu, tanh, sigmoid": [
-        lambda x, y: F.gelu(x),
-        lambda x, y: F.relu(x),
-        lambda x, y: x.tanh(),
-        lambda x, y: x.sigmoid(),
-    ],
-    "add, mul": [torch.add, torch.mul],
-    "add, cat of one float32 and one low": [
-        lambda x, y: x.float() + y,
-        lambda x, y: torch.cat((x.float(), y)),
-    ],
+    "softmax, log_softmax": lambda x, y: [x.softmax(-1), x.log_softmax(-1)],
+    "layer_norm": lambda x, y: [F.layer_norm(x, (8,))],
+    "rms_norm": lambda x, y: [F.rms_norm(x, (8,))],
+    "exp, log, pow, rsqrt": lambda x, y: [x.exp(), x.log(), x.pow(2), x.rsqrt()],
+    "sum, cumsum, vector_norm": lambda x, y: [x.sum(), x.cumsum(-1), torch.linalg.vector_norm(x)],
+    "prod": lambda x, y: [x.prod(-1)],
+    "mean": lambda x, y: [x.mean()],
+    "nll_loss": lambda x, y: [F.nll_loss(x, torch.zeros(8, dtype=torch.long, device=x.device))],
+    "mse_loss, BCE with logits": lambda x, y: [F.mse_loss(x, y), F.binary_cross_entropy_with_logits(x, y)],
+    "gelu, relu, tanh, sigmoid": lambda x, y: [F.gelu(x), F.relu(x), x.tanh(), x.sigmoid()],
+    "add, mul": lambda x, y: [x + y, x * y],
+    "add, cat of one float32 and one low": lambda x, y: [x.float() + y, torch.cat((x.float(), y))],
 }
 
 
@@ -76,25 +60,22 @@ def autocast_on(device_type: str, dtype):
 
 
 def policy(probe, device_type: str) -> str:
-    """What autocast does with an operator, found by running it on float32 and on bfloat16 tensors."""
+    """What autocast does with operators, found by running them on float32 and on bfloat16 tensors."""
     results, low = [], torch.bfloat16
     for dtype in (torch.float32, low):
         with autocast_on(device_type, low):
             x, y = (torch.ones(8, 8, device=device_type, dtype=dtype) for _ in range(2))
             try:
-                results.append(probe(x, y).dtype)
+                results.append([result.dtype for result in probe(x, y)])
             except RuntimeError:  # a few operators need the device itself
                 return "-"
     words = {(low, low): "low", (torch.float32,) * 2: "float32", (torch.float32, low): "as its input"}
-    return words.get(tuple(results), str(results))
+    return " / ".join(dict.fromkeys(words.get(pair, str(pair)) for pair in zip(*results, strict=True)))
 
 
-def autocast_lists() -> str:
+def autocast() -> str:
     """One row for each group of operators: what autocast does with it on each device."""
-    rows = []
-    for name, probes in PROBES.items():
-        cells = [" / ".join(dict.fromkeys(policy(p, d) for p in probes)) for d in ("cuda", "cpu", "mps")]
-        rows.append([name, *cells])
+    rows = [[name, *(policy(probe, device) for device in DEVICES)] for name, probe in PROBES.items()]
     return table([["operator", "CUDA", "CPU", "MPS"], *rows])
 
 
@@ -113,7 +94,7 @@ def stages(device_type: str) -> dict[str, str]:
 
 
 def walk() -> str:
-    columns = [stages(device_type) for device_type in ("cuda", "cpu", "mps")]
+    columns = [stages(device_type) for device_type in DEVICES]
     return table([["stage", "CUDA", "CPU", "MPS"], *([s, *(c[s] for c in columns)] for s in columns[0])])
 
 
@@ -121,7 +102,7 @@ def walk() -> str:
 # Who casts the weights, and how often
 
 
-def weight_casts() -> str:
+def casts() -> str:
     """How often a recorder sees the weight of one layer cast."""
     layer, x = nn.Linear(8, 8, bias=False), torch.ones(1, 8)
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import configurator
-from experiments.autocast_rules import autocast_lists, walk, weight_casts
+from experiments.autocast_rules import autocast, casts, walk
 from experiments.measurements import CPU, byte_rows, distance, flat, flat_grad, our_model
 from nanochat import UserError
 from nanochat.machine import precision
@@ -239,18 +239,8 @@ def updates() -> str:
 
 if __name__ == "__main__":
     configurator.configure(globals())
-    experiments = {
-        "formats": formats,
-        "autocast": autocast_lists,
-        "walk": walk,
-        "inside": inside,
-        "accumulation": accumulation,
-        "attention": attention,
-        "casts": weight_casts,
-        "underflow": underflow,
-        "scaler": scaler,
-        "updates": updates,
-    }
+    functions = formats, autocast, walk, inside, accumulation, attention, casts, underflow, scaler, updates
+    experiments = {function.__name__: function for function in functions}
     if what not in {*experiments, "all"}:
         raise UserError(f"no experiment {what}; there are {', '.join(experiments)}, and all")
     for name in experiments if what == "all" else [what]:
