@@ -78,7 +78,7 @@ def numbers(name: str, text: str | None) -> list[int]:
     """A setting with positive whole numbers separated by commas; None has no numbers."""
     if not all(re.fullmatch(r"\s*0*[1-9]\d*\s*", number) for number in (text or "1").split(",")):
         raise UserError(f"--{name}={text} has to be positive whole numbers separated by commas, as 4,6")
-    return [int(number) for number in text.split(",")] if text else []
+    return [*dict.fromkeys(map(int, text.split(",")))] if text else []  # each run once
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def our_command(run: Run) -> list:
 
 def train_ours(run: Run) -> tuple[list[float], list[float], list[Path]]:
     """(Seconds in steps after each step, its loss, checkpoints). What an earlier command began goes on."""
-    peer_run.watch(our_command(run), ROOT, failed="base_train failed")
+    peer_run.watch(our_command(run), failed="base_train failed")
     steps = [record for record in read_metrics(run.folder / "run" / "metrics.jsonl") if "loss" in record]
     done_s = itertools.accumulate(record["step_time_s"] for record in steps)
     return [*done_s], [record["loss"] for record in steps], sorted((run.folder / "run").glob("step_*"))
@@ -186,7 +186,7 @@ def train_all(runs: list[Run], at_once: int, limit_s: float | None = None) -> li
     def attempt(run: Run):
         try:
             run.train()
-        except UserError as error:
+        except (UserError, OSError) as error:
             print(f"{run}: {error}", file=sys.stderr, flush=True)
 
     pool = ThreadPoolExecutor(at_once)
@@ -207,7 +207,7 @@ def bpb(run: Run) -> float:
 
 def best_of_peer(runs: list[Run], depth: int) -> Run | None:
     of_peer = [run for run in runs if (run.side, run.depth) == ("peer", depth) and run.result]
-    return min(of_peer, key=bpb, default=None)
+    return min(of_peer, key=lambda run: (math.isnan(bpb(run)), bpb(run)), default=None)  # nan: it diverged
 
 
 def over_peer(run: Run, best: Run) -> np.ndarray:
@@ -269,8 +269,13 @@ def draw(runs: list[Run], batch: int, path: Path):
 
 def check_settings():
     """Raises UserError for what would be known only after the runs, or would make them unlike."""
-    if plot and not Path(plot).resolve().parent.is_dir():
+    from matplotlib.figure import Figure
+
+    if plot and not user_path("plot", plot).resolve().parent.is_dir():
         raise UserError(f"--plot={plot} is in no folder; make the folder, or give another file")
+    kinds = Figure().canvas.get_supported_filetypes()
+    if plot and Path(plot).suffix[1:].lower() not in {"", *kinds}:
+        raise UserError(f"--plot={plot} is no picture; its name may end in .png, .svg or .pdf")
     named = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in more.split()}
     shared = {"aspect_ratio", "head_dim", "max_seq_len", "vocab_size", "device_type", "dtype"}
     if wrong := sorted(named & (shared | {"data", "val_data", "base_dir"} | DECIDED_BY.keys())):
@@ -294,7 +299,6 @@ if __name__ == "__main__":
     print(f"text and tokenizer: {text}", flush=True)
     sources = {"ours": runtime.sources_fingerprint(ROOT), "peer": runtime.sources_fingerprint(checkout)}
     job = text / f"job-{max_seq_len}"  # the text to score
-    job.mkdir(exist_ok=True)
     race_score.write_job(text, job, max_seq_len, device)
     if device == "cpu":
         os.environ["OMP_NUM_THREADS"] = "1"  # for what is started below
@@ -302,7 +306,7 @@ if __name__ == "__main__":
     missing = train_all(runs, at_once, 60 * minutes if minutes > 0 else None)
     print(table(runs))
     if plot:
-        draw(runs, ours[0] if ours else 0, Path(plot))
+        draw(runs, ours[0] if ours else 0, user_path("plot", plot))
     if missing:
         names = "; ".join(map(str, missing))
         print(f"not done: {names}. The same command tries these again", file=sys.stderr, flush=True)

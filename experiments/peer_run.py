@@ -34,7 +34,7 @@ from nanochat.data.dataset import Dataset, writing
 from nanochat.data.parquet import Documents, write_sorted
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.files import building
+from nanochat.files import building, user_path
 from nanochat.machine.compiling import EAGER_STEPS
 
 FORMAT = 1  # of the folder that `prepare` makes; part of its name
@@ -87,7 +87,7 @@ def text_of(
     """`prepare` for a data set by its name or path, with the tokenizer that base_train would take. A folder
     that `prepare` has made, here or on another machine, is taken as it is. Raises UserError if it is given
     with val_data."""
-    if (folder := Path(data).expanduser().resolve()).joinpath("tokenizer", "tokenizer.pkl").exists():
+    if (folder := user_path("data", data).resolve()).joinpath("tokenizer", "tokenizer.pkl").exists():
         if val_data:
             raise UserError(f"--data={data} has a validation text of its own; leave --val_data out")
         return folder
@@ -266,14 +266,14 @@ def watch(
     return done
 
 
-def until_steps(command: list, steps: tuple[int, ...] = (1,), folder: Path | None = None) -> list[float]:
+def until_steps(command: list, steps: tuple[int, ...]) -> list[float]:
     """Seconds until our base_train, run by the command, prints each of these steps, in their order; then it
     is killed.
 
     Raises UserError, with the end of what it printed, if it ends before.
     """
     said, found = [], []
-    with contextlib.closing(lines_of(command, folder)) as running:
+    with contextlib.closing(lines_of(command)) as running:
         for seconds, line in running:
             # "step 12/500", or "step 12 (5%)" where minutes decide
             if line.startswith((f"step {steps[len(found)]}/", f"step {steps[len(found)]} (")):

@@ -6,6 +6,7 @@ in float32, whatever the training used. Each is scored in a process of its own, 
 package.
 """
 
+import io
 import itertools
 import json
 import math
@@ -25,16 +26,23 @@ EDGES = [0, *(4**k for k in range(2, 9))]  # of a token's context, in tokens
 
 def write_job(text: Path, folder: Path, length: int, device: str = "cpu"):
     """The validation part of a text of peer_run.prepare in batches, for `scores`: folder / "job.pt".
-    length: the most tokens of a row."""
+    length: the most tokens of a row. Raises UserError if it cannot be written."""
     from experiments.peer_run import VALIDATION
+    from nanochat.data.dataset import writing
     from nanochat.data.tokenizer import Tokenizer
     from nanochat.data.validation import ValidationBatches, tokenize_validation
+    from nanochat.files import replacing
 
     tokenizer = Tokenizer.load(text / "tokenizer" / "tokenizer.json")
     tokens = tokenize_validation([text / "base_data_climbmix" / VALIDATION], tokenizer, -1, folder)
     batches = ValidationBatches(tokens, length, max(1, BATCH_TOKENS[device] // length))
     job = {"batches": list(batches), "token_bytes": torch.from_numpy(tokenizer.token_bytes())}
-    torch.save(job | {"length": length}, folder / "job.pt")
+    packed = io.BytesIO()  # torch.save to a full disk would be a RuntimeError
+    torch.save(job | {"length": length}, packed)
+    with writing(folder):
+        folder.mkdir(exist_ok=True)
+        with replacing(folder / "job.pt") as file:  # another command may read the old one now
+            file.write(packed.getbuffer())
 
 
 def score(side: str, checkpoints, place: Path, checkout: Path, device: str = "cpu") -> list[dict]:

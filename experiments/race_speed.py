@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from experiments import peer_run, race_score
-from experiments.sides import ROOT, peer_folder
+from experiments.sides import peer_folder
 from nanochat.files import temporary_folder, user_path
 from nanochat.run.metrics import read_metrics
 from nanochat.terminal import print_line
@@ -95,7 +95,7 @@ def warm_up(race: Race) -> dict:
     """Fill our caches by the first steps of a run as long as the others: a shorter one may not compile at
     all. Returns the shape of the recipe's model, as settings of both projects."""
     run = race.new_place() / "run"
-    peer_run.until_steps(our_command(race, run), (peer_run.FULL_SPEED,), ROOT)
+    peer_run.until_steps(our_command(race, run), (peer_run.FULL_SPEED,))
     model = json.loads((run / "config.json").read_text("utf-8"))["identity"]["model"]
     width, depth = model["width"], model["depth"]
     sizes = {"aspect_ratio": width // depth, "head_dim": width // model["num_heads"]}
@@ -104,7 +104,7 @@ def warm_up(race: Race) -> dict:
 
 def our_lap(race: Race) -> Lap:
     run = race.new_place() / "run"
-    done = peer_run.watch(our_command(race, run), ROOT, failed=f"base_train failed with {race.recipe}")
+    done = peer_run.watch(our_command(race, run), failed=f"base_train failed with {race.recipe}")
     checkpoints = sorted(run.glob("step_*"))
     seconds = [(path / "manifest.json").stat().st_mtime - done.began for path in checkpoints]
     tokens = [record["tokens"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]

@@ -1,6 +1,7 @@
 """At equal tokens both sides get the same text, and each of our runs is set beside the peer's best."""
 
 import json
+import math
 import threading
 
 import fake_peer
@@ -58,15 +59,16 @@ def test_both_sides_get_the_same_shape_tokens_device_and_precision(place, monkey
 
 
 def test_ours_is_set_beside_the_best_of_the_peers_batches_at_the_same_depth(place):
-    runs = [Run("peer", 4, 256, 0), Run("peer", 4, 512, 0), Run("peer", 6, 256, 0)]
+    runs = [Run("peer", 4, 128, 0), Run("peer", 4, 512, 0), Run("peer", 6, 256, 0)]
     runs += [Run("ours", 4, 256, 0), Run("ours", 4, 256, 1), Run("ours", 6, 256, 0)]
-    for run, bpb in zip(runs, (2.0, 1.6, 4.0, 0.7, 0.9), strict=False):  # the last has no result yet
+    # The first diverged, the last has no result yet
+    for run, bpb in zip(runs, (math.nan, 1.6, 4.0, 0.7, 0.9), strict=False):
         keep(run, bpb)
     assert equal_tokens.best_of_peer(runs, 4) == runs[1]
     lines = equal_tokens.table(runs).splitlines()[2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert [(row[0], row[1], row[5], row[6]) for row in cells] == [
-        ("karpathy/nanochat", "4", "2.0000", "1.250"),
+        ("karpathy/nanochat", "4", "nan", "nan"),
         ("karpathy/nanochat", "4", "1.6000", "1.000"),
         ("karpathy/nanochat", "6", "4.0000", "1.000"),
         ("this project", "4", "0.8000 ± 0.1414", "0.500"),
@@ -91,8 +93,8 @@ def test_what_has_a_result_is_not_trained_again_and_a_failure_stops_no_other_run
 
     def train(run):
         trained.append(run)
-        if run.batch == 512:
-            raise UserError("base_train failed: no memory")
+        if run in errors:
+            raise errors[run]
         checkpoints = [run.folder / "step_000002", run.folder / "step_000004"]
         for checkpoint in checkpoints:
             checkpoint.mkdir()
@@ -100,16 +102,18 @@ def test_what_has_a_result_is_not_trained_again_and_a_failure_stops_no_other_run
 
     monkeypatch.setattr(equal_tokens, "OURS_OR_PEER", {"ours": train, "peer": train})
     monkeypatch.setattr(race_score, "score", lambda *_: [score(2.5), score(1.5)])
-    kept, bad, good = Run("peer", 4, 256, 0), Run("ours", 4, 512, 0), Run("ours", 4, 256, 0)
+    kept, bad, full, good = (Run("ours", 4, batch, 0) for batch in (64, 128, 512, 256))
+    errors = {bad: UserError("base_train failed: no memory"), full: OSError(28, "No space left on device")}
     keep(kept, 2.0)
-    assert equal_tokens.train_all([kept, bad, good], 1) == [bad]
-    assert trained == [bad, good]
-    assert "ours, depth 4, 512 tokens a step, seed 0: base_train failed" in capsys.readouterr().err
+    assert equal_tokens.train_all([kept, bad, full, good], 1) == [bad, full]
+    assert trained == [bad, full, good]
+    said = capsys.readouterr().err
+    assert "ours, depth 4, 128 tokens a step, seed 0: base_train failed" in said and "No space left" in said
     points = [[512, 2.0, 2.5], [1024, 4.0, 1.5]]
     of_last = {"by_position": {"1-16": 2.5}, "training_loss": 6.0, "tok_per_sec": 256.0}
     assert good.result == {"points": points} | of_last
     assert not list(good.folder.glob("step_*"))  # no checkpoint is left
-    assert equal_tokens.train_all([kept, bad, good], 1) == [bad] and trained == [bad, good, bad]
+    assert equal_tokens.train_all([kept, bad, good], 1) == [bad] and trained == [bad, full, good, bad]
 
 
 def test_a_run_that_is_not_done_in_time_is_named_and_what_is_done_stays(place, monkeypatch):
@@ -172,11 +176,18 @@ def test_more_may_not_make_the_sides_unlike(place, monkeypatch, more, own):
         equal_tokens.check_settings()
 
 
+@pytest.mark.parametrize(("plot", "why"), [("no/a.png", "in no folder"), ("a.text", "no picture")])
+def test_a_picture_that_could_not_be_drawn_is_refused_before_the_runs(place, monkeypatch, plot, why):
+    monkeypatch.setattr(equal_tokens, "plot", plot)
+    with pytest.raises(UserError, match=f"--plot={plot} is {why}"):
+        equal_tokens.check_settings()
+
+
 @pytest.mark.parametrize("text", ["4,", "0", "4,-6", "four"])
 def test_a_depth_that_is_none_is_refused(text):
     with pytest.raises(UserError, match=r"--depths=.* positive whole numbers"):
         equal_tokens.numbers("depths", text)
-    assert equal_tokens.numbers("depths", "4, 06") == [4, 6] and equal_tokens.numbers("batches", None) == []
+    assert equal_tokens.numbers("depths", "4, 06,4") == [4, 6] and equal_tokens.numbers("batches", None) == []
 
 
 def test_other_sources_or_settings_are_another_run(place, monkeypatch):

@@ -79,6 +79,8 @@ def test_a_prepared_folder_is_taken_with_its_own_validation(prepared, tmp_path):
     assert peer_run.text_of(str(text), 4096, tmp_path) == text
     with pytest.raises(UserError, match="leave --val_data out"):
         peer_run.text_of(str(text), 4096, tmp_path, val_data="other.jsonl")
+    with pytest.raises(UserError, match="a user who is unknown here"):
+        peer_run.text_of("~nobody-here/text", 4096, tmp_path)
 
 
 def test_the_peers_tokenizer_gives_our_tokens_and_our_bytes(prepared):
@@ -123,14 +125,15 @@ def test_a_run_of_ours_is_killed_after_the_steps_that_are_waited_for(tmp_path, m
     prints = "print('step 10/12 | another')\nprint('step 1/12 | loss 8.3', flush=True)\n"
     (tmp_path / "sleeps.py").write_text(SLEEPS.replace("time.sleep(600)\n", prints + "time.sleep(600)\n"))
     began = time.monotonic()
-    (seconds,) = peer_run.until_steps([sys.executable, "-S", "sleeps.py"], folder=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (seconds,) = peer_run.until_steps([sys.executable, "-S", "sleeps.py"], (1,))
     assert 0 < seconds <= time.monotonic() - began < 500
     assert_ended(*pids_in(tmp_path))
     monkeypatch.setattr(peer_run, "time", Watch(tick=1))
     prints = "print('step 1/12 |'); print('warning'); print('step 3/12 |')"
     assert peer_run.until_steps([sys.executable, "-S", "-c", prints], (1, 3)) == [1, 3]
     with pytest.raises(UserError, match=r"ended before its step 1: no such depth$"):
-        peer_run.until_steps([sys.executable, "-S", "-c", "raise SystemExit('no such depth')"])
+        peer_run.until_steps([sys.executable, "-S", "-c", "raise SystemExit('no such depth')"], (1,))
 
 
 INTERRUPTED = f"""

@@ -5,13 +5,17 @@ import random
 
 import fake_peer
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+from helpers import ROOT, disk, names_in
 
 from experiments import peer_run, race_score, race_speed
+from nanochat import UserError
 from nanochat.data.parquet import Documents
 from nanochat.data.sources import open_dataset
-from nanochat.data.tokenizer import Tokenizer
+from nanochat.data.tokenizer import Tokenizer, train
 from nanochat.data.validation import ValidationBatches
 
 
@@ -47,6 +51,20 @@ def test_every_token_is_scored_once_in_rows_that_begin_with_bos():
         slow = slow_bits_per_byte(probabilities.tolist(), documents, bos, length, token_bytes, positions)
         assert found.pop(name) == pytest.approx(slow, rel=1e-6)
     assert not found
+
+
+def test_the_text_to_score_is_whole_or_its_lack_is_told(tmp_path):
+    text = tmp_path / "text"
+    for folder in ("base_data_climbmix", "tokenizer"):
+        (text / folder).mkdir(parents=True)
+    shard = text / "base_data_climbmix" / peer_run.VALIDATION
+    pq.write_table(pa.table({"text": ["many words " * 9000]}), shard)
+    train(["words"], 266).save(text / "tokenizer" / "tokenizer.json")
+    with disk(tmp_path / "disk", "64k") as folder:
+        (folder / "job.pt").write_text("the old one")
+        with pytest.raises(UserError, match=r"cannot be written \(No space left on device\)"):
+            race_score.write_job(text, folder, 16)
+        assert (folder / "job.pt").read_text() == "the old one" and names_in(folder) == ["job.pt"]
 
 
 def test_a_run_of_so_many_steps_takes_the_time_asked_for():
@@ -118,8 +136,10 @@ def test_a_race_with_a_tiny_peer(tmp_path, monkeypatch):
         "dtype = 'float32'\ncompile = 'off'\nnum_iterations = 10_000\n"
     )
     monkeypatch.setattr(race_speed, "ROWS", (2,))
-    settings = {"peer": str(peer), "base_dir": str(tmp_path / "base"), "data": str(tmp_path / "texts")}
-    settings |= {"vocab_size": 300, "recipe": str(recipe), "minutes": 0.4, "rounds": 1}
+    monkeypatch.chdir(tmp_path)  # where all names of the command lead
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    settings = {"peer": "peer", "base_dir": "base", "data": "texts", "recipe": "recipe.py"}
+    settings |= {"vocab_size": 300, "minutes": 0.4, "rounds": 1}
     found = race_speed.bench(settings | {"folder": str(tmp_path)})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "peer", "recipe.py", "texts"]
     dataset = open_dataset(tmp_path / "texts", base_dir=tmp_path / "base")
