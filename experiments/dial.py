@@ -18,7 +18,7 @@ from nanochat.plan.counts import scaling_parameters
 
 out = "docs/dial.png"  # the file to write
 
-settings = configurator.configure(globals())
+configurator.configure(globals())
 
 DEFAULTS = configurator.defaults(Path(configurator.__file__).parent / "scripts" / "base_train.py")
 DEPTHS = (4, 8, 12, 20, 32)  # to mark

@@ -269,13 +269,14 @@ def draw(runs: list[Run], batch: int, path: Path):
 
 def check_settings():
     """Raises UserError for what would be known only after the runs, or would make them unlike."""
-    from matplotlib.figure import Figure
+    if plot:
+        from matplotlib.figure import Figure
 
-    if plot and not user_path("plot", plot).resolve().parent.is_dir():
-        raise UserError(f"--plot={plot} is in no folder; make the folder, or give another file")
-    kinds = Figure().canvas.get_supported_filetypes()
-    if plot and Path(plot).suffix[1:].lower() not in {"", *kinds}:
-        raise UserError(f"--plot={plot} is no picture; its name may end in .png, .svg or .pdf")
+        path, kinds = user_path("plot", plot).resolve(), Figure().canvas.get_supported_filetypes()
+        if not path.parent.is_dir():
+            raise UserError(f"--plot={plot} is in no folder; make the folder, or give another file")
+        if path.suffix[1:].lower() not in {"", *kinds}:
+            raise UserError(f"--plot={plot} is no picture; its name may end in .png, .svg or .pdf")
     named = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in more.split()}
     shared = {"aspect_ratio", "head_dim", "max_seq_len", "vocab_size", "device_type", "dtype"}
     if wrong := sorted(named & (shared | {"data", "val_data", "base_dir"} | DECIDED_BY.keys())):

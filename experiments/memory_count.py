@@ -33,12 +33,6 @@ rows = 8  # of a micro-batch [1..2**20]
 max_seq_len = 2048  # tokens of a row [1..2**20]
 vocab_size = 32768  # tokens [1..2**20]
 
-aten = torch.ops.aten
-VIEWS = {
-    aten.view.default, aten.permute.default, aten.transpose.int, aten.t.default, aten.expand.default,
-    aten.slice.Tensor, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.select.int,
-    aten.reshape.default, aten.alias.default, aten.as_strided.default, aten._unsafe_view.default,
-}  # fmt: skip
 # Calls of a library, which read their inputs from memory and write their outputs to it; all else is fused
 CALLS = (
     "head_and_loss", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product", "embedding_dense_backward",
@@ -131,7 +125,7 @@ def _walk(graph: torch.fx.GraphModule, given: set[str]) -> tuple[dict[str, int],
     nodes = list(graph.graph.nodes)
     base = {}  # node -> the node whose memory it shows
     for node in nodes:
-        base[node] = base[node.args[0]] if node.target in VIEWS else node
+        base[node] = base[node.args[0]] if _is_view(node) else node
     in_memory = {node for node in nodes if node.op == "placeholder"}
     for node in nodes:
         if _is_call(node):
@@ -160,6 +154,10 @@ def _walk(graph: torch.fx.GraphModule, given: set[str]) -> tuple[dict[str, int],
         live -= sum(map(_size, freed.get(i, ())))
     results = {base[node]: node.name for node in nodes[-1].all_input_nodes}
     return {name: _size(node) for node, name in results.items() if node in in_memory}, most
+
+
+def _is_view(node: torch.fx.Node) -> bool:
+    return getattr(node.target, "is_view", False) or node.target == torch.ops.aten._unsafe_view.default
 
 
 def _is_call(node: torch.fx.Node) -> bool:
@@ -198,9 +196,10 @@ def compare(config: GPTConfig, rows: int, dtype: torch.dtype, is_compiled: bool)
 
 def main():
     configurator.configure(globals())
+    wanted = equal_tokens.numbers("depths", depths)
     print("| depth | dtype | code | counted, GiB | estimate, GiB | estimate / counted |")
     print("| --: | :-- | :-- | --: | --: | --: |")
-    for depth in equal_tokens.numbers("depths", depths):
+    for depth in wanted:
         config = scaling.model_config(depth, 64, 128, max_seq_len, vocab_size, "L")
         for dtype in ("bfloat16", "float32"):  # float16 needs as much as bfloat16
             for is_compiled in (True, False):

@@ -11,7 +11,7 @@ import configurator
 
 out = "docs/model.png"  # the file to write
 
-settings = configurator.configure(globals())
+configurator.configure(globals())
 
 PLAIN, OURS, FIXED = "#dce6f2", "#ffe0b8", "#eeeeee"  # a plain GPT's part; what this model adds; no weights
 # name: (x and y of the middle, width, text, colour)

@@ -112,8 +112,10 @@ def in_turns(settings: dict, orders: dict[str, dict], row_of) -> dict:
     """
     folders = {"ours": ROOT} | ({"peer": peer_folder(settings["peer"])} if settings["peer"] else {})
     device, results = runtime.start(settings["device_type"], seed=0).device, {}
-    for dtype in map(str.strip, settings["dtypes"].split(",")):
-        precision.resolve_dtype(dtype, device)  # refuses an unknown one
+    dtypes = [dtype.strip() for dtype in settings["dtypes"].split(",")]
+    for dtype in dtypes:
+        precision.resolve_dtype(dtype, device)  # refuses an unknown one, before any is measured
+    for dtype in dtypes:
         job = side_job(settings, device.type, dtype)
         try:
             with contextlib.ExitStack() as stack:

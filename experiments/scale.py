@@ -15,7 +15,7 @@ from nanochat.terminal import duration, gib
 
 device = "H100"  # the GPU, by a name that --plan --device=GPU of base_train knows
 
-settings = configurator.configure(globals())
+configurator.configure(globals())
 
 MODELS, DEPTHS = (4, 8, 12, 16, 20, 24, 26), (12, 16, 20, 24, 26, 32, 40)
 GPUS = (1, 8, 64, 512)

@@ -85,7 +85,7 @@ def to_measure() -> list[str]:
     if measure_tokens > max_seq_len - precision_cost.PROMPT:
         raise UserError(
             f"a prompt of {precision_cost.PROMPT} tokens and measure_tokens {measure_tokens} do not fit in "
-            f"max_seq_len {max_seq_len}; lower --measure_tokens"
+            f"max_seq_len {max_seq_len}; lower --measure_tokens or raise --max_seq_len"
         )
     return names
 
@@ -106,12 +106,12 @@ def recorded_step():
     """One training step and some generation, with random tokens: dtypes do not depend on the text."""
     model = GPT(config).to(device)
     model.init_weights(torch.Generator(device).manual_seed(seed))
-    rates = scaled_rates(DEFAULTS, config, device_batch_size * max_seq_len, steps=1)
+    rates = scaled_rates(DEFAULTS, config, tokens, steps=1)
     optimizer = optim.MuonAdamW(optim.parameter_groups(model, *rates), compute_dtype)
     scaler = precision.make_scaler(device, compute_dtype)
-    tokens = torch.randint(vocab_size, (device_batch_size, max_seq_len + 1), device=device)
-    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    prompt = tokens[0, : min(8, max_seq_len - 1)].tolist() if max_tokens > 0 else []
+    rows = torch.randint(vocab_size, (device_batch_size, max_seq_len + 1), device=device)
+    inputs, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    prompt = rows[0, : min(8, max_seq_len - 1)].tolist() if max_tokens > 0 else []
     return record_step(
         model, optimizer, scaler, compute_dtype, inputs, targets, prompt, max_tokens, grad_clip
     )
@@ -121,14 +121,12 @@ def costs() -> str:
     """The page of --measure: two tables as Markdown."""
     dataset = open_dataset(data, base_dir=base_path)
     tokenizer = dataset.open_tokenizer("auto", vocab_size, base_path)
-    loader = TrainLoader(
-        dataset.train_shards, tokenizer, device_batch_size, max_seq_len, device_batch_size, seed=seed
-    )
-    with loader:
+    sizes = device_batch_size, max_seq_len, device_batch_size
+    with TrainLoader(dataset.train_shards, tokenizer, *sizes, seed=seed) as loader:
         pairs = [next(loader) for _ in range(measure_steps)]
     batches = torch.stack([torch.cat((x, y[:, -1:]), 1) for x, y in pairs]).cpu()  # (steps, B, T + 1)
     seconds = measure_seconds / measure_rounds
-    rates, _ = scaled_rates(DEFAULTS, config, device_batch_size * max_seq_len, measure_steps)
+    rates, _ = scaled_rates(DEFAULTS, config, tokens, measure_steps)
     with temporary_folder() as folder:
         common = {"config": config, "device": device, "rounds": measure_rounds, "folder": folder}
         trained = precision_cost.measure_training(

@@ -25,9 +25,14 @@ def tokens(tmp_path) -> str:
     return str(tmp_path / "tokens")
 
 
-def test_a_measuring_process_that_is_killed_between_turns_ends_the_measurement_with_a_sentence(tokens):
-    job = {"kind": "training", "config": vars(gpt().config), "device_type": "cpu", "seed": 0}
-    job |= {"dtype": "float32", "tokens": tokens, "rates": RATES}
+@pytest.fixture
+def job(tokens) -> dict:
+    """Training on them."""
+    how = {"kind": "training", "config": vars(gpt().config), "device_type": "cpu"}
+    return how | {"dtype": "float32", "seed": 0, "rates": RATES, "tokens": tokens}
+
+
+def test_a_measuring_process_that_is_killed_between_turns_ends_the_measurement_with_a_sentence(job):
     with (
         pytest.raises(UserError, match="the process that measures one ended with status -9"),
         precision_cost.working([("one", job)]) as (worker,),
@@ -49,9 +54,7 @@ with precision_cost.working([("one", json.loads(sys.argv[1]))]):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
-def test_ctrl_c_ends_the_measurement_without_a_traceback_of_any_process(tokens):
-    job = {"kind": "training", "config": vars(gpt().config), "device_type": "cpu", "seed": 0}
-    job |= {"dtype": "float32", "tokens": tokens, "rates": RATES}
+def test_ctrl_c_ends_the_measurement_without_a_traceback_of_any_process(job):
     with python(STOPPED, json.dumps(job), start_new_session=True) as child:
         assert child.stdout.readline() == "ready\n"
         os.killpg(child.pid, signal.SIGINT)  # as a terminal does
@@ -72,8 +75,7 @@ def test_inference_with_cast_weights_holds_them_in_that_dtype_and_gives_float32_
 
 
 @pytest.mark.parametrize("seconds, made", [(1000, 3), (0, 2)])
-def test_a_turn_stops_at_its_time_but_makes_two_steps(tokens, seconds, made):
-    job = {"dtype": "float32", "seed": 0, "rates": RATES, "tokens": tokens}
+def test_a_turn_stops_at_its_time_but_makes_two_steps(job, seconds, made):
     worker = precision_cost.Training(runtime.Machine(CPU), gpt().config, job)
     answer = worker.turn(steps=3, seconds=seconds)
     assert len(answer["losses"]) == made and len(answer["seconds"]) == made - 1

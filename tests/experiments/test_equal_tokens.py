@@ -36,6 +36,23 @@ def keep(run: Run, bpb: float):
     (run.folder / "result.json").write_text(json.dumps({"points": points, "tok_per_sec": 512.0}))
 
 
+@pytest.fixture
+def trained(place, monkeypatch) -> list[Run]:
+    """The runs that were trained: by a stand-in, which leaves two checkpoints."""
+
+    def train(run):
+        runs.append(run)
+        checkpoints = [run.folder / "step_000002", run.folder / "step_000004"]
+        for checkpoint in checkpoints:
+            checkpoint.mkdir(exist_ok=True)
+        return [1.0, 2.0, 3.0, 4.0], [9.0, 8.0, 7.0, 6.0], checkpoints
+
+    runs, scores = [], [{"bpb": bpb, "by_position": {"1-16": bpb + 1}} for bpb in (2.5, 1.5)]
+    monkeypatch.setattr(equal_tokens, "OURS_OR_PEER", {"ours": train, "peer": train})
+    monkeypatch.setattr(race_score, "score", lambda *_: scores)
+    return runs
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_both_sides_get_the_same_shape_tokens_device_and_precision(place, monkeypatch, device):
     monkeypatch.setattr(equal_tokens, "device", device)
@@ -85,30 +102,22 @@ def test_a_picture_has_more_depths_than_there_are_styles_of_lines(place):
     equal_tokens.draw(runs, 256, place / "five.png")
 
 
-def test_what_has_a_result_is_not_trained_again_and_a_failure_stops_no_other_run(place, monkeypatch, capsys):
-    trained = []
-
-    def score(bpb: float) -> dict:
-        return {"bpb": bpb, "by_position": {"1-16": bpb + 1}}
-
-    def train(run):
+def test_what_has_a_result_is_not_trained_again_and_a_failure_stops_no_other_run(
+    trained, monkeypatch, capsys
+):
+    def fail(run):
         trained.append(run)
-        if run in errors:
-            raise errors[run]
-        checkpoints = [run.folder / "step_000002", run.folder / "step_000004"]
-        for checkpoint in checkpoints:
-            checkpoint.mkdir()
-        return [1.0, 2.0, 3.0, 4.0], [9.0, 8.0, 7.0, 6.0], checkpoints
+        raise errors[run]
 
-    monkeypatch.setattr(equal_tokens, "OURS_OR_PEER", {"ours": train, "peer": train})
-    monkeypatch.setattr(race_score, "score", lambda *_: [score(2.5), score(1.5)])
-    kept, bad, full, good = (Run("ours", 4, batch, 0) for batch in (64, 128, 512, 256))
+    monkeypatch.setitem(equal_tokens.OURS_OR_PEER, "peer", fail)
+    kept, good = Run("ours", 4, 64, 0), Run("ours", 4, 256, 0)
+    bad, full = Run("peer", 4, 128, 0), Run("peer", 4, 512, 0)
     errors = {bad: UserError("base_train failed: no memory"), full: OSError(28, "No space left on device")}
     keep(kept, 2.0)
     assert equal_tokens.train_all([kept, bad, full, good], 1) == [bad, full]
     assert trained == [bad, full, good]
     said = capsys.readouterr().err
-    assert "ours, depth 4, 128 tokens a step, seed 0: base_train failed" in said and "No space left" in said
+    assert "peer, depth 4, 128 tokens a step, seed 0: base_train failed" in said and "No space left" in said
     points = [[512, 2.0, 2.5], [1024, 4.0, 1.5]]
     of_last = {"by_position": {"1-16": 2.5}, "training_loss": 6.0, "tok_per_sec": 256.0}
     assert good.result == {"points": points} | of_last
@@ -199,23 +208,15 @@ def test_other_sources_or_settings_are_another_run(place, monkeypatch):
     assert theirs.folder != before[1]
 
 
-def test_checkpoints_stay_until_the_result_is_written(place, monkeypatch):
-    run, what = Run("ours", 4, 256, 0), {"bpb": 2.5, "by_position": {}}
-    checkpoints = [run.folder / "step_000002", run.folder / "step_000004"]
-
-    def train(run):
-        for checkpoint in checkpoints:
-            checkpoint.mkdir(parents=True, exist_ok=True)
-        return [1.0, 2.0, 3.0, 4.0], [9.0, 8.0, 7.0, 6.0], checkpoints
+def test_checkpoints_stay_until_the_result_is_written(trained, monkeypatch):
+    run = Run("ours", 4, 256, 0)
 
     def full(path, content):
         raise UserError("the disk is full")
 
-    monkeypatch.setattr(equal_tokens, "OURS_OR_PEER", {"ours": train})
-    monkeypatch.setattr(race_score, "score", lambda *_: [what, what])
     with monkeypatch.context() as patch, pytest.raises(UserError):
         patch.setattr(equal_tokens, "write_whole", full)
         run.train()
-    assert all(path.exists() for path in checkpoints)
+    assert len(list(run.folder.glob("step_*"))) == 2
     run.train()
-    assert run.result and not any(path.exists() for path in checkpoints)
+    assert run.result and not list(run.folder.glob("step_*"))

@@ -91,14 +91,17 @@ def test_what_cannot_be_measured_is_one_sentence(arguments, words):
     assert all(word in said for word in words) and "Traceback" not in said
 
 
-def test_a_side_for_which_memory_does_not_suffice_is_one_sentence(monkeypatch):
+@pytest.mark.parametrize(
+    ("dtypes", "words"), [("float32", "out of memory"), ("float32,int8", "cannot compute in int8")]
+)
+def test_what_a_side_cannot_do_is_one_sentence_before_the_first_turn(monkeypatch, dtypes, words):
     def side(*_):
         raise MemoryError("CUDA out of memory")
 
     monkeypatch.setattr(part_speed, "Side", side)
     shape = {"depth": 1, "aspect_ratio": 64, "head_dim": 64, "max_seq_len": 64, "vocab_size": 512}
-    more = {"window_pattern": "L", "device_batch_size": 1, "device_type": "cpu", "dtypes": "float32"}
-    with pytest.raises(UserError, match="out of memory"):
+    more = {"window_pattern": "L", "device_batch_size": 1, "device_type": "cpu", "dtypes": dtypes}
+    with pytest.raises(UserError, match=words):
         part_speed.optimizer(shape | more | {"peer": None})
 
 
