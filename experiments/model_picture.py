@@ -19,6 +19,7 @@ BOXES = {
     "ids": (1.5, 0.5, 1.6, "token ids", FIXED),
     "embedding": (1.5, 1.5, 2.7, "token + n-gram rows\n+ sub-word rows", OURS),
     "x0": (1.5, 2.5, 2.7, "x0 = norm\nx = scale · x0", FIXED),
+    "copying": (5.2, 2.5, 3.8, "copying: + factor · row of what\nfollowed (in the last block, too)", OURS),
     "smear": (4.6, 3.5, 3.6, "+ gate · x of the token before\n(in the last block + scale · x0)", OURS),
     "qkv": (4.6, 4.7, 3.6, "norm, query, key, value", PLAIN),
     "qk": (4.6, 5.7, 3.6, "QK norm, rotary (RoPE);\nkeys shifted by one position", OURS),
@@ -54,6 +55,7 @@ def draw():
         arrow(axes, (STREAM, y), (2.8, y))
         arrow(axes, (2.8, z), (STREAM, z))
     arrow(axes, (7.1, 5.7), (6.4, 6.6))
+    arrow(axes, (3.3, 2.5), (2.85, 2.5))
     axes.text(
         STREAM - 0.15, 7, "residual stream x, (B, T, C)", rotation=90, ha="right", va="center", fontsize=8
     )
