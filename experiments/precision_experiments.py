@@ -130,7 +130,7 @@ def gradient(dtype, scale=1.0, rows=64):
     return flat_grad(model) / scale
 
 
-def underflow_figures(rows=64) -> dict[str, tuple[float, float]]:
+def underflow_figures(rows: int) -> dict[str, tuple[float, float]]:
     """(share of the gradients that become 0 and are not 0 in float32, distance from float32's)."""
     exact, figures = gradient(torch.float32, rows=rows), {}
     for name, dtype, scale in (
@@ -147,13 +147,11 @@ def underflow_figures(rows=64) -> dict[str, tuple[float, float]]:
 
 def underflow() -> str:
     few, many = underflow_figures(64), underflow_figures(512)
-    cells = {name: [f for pair in (few[name], many[name]) for f in pair] for name in few}
-    rows = [
-        [k, *(f"{100 * f:.2f} %" if i % 2 == 0 else f"{f:.2g}" for i, f in enumerate(v))]
-        for k, v in cells.items()
-    ]
-    head = ["2,048 tokens: lost", "distance", "16,384 tokens: lost", "distance"]
-    return table([["forward pass in", *head], *rows])
+    rows = [["forward pass in", "2,048 tokens: lost", "distance", "16,384 tokens: lost", "distance"]]
+    for name in few:
+        cells = [(f"{100 * lost:.2f} %", f"{apart:.2g}") for lost, apart in (few[name], many[name])]
+        rows.append([name, *cells[0], *cells[1]])
+    return table(rows)
 
 
 def scaler_steps() -> list[dict]:
