@@ -132,7 +132,8 @@ def handle_errors():
 
 
 def defaults(path):
-    """{name: default} of the settings that the script at `path` declares. The script does not run."""
+    """{name: default} of the settings that the script at `path` declares. The script does not run. Raises
+    OSError, SyntaxError or UserError if it cannot be read."""
     return {name: setting.default for name, setting in _declared_settings(path).items()}
 
 
@@ -141,9 +142,9 @@ def _declared_settings(path):
     """{name: Setting} in the order of the script."""
     with tokenize.open(path) as file:
         source = file.read()
+    tree = ast.parse(source)
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
-    tree = ast.parse(source)
     keywords = {k.arg: k.value for k in getattr(_call(tree), "keywords", [])}
     aliases = ast.literal_eval(keywords["aliases"]) if "aliases" in keywords else {}
     names = {variable: name for name, variable in aliases.items()}
@@ -257,9 +258,9 @@ def _read_file(path, names, errors):
     try:
         more = getattr(os, "O_NONBLOCK", 0)  # to open a pipe would wait for the program that writes to it
         with open(where, "rb", opener=lambda path, flags: os.open(path, flags | more)) as file:
-            if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 if not select.select([file], [], [], PIPE_S)[0]:
-                    raise ValueError("it is a pipe to which no program writes")
+                    raise ValueError("it is a pipe or a terminal to which nobody writes")
                 os.set_blocking(file.fileno(), True)
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:

@@ -1,5 +1,7 @@
 """What the scripts are made of: small modules, each importable and testable alone."""
 
+import errno
+
 
 class UserError(ValueError):
     """Bad input from a person. The message is one sentence that says what to do.
@@ -24,8 +26,8 @@ def explain_errors(translate):
 
 def explained(error):
     """The UserError in place of an error that a function of `explain_errors` knows, of a file that this user
-    may not touch, or of a limit of memory or threads; else the error itself. Whatever prints the last error
-    of a process asks for this first."""
+    may not touch, of a name that is too long, or of a limit of memory or threads; else the error itself.
+    Whatever prints the last error of a process asks for this first."""
     for translate in reversed(_translations) if not isinstance(error, UserError) else ():
         try:
             if sentence := translate(error):
@@ -34,6 +36,10 @@ def explained(error):
             continue
     if isinstance(error, PermissionError) and error.filename:  # a colleague's folder on a shared machine
         return UserError(f"{error.filename}: no permission; ask its owner for it, or name another place")
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return UserError(
+            f"no file or folder can be called {str(error.filename)[:80]}...; give a shorter name"
+        )
     if isinstance(error, MemoryError) or any(words in str(error) for words in NO_THREAD):
         what = str(error).strip() or "out of memory"
         return UserError(

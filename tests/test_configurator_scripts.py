@@ -1,5 +1,6 @@
 """The configurator and scripts: what it reads from one, its help page, and real processes."""
 
+import errno
 import os
 import re
 import runpy
@@ -159,6 +160,7 @@ def test_other_processes_of_a_machine_stop_with_the_same_status_in_silence(capsy
 
 @pytest.mark.parametrize("error, words", [
     (PermissionError(13, "Permission denied", "/a/colleague"), "/a/colleague: no permission"),
+    (OSError(errno.ENAMETOOLONG, "File name too long", "a" * 300), "aaa...; give a shorter name"),
     (MemoryError(), "lacks memory"),
     (RuntimeError("can't start new thread"), "ulimit -u"),
     (pa.ArrowMemoryError("malloc of size 64 failed"), "ulimit -v"),
@@ -176,7 +178,9 @@ def test_a_config_file_comes_from_a_program_and_a_pipe_without_one_is_refused(fo
     monkeypatch.setattr(configurator, "PIPE_S", 0.1)
     os.mkfifo("settings.py")
     status, _, said = stopped(capsys, "settings.py")
-    assert status == 2 and "settings.py: it is a pipe to which no program writes" in said
+    assert status == 2 and "settings.py: it is a pipe or a terminal to which nobody writes" in said
+    terminal = os.ttyname(os.openpty()[1])  # as /dev/stdin is
+    assert "to which nobody writes" in stopped(capsys, terminal)[2]
     monkeypatch.setattr(configurator, "PIPE_S", 60)
     writer = threading.Thread(target=lambda: Path("settings.py").write_text("depht = 7"))
     writer.start()

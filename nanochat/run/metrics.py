@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from nanochat import UserError
 from nanochat.checkpoint import Checkpoint
-from nanochat.files import open_plain, replacing
+from nanochat.files import open_plain, write_whole
 from nanochat.terminal import counted
 
 RECENT_STEPS = 64  # losses that a spike is measured against
@@ -214,9 +214,8 @@ def read_metrics(path, say=lambda warning: None) -> list[dict]:
 
 def rewind_metrics(path, step: int, say=print):
     """Drop the records made after `step` updates: training records from `step` on, and later evaluations. The
-    file changes at once or not at all."""
-    if not Path(path).is_file():
-        return
-    kept = [r for r in read_metrics(path, say) if r["step"] < step or ("loss" not in r and r["step"] == step)]
-    with replacing(path, sync=True) as file:
-        file.writelines(json.dumps(record).encode() + b"\n" for record in kept)
+    file changes at once or not at all; if it cannot, UserError."""
+    if Path(path).is_file():
+        records = read_metrics(path, say)
+        kept = [r for r in records if r["step"] < step or ("loss" not in r and r["step"] == step)]
+        write_whole(path, b"".join(json.dumps(record).encode() + b"\n" for record in kept))

@@ -1,5 +1,6 @@
 """metrics.jsonl through crashes and resumes, and what the loop remembers."""
 
+import errno
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_report import write_records
 
+from nanochat import UserError
 from nanochat.run.metrics import LoopState, diverged, is_spike, read_metrics, rewind_metrics
 
 # -- The file
@@ -101,10 +103,10 @@ def test_a_rewind_that_fails_leaves_the_records_as_they_were(tmp_path, monkeypat
     before = (tmp_path / "metrics.jsonl").read_bytes()
 
     def fail(*args):
-        raise OSError("disk full")
+        raise OSError(errno.ENOSPC, "disk full")
 
     monkeypatch.setattr(os, fails_at, fail)
-    with pytest.raises(OSError):
+    with pytest.raises(UserError, match=r"disk full.*make room"):
         rewind_metrics(tmp_path / "metrics.jsonl", 4)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 

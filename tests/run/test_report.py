@@ -101,8 +101,10 @@ def test_a_report_that_fails_leaves_the_one_before_and_says_so(tmp_path, monkeyp
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", die)
-    write_report(tmp_path, final=True, say=said.append)
-    assert len(said) == 1 and "no report" in said[0], "one line says why there is no report"
+    for final in False, True:
+        write_report(tmp_path, final, say=said.append)
+    assert len(said) == 2 and all("no report" in line and "killed here" in line for line in said)
+    assert "the next evaluation tries" in said[0] and "scripts.report tries" in said[1]
     assert (tmp_path / fails_at).read_bytes() == before[fails_at]
     assert sorted(os.listdir(tmp_path)) == sorted(before)
 

@@ -182,6 +182,15 @@ def test_settings_are_shown_beside_the_defaults_of_the_script_that_made_the_run(
         assert f"scripts.{script} " in summary.command(run)
 
 
+@pytest.mark.parametrize(
+    "half", ["depth = 'a", "depth = (", "if depth:", "  depth = 1", "depth: list[int] = 3"]
+)
+def test_a_script_that_somebody_is_editing_costs_the_report_its_defaults_alone(tmp_path, monkeypatch, half):
+    (tmp_path / "half_written.py").write_text(f"{half}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert summary.defaults_of("half_written") == {}
+
+
 def test_a_comparison_shows_each_run_what_differs_and_the_best_where_they_can_be_compared(tmp_path):
     runs = []
     for name, depth in (("a/one", 4), ("b/one", 6), ("c/two", 6)):

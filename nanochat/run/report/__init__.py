@@ -19,7 +19,8 @@ def write_report(folder, final: bool, say=print):
         write_files(read_run(folder), final)
     except Exception as error:  # a run of days must not end because its report fails
         reason = getattr(error, "strerror", None) or error
-        say(f"warning: no report in {folder} ({reason}); the next evaluation tries again")
+        again = "python -m scripts.report" if final else "the next evaluation"
+        say(f"warning: no report in {folder} ({reason}); {again} tries again")
 
 
 def write_files(run: Run, final: bool, price_per_hour: float | None = None):

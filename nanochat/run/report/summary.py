@@ -152,7 +152,7 @@ def defaults_of(script: str) -> dict:
     """{setting: default} of today's script; {} if it cannot be read."""
     try:
         return configurator.defaults(importlib.util.find_spec(script).origin)
-    except (AttributeError, ImportError, OSError, ValueError):
+    except (AttributeError, ImportError, OSError, SyntaxError, ValueError):  # somebody may be editing it
         return {}
 
 
