@@ -26,13 +26,13 @@ def is_terminal(stream) -> bool:
 def bar(description: str, unit: str, total: int | None = None, hidden=False, terminal=None, leave=True):
     """A bar over `total` bytes (unit "B") or pieces of work; use it in `with`, and call its update(n).
 
-    total: None if it is not known. terminal: whether it may redraw its line (None: find out). leave: whether
-    the complete bar stays on the terminal.
+    total: None if it is not known. hidden: show nothing. terminal: whether it may redraw its line (None: find
+    out). leave: whether the complete bar stays on the terminal.
     """
     if terminal is None:
         terminal = is_terminal(sys.stderr)
-    if hidden or not terminal:
-        return LogLines(description, unit, total, hidden)
+    if not terminal and not hidden:
+        return LogLines(description, unit, total)
     from tqdm import tqdm
 
     return tqdm(
@@ -43,14 +43,15 @@ def bar(description: str, unit: str, total: int | None = None, hidden=False, ter
         mininterval=0.2,
         dynamic_ncols=True,
         leave=leave,
+        disable=hidden,
     )
 
 
 class LogLines:
     """A bar for a log file: a line after QUICK_S seconds, then one each minute, and one at the end."""
 
-    def __init__(self, description: str, unit: str, total: int | None, hidden: bool):
-        self.description, self.total, self.hidden = description, total, hidden
+    def __init__(self, description: str, unit: str, total: int | None):
+        self.description, self.total = description, total
         self.unit = "" if unit == "B" else f" {unit}"  # bytes have it at each number
         self.done, self.began, self.next_line = 0, time.monotonic(), QUICK_S
 
@@ -59,12 +60,12 @@ class LogLines:
 
     def __exit__(self, error, *_):
         seconds = time.monotonic() - self.began
-        if error is None and not self.hidden and seconds >= QUICK_S:
+        if error is None and seconds >= QUICK_S:
             self._print(f"{self._count(self.done)}{self.unit} in {duration(seconds)}")
 
     def update(self, n: int = 1):
         self.done += n
-        if not self.hidden and (seconds := time.monotonic() - self.began) >= self.next_line:
+        if (seconds := time.monotonic() - self.began) >= self.next_line:
             of = f" of {self._count(self.total)}" if self.total else ""
             self._print(f"{self._count(self.done)}{of}{self.unit} after {duration(seconds)}")
             self.next_line = seconds + REMIND_S

@@ -136,13 +136,14 @@ def same(left, right):
 def spelled(draw, name, in_file):
     """(text, value): one of the ways to write a value of the setting `name`."""
     value = draw(KINDS[name][1])
+    short = ["bf16"] if (name, value) == ("dtype", "bfloat16") else []
     if in_file:
-        ways = [repr(value)]
+        ways = [*map(repr, [value, *short])]
     elif isinstance(value, bool):
         words = "false False 0 no No off OFF", "true True 1 yes YES on ON"
         ways = words[value].split()
     else:
-        ways = ["none", "None"] if value is None else [str(value)]
+        ways = ["none", "None"] if value is None else [str(value), *short]
     if type(value) is int:
         ways += [f"{value:_}", f"({value})", f"{value} + 0", f"-(-({value}))", f"{value * 2}//2", hex(value)]
         ways += [f"+{value}", f"- {-value}", f"{value}*1", f"({value - 3}+1)*1 + 2"]
@@ -248,7 +249,7 @@ for name, words, bad in [
     ("depth", "whole number", ["", "1.5", "none", "len('a')"]),
     ("width", "whole number or none", ["x"]),
     ("rate", "number", ["nan", "-inf", "1j", "(1", "true"]),
-    ("dtype", "one of auto, bfloat16, float32", ["", "int8"]),
+    ("dtype", "one of auto, bfloat16, float32", ["", "int8", "fp16"]),
     ("plan", "true or false", ["", "2"]),
     ("share", "from 0 to 1", ["-0.1", "1.0001"]),
     ("every", "from 1 to 2**10 -1 (off) 1e6", ["0", "-2", "2**10+1"]),

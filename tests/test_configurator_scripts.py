@@ -199,13 +199,6 @@ def test_help_shows_the_settings_with_a_star_and_help_all_shows_all(folder, caps
     assert stopped(capsys, "--help=all")[1] == HELP
 
 
-def test_a_short_name_of_a_dtype_is_taken_for_the_long_one(folder, capsys):
-    (folder / "train.py").write_text(SCRIPT + "print(dtype)\nraise SystemExit(0)\n")
-    (folder / "config.py").write_text("dtype = 'bf16'")
-    assert stopped(capsys, "--dtype=bf16")[1] == stopped(capsys, "config.py")[1] == "bfloat16\n"
-    assert "expected one of" in stopped(capsys, "--dtype=fp16")[2]  # this script has none
-
-
 # Real processes
 
 

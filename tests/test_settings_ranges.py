@@ -55,16 +55,13 @@ NASTY = [
 # fmt: on
 
 
-def values_for(setting):
-    """The nasty values, the bounds of the setting's range, and numbers next to them."""
-    bounds = [bound for pair in read_range(setting.range) for bound, _ in pair]
-    return [*NASTY, *dict.fromkeys(f"{bound}{step}" for bound in bounds for step in ("", "+1", "-1"))]
-
-
 def accepted(script):
-    """The arguments that the configurator accepts; every other one got its sentence."""
+    """The arguments that the configurator accepts, of the nasty values, the bounds of a setting's range and
+    numbers next to them; every other one got its sentence."""
     for name, setting in NUMBERS[script].items():
-        for value in values_for(setting):
+        bounds = [bound for pair in read_range(setting.range) for bound, _ in pair]
+        near = dict.fromkeys(f"{bound}{step}" for bound in bounds for step in ("", "+1", "-1"))
+        for value in (*NASTY, *near):
             argument = f"--{name}={value}"
             said = refusal(script, argument)
             if not said:

@@ -11,11 +11,13 @@ import netrc
 import os
 import sys
 from pathlib import Path
+from textwrap import indent
 from urllib.parse import urlsplit
 
 from nanochat import UserError
 from nanochat.terminal import first_line
 
+CODE = " " * 4  # before a line of Markdown that is shown as it is
 UNNAMED = "dummy"  # the default of --run
 PROJECT = "nanochat"  # in wandb and Trackio
 REPORT_FILES = ("report.html", "report.md", "loss.png")  # of a run's folder
@@ -132,14 +134,14 @@ class TensorBoard:
         # It hides what a run that was killed has logged since its checkpoint. The evaluation at `step` stays,
         # since it is not repeated; so the update of that number may be there twice
         self._writer = SummaryWriter(str(path), purge_step=step + 1 if step else None, flush_secs=10)
-        self._writer.add_text("config", _code(json.dumps(config, indent=2)), step)
+        self._writer.add_text("config", indent(json.dumps(config, indent=2), CODE), step)
         say(f"to see the run in TensorBoard: tensorboard --logdir={folder}")
 
     def write(self, step: int, numbers: dict, samples: list[str]):
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, step)
         if samples:
-            self._writer.add_text("samples", "\n\n---\n\n".join(map(_code, samples)), step)
+            self._writer.add_text("samples", "\n\n---\n\n".join(indent(s, CODE) for s in samples), step)
 
     def finish(self, step: int):
         if (path := self._folder / "report.md").is_file():
@@ -168,11 +170,6 @@ KINDS = {"wandb": Wandb, "tensorboard": TensorBoard, "trackio": Trackio}  # by t
 
 def _name(run: str, folder: Path) -> str:
     return "/".join(folder.parts[-2:]) if run == UNNAMED else run
-
-
-def _code(text: str) -> str:
-    """Markdown that shows text as it is."""
-    return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 def _has_key(wandb) -> bool:

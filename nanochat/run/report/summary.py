@@ -136,12 +136,8 @@ def shown_value(value) -> str:
 
 def changed_settings(run: Run, defaults: dict) -> dict[str, dict]:
     """{name: {"value", "source"}} of the settings that somebody changed to something else."""
-
-    def same(name, value):
-        return name in defaults and type(defaults[name]) is type(value) and defaults[name] == value
-
-    entries = run.settings().items()
-    return {n: s for n, s in entries if s.get("source") != "default" and not same(n, s["value"])}
+    given = {n: s for n, s in run.settings().items() if s.get("source") != "default"}
+    return {n: s for n, s in given.items() if n not in defaults or repr(defaults[n]) != repr(s["value"])}
 
 
 def script_of(run: Run) -> str:
