@@ -50,13 +50,14 @@ def list_runs():
 def write_page() -> Path:
     """Write the page of the named runs; returns its path."""
     path = user_path("out", out) if out else Path("comparison.html")
-    price = price_per_hour if price_per_hour >= 0 else None
     run, *others = runs = [read_run(folder, warn) for folder in folders]
+    for each in runs if price_per_hour >= 0 else ():
+        each.price_per_hour = price_per_hour
     final = run.state != "running"
     if not others and not out:
-        write_files(run, final, price)
+        write_files(run, final)
         return run.folder / "report.html"
-    page = comparison_page(runs, price) if others else run_page(run, final, price)
+    page = comparison_page(runs) if others else run_page(run, final)
     with replacing(path) as file:
         file.write(page.encode())
     return path

@@ -80,7 +80,8 @@ def test_the_page_shows_the_run_at_a_glance_its_samples_and_its_curves(tmp_path)
     make_run(tmp_path, samples=SAMPLES)
     configure(tmp_path)
     assert "cost" not in page_of(tmp_path).text
-    page = Page(run_page(read_run(tmp_path), True, price_per_hour=1000))
+    configure(tmp_path, settings=SETTINGS | {"price_per_hour": {"value": 1000}})
+    page = page_of(tmp_path)
     assert "3.58" in page.text  # 12.9 seconds in steps
     for words in ("1.2346", "depth 4, width 192", "0.5 epochs", "25.0 %", "5,120", "AMD EPYC", "finished"):
         assert words in page.text

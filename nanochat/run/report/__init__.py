@@ -23,11 +23,11 @@ def write_report(folder, final: bool, say=print):
         say(f"warning: no report in {folder} ({reason}); {again} tries again")
 
 
-def write_files(run: Run, final: bool, price_per_hour: float | None = None):
+def write_files(run: Run, final: bool):
     """Write report.html, report.md and, after the first step, loss.png into the run's folder. A link in their
     place is replaced and not followed. Raises OSError.
     """
-    page, text = (make(run, final, price_per_hour) for make in (run_page, markdown))
+    page, text = (make(run, final) for make in (run_page, markdown))
     contents = {"report.html": page.encode(), "report.md": text.encode()}
     drawn = [chart for chart in charts_of([run]) if chart.id in ("chart-loss", "chart-val_bpb")]
     if run.num_steps and drawn:

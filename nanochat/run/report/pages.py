@@ -23,7 +23,7 @@ BEST = {
 }
 
 
-def run_page(run: Run, final: bool, price_per_hour: float | None = None) -> str:
+def run_page(run: Run, final: bool) -> str:
     """The whole page. final: if False, the run goes on, and the page reloads itself."""
     figures = {chart.id: figure(chart) for chart in charts.charts_of([run])}
     scores = [figures.pop(id) for id in ("chart-own_score", "chart-core") if id in figures]
@@ -39,7 +39,7 @@ def run_page(run: Run, final: bool, price_per_hour: float | None = None) -> str:
         ("environment", "Environment", _environment(run)),
         ("repeat", "Do it again", code(summary.command(run)) if run.settings() else ""),
     ]
-    glance = elements.tiles(summary.at_a_glance(run, price_per_hour))
+    glance = elements.tiles(summary.at_a_glance(run))
     return elements.document(f"{run.name}: nanochat report", _header(run, final), sections, glance, not final)
 
 
@@ -125,12 +125,12 @@ def _environment(run: Run) -> str:
 # Several runs
 
 
-def comparison_page(runs: list[Run], price_per_hour: float | None = None) -> str:
+def comparison_page(runs: list[Run]) -> str:
     """The whole page, for two runs or more."""
     names = unique_names(runs)
     runs = [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
     sections = [
-        ("numbers", "Numbers", _numbers(runs, price_per_hour)),
+        ("numbers", "Numbers", _numbers(runs)),
         ("curves", "Curves", grid([*map(figure, charts.charts_of(runs))])),
         ("settings", "What differs", _differences(runs)),
         ("samples", "What they write", _last_samples(runs)),
@@ -153,11 +153,11 @@ def unique_names(runs: list[Run]) -> list[str]:
     return names if len(set(names)) == len(names) else [f"{n} ({i})" for i, n in enumerate(names, start=1)]
 
 
-def _numbers(runs, price_per_hour) -> str:
+def _numbers(runs) -> str:
     """A table of `at_a_glance` of each run; the best values are bold where they can be compared."""
     found = []
     for run in runs:
-        entries = summary.at_a_glance(run, price_per_hour)
+        entries = summary.at_a_glance(run)
         found.append({"kind": run.kind})
         found[-1] |= {f"{name}, {unit}" if unit else name: value for name, value, unit, _ in entries}
     columns = list(dict.fromkeys(column for cells in found for column in cells))

@@ -48,6 +48,7 @@ class Run:
     samples: list[dict] = field(default_factory=list)
     progress: float | None = None
     written: float = 0.0
+    price_per_hour: float = 0.0  # of the machine, as the setting says; 0 or less: unknown
 
     @property
     def kind(self) -> str:
@@ -189,6 +190,7 @@ def read_run(folder, say=lambda warning: None) -> Run:
         what = "has no metrics.jsonl" if folder.is_dir() else "is no folder"
         raise UserError(f"{folder} {what}; name the folder of a run, such as base_checkpoints/d4") from error
     run = Run(text(folder.resolve().name), folder, _read_config(folder / "config.json", say))
+    run.price_per_hour = number(run.settings().get("price_per_hour", {}).get("value")) or 0.0
     columns = {name: array("d") for name in COLUMNS}
     with file:
         run.written = os.fstat(file.fileno()).st_mtime

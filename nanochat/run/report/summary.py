@@ -50,9 +50,9 @@ def time_left(run: Run) -> float | None:
     return seconds * (1 - share) / share if seconds and share else None
 
 
-def at_a_glance(run: Run, price_per_hour: float | None = None) -> list[tuple]:
+def at_a_glance(run: Run) -> list[tuple]:
     """(name, value, unit, note) of the known results and costs of a run, the most important first."""
-    return [*_results(run), *_amounts(run), *_costs(run, price_per_hour)]
+    return [*_results(run), *_amounts(run), *_costs(run)]
 
 
 def _results(run: Run):
@@ -104,7 +104,7 @@ def _count(number: float) -> str:
     return f"{number:,.0f}" if number < 1e8 else short(number)
 
 
-def _costs(run: Run, price_per_hour):
+def _costs(run: Run):
     seconds, step_seconds = run.last("train_time_s"), run.median("step_time_s")
     if seconds:
         note = f"median step {1000 * step_seconds:.4g} ms" if step_seconds else ""
@@ -118,12 +118,10 @@ def _costs(run: Run, price_per_hour):
     if step_seconds and (waits := run.steps["data_wait_s"])[~np.isnan(waits)].size:
         share = 100 * np.nansum(waits) / np.nansum(run.steps["step_time_s"])
         yield "waiting for data", f"{share:.2g}", "%", "of the time in steps"
-    if price_per_hour is None:
-        price_per_hour = number(run.settings().get("price_per_hour", {}).get("value")) or 0
-    if price_per_hour > 0 and seconds:
-        cost = price_per_hour * seconds / 3600
+    if run.price_per_hour > 0 and seconds:
+        cost = run.price_per_hour * seconds / 3600
         shown = f"{cost:,.2f}" if cost >= 1 else f"{cost:.2g}"
-        yield "cost", shown, "", f"time in steps at {price_per_hour:,.2f} an hour"
+        yield "cost", shown, "", f"time in steps at {run.price_per_hour:,.2f} an hour"
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -171,9 +169,9 @@ def command(run: Run) -> str:
 # report.md
 
 
-def markdown(run: Run, final: bool, price_per_hour: float | None = None) -> str:
+def markdown(run: Run, final: bool) -> str:
     """The text of report.md."""
-    glance = at_a_glance(run, price_per_hour)
+    glance = at_a_glance(run)
     facts = [[name, f"{value} {unit}".strip(), _line(note)] for name, value, unit, note in glance]
     parts = [f"# {_line(run.name)}", "" if final else "The run is still going on.", _line(lead(run))]
     parts += [table([["", "", ""], *facts]) if facts else ""]
