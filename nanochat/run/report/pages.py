@@ -63,14 +63,11 @@ def _header(run: Run, final: bool) -> str:
 
 def _tasks(run: Run, key: str) -> str:
     shown = [r for r in charts.chosen_of(run.tasks, MOST_COLUMNS) if numbers_of(r, key)]
-    names = dict.fromkeys(name for r in reversed(shown) for name in numbers_of(r, key))
+    scores = [{name: f"{100 * score:.1f} %" for name, score in numbers_of(r, key).items()} for r in shown]
+    names = dict.fromkeys(name for of in reversed(scores) for name in of)
     head = ["task", *(f"step {r['step']:,}" for r in shown)]
-    rows = [[name, *(_percent(numbers_of(r, key).get(name)) for r in shown)] for name in names]
+    rows = [[name, *(of.get(name, "") for of in scores)] for name in names]
     return card(table(head, rows, summary.TASKS[key], numbers=True))
-
-
-def _percent(score) -> str:
-    return "" if score is None else f"{100 * score:.1f} %"
 
 
 def _position(run: Run, drawn: str) -> str:
@@ -203,9 +200,8 @@ def _differences(runs) -> str:
 
 
 def _last_samples(runs) -> str:
-    made = []
-    for run in runs:
-        if run.samples:
-            title = f"{run.name}, after {run.samples[-1]['step']:,} steps"
-            made.append(_sample_set(title, run.samples[-1]["samples"][:4], opened=False))
-    return "\n".join(made)
+    last = {run.name: run.samples[-1] for run in runs if run.samples}
+    return "\n".join(
+        _sample_set(f"{name}, after {record['step']:,} steps", record["samples"][:4], opened=False)
+        for name, record in last.items()
+    )
