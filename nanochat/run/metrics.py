@@ -156,7 +156,7 @@ def _plain(value):
     """The value for JSON: None in place of NaN and infinity, a number in place of a tensor that holds one."""
     if isinstance(value, dict):
         return {name: _plain(part) for name, part in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return [_plain(part) for part in value]
     if hasattr(value, "item"):  # of torch or numpy
         value = value.item()

@@ -24,7 +24,7 @@ from nanochat.run.metrics import LoopState, diverged, is_spike, read_metrics, re
 def test_records_come_back_to_the_last_digit_and_numbers_that_json_does_not_have_become_null(tmp_path):
     write_records(tmp_path, {"step": 0, "loss": math.pi * 1e-5, "name": "a\nb"})
     # a second process appends
-    write_records(tmp_path, {"step": 1, "loss": math.nan, "grad_norm": math.inf, "by": {"a": [-math.inf]}})
+    write_records(tmp_path, {"step": 1, "loss": math.nan, "grad_norm": math.inf, "by": {"a": (-math.inf,)}})
     # a number of one's own may be a tensor, or of numpy
     own = {"norm": torch.tensor(2.0), "count": np.int64(3), "by": {"a": torch.tensor(math.nan)}}
     write_records(tmp_path, {"step": 2, "loss": 1.0, **own})

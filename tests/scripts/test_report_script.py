@@ -52,7 +52,7 @@ def test_the_price_that_is_given_is_on_the_page_and_in_the_text_and_may_be_none(
             assert cost in text and ("an hour" in text) == bool(cost)
 
 
-def test_without_a_tag_the_runs_are_listed_and_a_tag_of_two_runs_shows_both(tmp_path, report):
+def test_without_a_tag_the_runs_are_listed_and_a_tag_of_two_runs_shows_both(tmp_path, report, monkeypatch):
     assert "no run under" in report(f"--base_dir={tmp_path}")
     places = [tmp_path / "base_checkpoints", tmp_path / "mid_checkpoints"]
     for place in places:
@@ -61,6 +61,8 @@ def test_without_a_tag_the_runs_are_listed_and_a_tag_of_two_runs_shows_both(tmp_
     (places[1] / "d4" / "config.json").write_text('{"settings": {"loss_on": {"value": "all"}}}')
     (places[0] / "broken").mkdir()
     os.mkfifo(places[0] / "broken" / "metrics.jsonl")
+    (tmp_path / "here" / "d4").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")  # its folder d4 is no run's
     listed = report(f"--base_dir={tmp_path}")
     assert listed.count("d4 ") == 2 and "broken is left out" in listed
     page = tmp_path / "page.html"

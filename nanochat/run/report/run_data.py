@@ -167,13 +167,14 @@ def runs_in(base_dir: Path) -> list[Path]:
 
 def find_runs(name: str, base_dir: Path) -> list[Path]:
     """The folders of the runs that a name means: a folder, or a tag under base_dir, which a base run and a
-    mid run may share; base_checkpoints/TAG is one of them. A run that was refused at its start has left a
-    folder, which does not count beside the other. Raises UserError if there is none."""
+    mid run may share; base_checkpoints/TAG is one of them. A folder that is no run's, such as one that a run
+    refused at its start has left, does not count beside others. Raises UserError if there is none."""
     given = user_path("run", name)
-    if given.is_dir():
+    if (given / "metrics.jsonl").exists():
         return [given]
-    if found := [base_dir / place / given for place in ("", *PLACES) if (base_dir / place / given).is_dir()]:
-        return [folder for folder in found if (folder / "metrics.jsonl").exists()] or found
+    places = [given, *(base_dir / place / given for place in ("", *PLACES))]
+    if found := [folder for folder in places if folder.is_dir()]:
+        return [folder for folder in found if (folder / "metrics.jsonl").exists()] or found[:1]
     tags = ", ".join(dict.fromkeys(folder.name for folder in runs_in(base_dir))) or "none"
     raise UserError(
         f"there is no run {name}; give its folder, or its tag (under {base_dir} there are: {tags})"
