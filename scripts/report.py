@@ -65,17 +65,17 @@ def write_page() -> Path:
 
 base_path = user_path("base_dir", base_dir)
 found = [find_runs(name, base_path) for name in settings.arguments]
-folders = list(dict.fromkeys(folder for same in found for folder in same))
+folders = list({folder.resolve(): folder for same in found for folder in same}.values())
 for several in (same for same in found if len(same) > 1):
     both = " and ".join(str(folder.relative_to(base_path)) for folder in several)
-    print(f"{several[0].name} is {both}: both are shown")
+    print(printable(f"{several[0].name} is {both}: both are shown"))
 if len(folders) > MOST_RUNS:
     raise UserError(f"{len(folders)} runs are too many for a page; name 1 to {MOST_RUNS}")
 if not folders:
     list_runs()
 else:
     try:
-        print(f"report: {write_page()}")
+        print(printable(f"report: {write_page()}"))
     except OSError as error:
         raise UserError(
             f"no report ({reason(error)}); name another run, or another place with --out=FILE"

@@ -14,9 +14,9 @@ def folders(tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         make_run(tmp_path / name, samples=["def f"])
-    (tmp_path / "empty").mkdir()
-    write_records(tmp_path / "empty")
-    return [str(tmp_path / name) for name in ("one", "two", "empty")]
+    (tmp_path / "empty\x1b[2J").mkdir()
+    write_records(tmp_path / "empty\x1b[2J")
+    return [str(tmp_path / name) for name in ("one", "two", "empty\x1b[2J")]
 
 
 @pytest.fixture
@@ -32,13 +32,13 @@ def test_one_folder_gets_its_page_again_and_several_get_one_of_their_own(folders
     assert f"report: {folders[0]}/report.html\n" in printed and "damaged line skipped" in printed
     assert "def f" in (tmp_path / "one/report.md").read_text()
     page = tmp_path / "page.html"
-    report(folders[0], f"--out={page}")
+    report(folders[0], f"{folders[1]}/../one", f"--out={page}")  # the same one
     assert "<h1>one</h1>" in page.read_text()
     (tmp_path / "base_checkpoints").symlink_to(tmp_path)
     report("one", *folders[1:], f"--out={page}", f"--base_dir={tmp_path}")  # the first one by its tag
     assert "Comparison of runs" in page.read_text()
     assert "report.html" not in os.listdir(folders[1])
-    report(folders[2])
+    assert "empty\\x1b[2J/report.html" in report(folders[2])
     assert "report.html" in os.listdir(folders[2])
 
 
