@@ -234,13 +234,10 @@ def test_the_time_left_counts_the_last_evaluation_and_the_last_step_has_none(cap
     assert " | 12 s left | " in before and "left" not in last  # a step, the evaluation and the end
 
 
-def test_the_time_left_follows_a_machine_that_becomes_slower_and_knows_nothing_after_one_step():
+def test_the_time_left_follows_a_machine_that_becomes_slower_and_no_step_that_compiles():
     assert time_left(60.0).after(9) is None  # it compiles; then a pause for what is done once
     assert time_left(60.0, 0.1, pauses={1: 99.9}).after(9) == pytest.approx(0.9)
     slower = time_left(60.0, *[0.1] * 501, *[0.3] * 400, pauses={1: 99.9})
     assert slower.after(100) == pytest.approx(30, rel=0.05)
-
-
-def test_a_step_that_compiles_later_is_no_measure_of_the_time_left():
     # of a CPU: the eleventh compiles
     assert time_left(0.9, *[0.2] * 9, 40.0, 0.1, 0.1).after(500) == pytest.approx(50)

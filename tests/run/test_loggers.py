@@ -201,7 +201,7 @@ def test_wandb_is_online_where_there_is_a_key_unless_a_mode_is_given(
     assert fake.mode == mode and loop.wandb_id == fake.id
 
 
-def test_a_name_alone_means_wandb_and_no_logger_is_imported_before_training(monkeypatch):
+def test_a_name_alone_means_wandb():
     chosen = loggers.choose(None, "dummy"), loggers.choose(None, "my run"), loggers.choose("tensorboard", "x")
     assert chosen == ([], ["wandb"], ["tensorboard"])
     assert loggers.choose("trackio, wandb,trackio", "dummy") == ["trackio", "wandb"]

@@ -211,19 +211,14 @@ def test_thinned_curves_keep_the_extremes_and_the_last_value_of_each_bin(numbers
 
 
 @given(st.integers(1, 400))
-def test_a_smoothed_curve_is_the_mean_of_neighbours(length):
+def test_a_smoothed_curve_is_the_mean_of_neighbours_and_a_spike_changes_no_value_far_from_it(length):
     numbers = np.sin(np.arange(length)) * 3
     numbers[::7] = math.nan
+    numbers[length // 3] = 1e25
     half = charts.window(length)
     for i, got in enumerate(charts.smooth(numbers)):
         near = [v for v in numbers[max(0, i - half) : i + half + 1] if not math.isnan(v)]
         assert got == pytest.approx(sum(near) / len(near)) if near else math.isnan(got)
-
-
-def test_a_spike_does_not_change_the_smoothed_values_far_from_it():
-    norms = np.ones(1000)
-    norms[100] = 1e25
-    assert charts.smooth(norms)[[0, 500, 999]].tolist() == [1, 1, 1]
 
 
 def test_spikes_and_skipped_steps_are_marked_where_they_are(tmp_path):
