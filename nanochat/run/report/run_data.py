@@ -111,9 +111,10 @@ class Run:
         return value if isinstance(value, dict) else {}
 
     def settings(self) -> dict[str, dict]:
-        """{name: {"value", "source"}}; a name that is no identifier is left out."""
-        found = self.section("settings")
-        return {n: s for n, s in found.items() if re.fullmatch(r"[A-Za-z_]\w{0,63}", n) and _is_setting(s)}
+        """{name: {"value", "source"}}; only names that are identifiers, and values that are plain."""
+        plain = str | int | float | None
+        given = [(n, s) for n, s in self.section("settings").items() if re.fullmatch(r"[A-Za-z_]\w{0,63}", n)]
+        return {n: s for n, s in given if isinstance(s, dict) and isinstance(s.get("value", ()), plain)}
 
     def scores(self, name: str) -> list[tuple[float, int]]:
         """(value, step) of each record that is not of a training step and has this number."""
@@ -128,11 +129,6 @@ class Run:
         """The median of a column; None if it has no value."""
         values = self.steps[column][~np.isnan(self.steps[column])]
         return float(np.median(values)) if len(values) else None
-
-
-def _is_setting(entry) -> bool:
-    plain = (str, int, float, bool, type(None))
-    return isinstance(entry, dict) and isinstance(entry.get("value", ()), plain)
 
 
 def number(value) -> float | None:

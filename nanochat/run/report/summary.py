@@ -115,8 +115,8 @@ def _costs(run: Run):
         yield "MFU", f"{100 * mfu:.1f}", "%", "model FLOPs, of the machine's peak"
     if memory := next((m for r in reversed(run.evals) if (m := number(r.get("peak_memory")))), None):
         yield "memory", gib(memory), "", "the most that a process held"
-    if step_seconds and (waits := run.steps["data_wait_s"])[~np.isnan(waits)].size:
-        share = 100 * np.nansum(waits) / np.nansum(run.steps["step_time_s"])
+    if step_seconds and run.median("data_wait_s") is not None:
+        share = 100 * np.nansum(run.steps["data_wait_s"]) / np.nansum(run.steps["step_time_s"])
         yield "waiting for data", f"{share:.2g}", "%", "of the time in steps"
     if run.price_per_hour > 0 and seconds:
         cost = run.price_per_hour * seconds / 3600
