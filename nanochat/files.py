@@ -121,12 +121,12 @@ def building(folder: Path) -> Iterator[Path]:
     """A temporary folder beside `folder`: fill it, and rename it to `folder` when it is complete. It goes if
     the block ends without that. What SIGKILL has left beside `folder` goes after a day. Raises OSError."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for left in folder.parent.glob(".nanochat-*"):
+    for left in folder.parent.glob(f".nanochat-*-{'[0-9a-f]' * 32}"):  # as no person calls a folder
         with contextlib.suppress(OSError):
             newest = max(entry.stat().st_mtime for entry in (left, *left.iterdir()))
             if time.time() - newest > STALE_S:
                 shutil.rmtree(left, ignore_errors=True)
-    with temporary(folder.with_name(f".nanochat-{folder.name}-{uuid.uuid4().hex[:8]}")) as new:
+    with temporary(folder.with_name(f".nanochat-{folder.name}-{uuid.uuid4().hex}")) as new:
         new.mkdir()
         yield new
 

@@ -42,11 +42,13 @@ def test_a_signal_ends_what_is_written_and_leaves_no_temporary_file(tmp_path, na
 
 
 def test_what_a_kill_has_left_beside_a_folder_goes_after_a_day(tmp_path):
-    for name, age_s in (".nanochat-old", 90_000), (".nanochat-new", 10), ("mine", 90_000):
+    old, new = (f".nanochat-texts-{digit * 32}" for digit in "ab")
+    for name, age_s in (old, 90_000), (new, 10), (".nanochat-mine", 90_000), (".nanochat-20261130", 90_000):
         (tmp_path / name).mkdir()
         (tmp_path / name / "half").touch()
         for path in tmp_path / name / "half", tmp_path / name:
             os.utime(path, (time.time() - age_s,) * 2)
-    with building(tmp_path / "texts") as new:
-        new.rename(tmp_path / "texts")
-    assert names_in(tmp_path) == [".nanochat-new", "mine", "texts"]
+    with building(tmp_path / "texts") as folder:
+        assert folder.name[:-32] == new[:-32]
+        folder.rename(tmp_path / "texts")
+    assert names_in(tmp_path) == [".nanochat-20261130", ".nanochat-mine", new, "texts"]
