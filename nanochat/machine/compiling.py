@@ -5,11 +5,15 @@ import copy
 import gc
 import os
 import shutil
+import sys
+import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn as nn
 
+from nanochat import UserError
 from nanochat.machine import memory
 from nanochat.terminal import duration
 
@@ -24,12 +28,19 @@ def decide(
     On a CPU compiling takes 30 to 45 s and makes steps 1.2 times as fast (docs/benchmarks.md), so it pays
     from about 200 s of steps on; on a GPU d12 as one graph took 57 s, and 90 s are assumed.
     expected_seconds: the time of all steps. before: what the resumed run decided at its first start (None: a
-    new run). That stays, if this machine can compile.
+    new run). That stays, if this machine can compile. Raises UserError for `on` where it cannot.
     """
-    if setting != "auto":
-        return setting == "on", "as asked for"
-    if why_not := cannot_compile(device):
-        return False, why_not
+    if setting == "off":
+        return False, "as asked for"
+    missing = missing_to_compile(device)
+    if setting == "on":
+        if missing:
+            raise UserError(f"--compile=on needs {missing}, which is not here; get it, or leave it out")
+        return True, "as asked for"
+    if missing:
+        return False, f"that needs {missing}"
+    if device.type == "mps":
+        return False, "mps runs eager"
     if before is not None:
         return before, "as at the run's first start"
     pays = expected_seconds > (200 if device.type == "cpu" else 90)
@@ -37,19 +48,24 @@ def decide(
     return pays, f"about {duration(expected_seconds)} of steps: compiling {verdict}"
 
 
-def cannot_compile(device: torch.device) -> str:
-    """Why torch.compile does not work on a device here; empty if it does."""
-    if device.type == "cpu":
-        compilers = os.environ.get("CXX", "c++"), "g++", "clang++", "cl"
-        return "" if any(shutil.which(name) for name in compilers) else "no C++ compiler here"
-    if device.type != "cuda":
-        return f"{device.type} runs eager"
-    if not torch.version.hip and torch.cuda.get_device_capability(device)[0] < 7:
-        return "Triton needs CUDA compute capability 7.0"
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return "no Triton here"
+def missing_to_compile(device: torch.device) -> str:
+    """What torch.compile needs for a device and does not find here; empty if nothing."""
+    if device.type == "cuda":
+        if not torch.version.hip and torch.cuda.get_device_capability(device)[0] < 7:
+            return "CUDA compute capability 7.0"
+        try:
+            import triton  # noqa: F401
+        except ImportError:
+            return "Triton"
+    # The compilers for which Inductor (C++, for a CPU) and Triton (C, for a GPU) look
+    usual = {"darwin": ["clang++"], "win32": ["cl"]}.get(sys.platform, ["g++"])
+    variable, names = ("CXX", usual) if device.type == "cpu" else ("CC", ["gcc", "clang"])
+    names = [os.environ[variable]] if variable in os.environ else names
+    if device.type == "cpu" or sys.platform == "linux":  # Triton for Windows brings its own
+        if not any(map(shutil.which, names)):
+            return f"a compiler ({' or '.join(names)})"
+    if sys.platform == "linux" and not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "Python's headers (in Debian the package python3-dev)"
     return ""
 
 

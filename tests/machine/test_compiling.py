@@ -1,7 +1,10 @@
 """When code is compiled, which parts of it, and code that runs eager at first."""
 
 import os
+import re
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from helpers import make_plan, needs_compiler, python
 from test_gpt import make_model
 from torch._dynamo.utils import counters
 
+from nanochat import UserError
 from nanochat.machine import compiling
 from nanochat.ops import kernels
 from nanochat.ops.attention import attention
@@ -18,23 +22,55 @@ CPU = torch.device("cpu")
 
 
 def test_the_setting_decides_about_compiling_then_the_tools_then_the_time_it_saves(monkeypatch):
+    monkeypatch.setattr(compiling, "missing_to_compile", lambda device: "")
     assert compiling.decide("on", CPU, 0) == (True, "as asked for")
-    assert compiling.decide("off", CPU, 1e9) == (False, "as asked for")
-    monkeypatch.setattr(compiling.shutil, "which", lambda name: "/usr/bin/c++" if name == "c++" else None)
-    monkeypatch.delenv("CXX", raising=False)
     assert compiling.decide("auto", CPU, 1e6)[0] is True
     assert compiling.decide("auto", CPU, 1)[0] is False
     assert compiling.decide("auto", CPU, 1, before=True) == (True, "as at the run's first start")
     assert compiling.decide("auto", CPU, 1e6, before=False)[0] is False
-    monkeypatch.setattr(compiling.shutil, "which", lambda name: None)
-    assert compiling.decide("auto", CPU, 1e6) == (False, "no C++ compiler here")
-    assert compiling.decide("auto", CPU, 1e6, before=True) == (False, "no C++ compiler here")
     assert compiling.decide("auto", torch.device("mps"), 1e6)[0] is False
+    monkeypatch.setattr(compiling, "missing_to_compile", lambda device: "a compiler")
+    assert compiling.decide("off", CPU, 1e9) == (False, "as asked for")
+    assert compiling.decide("auto", CPU, 1e6) == (False, "that needs a compiler")
+    assert compiling.decide("auto", CPU, 1e6, before=True) == (False, "that needs a compiler")
+    with pytest.raises(UserError, match="--compile=on needs a compiler, which is not here"):
+        compiling.decide("on", CPU, 1e6)
+
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have compilers of other names")
+@pytest.mark.parametrize(
+    ("device", "there", "variables", "missing"),
+    [
+        (CPU, ["g++"], {}, ""),
+        (CPU, ["c++", "clang++"], {}, r"a compiler \(g\+\+\)"),  # torch asks for g++ alone
+        (CPU, ["clang++"], {"CXX": "clang++"}, ""),
+        (CPU, ["g++"], {"CXX": "ccache g++"}, r"a compiler \(ccache g\+\+\)"),
+        (GPU, ["clang"], {}, ""),
+        (GPU, ["cc", "g++"], {}, r"a compiler \(gcc or clang\)"),
+        (GPU, ["mycc"], {"CC": "mycc"}, ""),
+    ],
+)
+def test_what_torch_needs_to_compile_is_looked_for_as_torch_does(
+    device, there, variables, missing, monkeypatch, tmp_path
+):
+    for variable in ("CC", "CXX"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, name in variables.items():
+        monkeypatch.setenv(variable, name)
+    monkeypatch.setattr(compiling.shutil, "which", lambda name: name if name in there else None)
+    monkeypatch.setattr(compiling.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())
+    assert re.fullmatch(missing or "Python's headers .*", compiling.missing_to_compile(device))
+    (tmp_path / "Python.h").touch()
+    assert re.fullmatch(missing, compiling.missing_to_compile(device))
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert device == CPU or compiling.missing_to_compile(device) == "Triton"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 0))  # a P100
-    assert compiling.decide("auto", torch.device("cuda", 0), 1e6) == (
-        False,
-        "Triton needs CUDA compute capability 7.0",
-    )
+    assert device == CPU or compiling.missing_to_compile(device) == "CUDA compute capability 7.0"
 
 
 def test_a_compiled_run_begins_eager_where_it_can_wait_and_memory_suffices():
