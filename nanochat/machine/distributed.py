@@ -79,6 +79,7 @@ def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     on, an exception in one process ends all of them, see `_Ending`. Raises UserError, with the ranks that are
     missing, if some do not come within `timeout_s` seconds.
     """
+    sys.excepthook = ending = _Ending(rank, world_size, timeout_s)
     host, port = os.environ.get("MASTER_ADDR"), _number("MASTER_PORT", 0)
     if not host or not 0 < port < 2**16:
         raise UserError(
@@ -86,7 +87,6 @@ def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
             f"and a free port on it, from 1 to 65535 (they are {host or 'not set'} and {port or 'not set'}); "
             "start with torchrun, or set them"
         )
-    sys.excepthook = ending = _Ending(rank, world_size, timeout_s)
     deadline = time.monotonic() + timeout_s
     of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = rank == 0 and not of_torchrun

@@ -96,13 +96,14 @@ class Hardware:
 
 def survey(machine, dtype: torch.dtype, dtype_reason: str = "") -> Hardware:
     """Measure the machine, on all its processes: free memory and the peak of matrix products."""
+    free = machine.free_memory()  # first: torch keeps the memory of the matrices that are multiplied
     flops, source = peak_flops(machine.device, dtype)
     return Hardware(
         machine.device.type,
         machine.world_size,
         dtype,
         dtype_reason,
-        memory=min(machine.all_gather(machine.free_memory())),
+        memory=min(machine.all_gather(free)),
         peak_flops=sum(machine.all_gather(flops)),
         peak_source=source,
         held=max(machine.all_gather(memory.held(machine.device))),

@@ -84,11 +84,12 @@ class Machine:
         """Raise UserError on every process, with the first difference, unless `what` is equal on all."""
         first, *others = self.all_gather(what)
         for rank, other in enumerate(others, start=1):
-            for name, value in first.items():
-                if other[name] != value:
+            for name in first | other:  # code of another version has other names
+                theirs, ours = other.get(name, "unknown"), first.get(name, "unknown")
+                if theirs != ours:
                     raise UserError(
-                        f"process {rank} has {name} {other[name]}, process 0 has {value}; give every process "
-                        "the same command, code and data"
+                        f"process {rank} has {name} {theirs}, process 0 has {ours}; give every process the "
+                        "same command, code and data"
                     )
 
     def check_same_settings(self, values: dict):

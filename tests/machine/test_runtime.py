@@ -118,6 +118,15 @@ def test_two_processes_sum_gather_and_wait_for_the_first(tmp_path):
         assert found["found0"] and found["found1"], "the second process did not wait"
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "said"), [({"b": 2}, {}, "unknown, process 0 has 2"), ({}, {"b": 2}, "2, .* unknown")]
+)
+def test_processes_with_code_of_different_versions_are_told_the_difference(first, second, said, monkeypatch):
+    monkeypatch.setattr(runtime.Machine, "all_gather", lambda self, what: [what, second])
+    with pytest.raises(UserError, match=f"process 1 has b {said}; give every process the same"):
+        runtime.Machine(CPU, world_size=2).check_same(first)
+
+
 def test_what_is_printed_obeys_no_model_and_no_file(capsys):
     runtime.Machine(CPU).print("a \x1b]0;title\x07", "\x9b2J\n\tb")
     assert capsys.readouterr().out == "a \\x1b]0;title\\x07 \\x9b2J\n\tb\n"
@@ -246,6 +255,18 @@ def test_a_gpu_or_dtype_that_is_not_in_the_table_is_measured(name, dtype, monkey
 
 
 # -- Speed
+
+
+def test_free_memory_is_read_before_a_measurement_of_the_peak_takes_some(monkeypatch):
+    free = {"bytes": 300}
+
+    def measure(device, dtype):
+        free["bytes"] = 200  # torch keeps the memory of the matrices
+        return 1e12, "measured"
+
+    monkeypatch.setattr(memory, "free", lambda device, processes: free["bytes"])
+    monkeypatch.setattr(hardware, "peak_flops", measure)
+    assert hardware.survey(runtime.Machine(CPU), torch.float32).memory == 300
 
 
 def test_a_peak_is_measured_in_floating_point_operations_a_second(monkeypatch):
