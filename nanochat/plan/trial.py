@@ -24,11 +24,15 @@ def with_tried_micro_batch(plan, machine, divided_rows: bool, reduction: str):
     are about halved until they fit; the batch stays.
 
     divided_rows: a token sees its own document only. reduction: of the loss. Both as in training, so that the
-    trial needs the same memory. Raises UserError, on every process, if not even one row fits.
+    trial needs the same memory. Raises UserError where the weights do not fit, and on every process if not
+    even one row fits.
     """
     with torch.device("meta"):
         model = GPT(plan.config)
-    runtime.materialize(model, machine.device, seed=0)
+    try:
+        runtime.materialize(model, machine.device, seed=0)
+    except torch.OutOfMemoryError as error:  # fewer rows would not help
+        raise UserError(memory.refusal(plan) or out_of_memory(plan.with_rows(1))) from error
     plan.apply_to(model)
     boundaries = plan.attention.boundaries if divided_rows else None
     while not all(machine.all_gather(_fits(plan, machine, model, boundaries, reduction))):

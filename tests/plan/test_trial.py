@@ -80,6 +80,15 @@ def test_no_row_fits_is_a_sentence(tried):
         tried(most=0, error=RuntimeError("shapes do not fit"))
 
 
+def test_weights_that_do_not_fit_are_a_sentence_with_what_to_lower(tried, monkeypatch):
+    def materialize(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(runtime, "materialize", materialize)
+    with pytest.raises(UserError, match="with one row a micro-batch; lower --max_seq_len"):
+        tried(most=9)
+
+
 @pytest.mark.parametrize(
     "device_type, kept, tries", [("cuda", {}, 1), ("cuda", {"device_batch_size": 9}, 0), ("cpu", {}, 0)]
 )
