@@ -26,6 +26,7 @@ import configurator
 from nanochat import checkpoint
 from nanochat.checkpoint import save_and_load
 from nanochat.machine.compiling import missing_to_compile
+from nanochat.machine.watchdog import is_gone
 from nanochat.plan import planning, wording
 
 ROOT = Path(__file__).parent.parent
@@ -248,16 +249,8 @@ def wait_for_step(process, out: Path, step: int):
     wait_until(lambda: path.exists() and f'"step": {step}, "loss"' in path.read_text(), process)
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process runs (Linux); one that has ended, and for which nobody has waited yet, does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def assert_ended(*pids: int):
-    wait_until(lambda: not any(map(is_alive, pids)))
+    wait_until(lambda: all(map(is_gone, pids)))
 
 
 # ------------------------------------------------------------------------------------------------------
