@@ -4,7 +4,7 @@ import contextlib
 import ctypes
 import os
 import sys
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 
@@ -23,11 +23,23 @@ def free(device: torch.device, processes: int) -> int:
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # a guess: half of the memory
     with contextlib.suppress(OSError, StopIteration):  # Linux counts what is free or can be freed
         free = 1024 * _entry("/proc/meminfo", "MemAvailable:")
-    with contextlib.suppress(OSError, ValueError, StopIteration):  # a container's limit, or "max"
-        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{n}").read_text()) for n in ("max", "current"))
-        cached = _entry("/sys/fs/cgroup/memory.stat", "inactive_file")  # can be freed at any time
-        free = min(free, limit - used + cached)
-    return min(free // processes, _below_limit())
+    return min(free // processes, _below_groups() // processes, _below_limit())
+
+
+def _below_groups() -> int:
+    """Bytes below the limits of the control groups that this process is in (version 2): a container's,
+    Slurm's or systemd's; 2**63 without one."""
+    own, left = "/", 2**63
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        own = next(line.removeprefix("0::") for line in lines if line.startswith("0::"))
+    for group in (own, *PurePosixPath(own).parents):
+        folder = f"/sys/fs/cgroup/{group}"
+        with contextlib.suppress(OSError, ValueError, StopIteration):  # no such file, or "max"
+            limit, used = (int(Path(f"{folder}/memory.{n}").read_text()) for n in ("max", "current"))
+            cached = _entry(f"{folder}/memory.stat", "inactive_file")  # can be freed at any time
+            left = min(left, limit - used + cached)
+    return left
 
 
 def _below_limit() -> int:

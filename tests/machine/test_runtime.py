@@ -65,19 +65,23 @@ def test_free_memory_is_what_ulimit_leaves_to_the_process(monkeypatch):
     assert runtime.Machine(CPU).free_memory() == 0
 
 
-def test_free_memory_is_within_a_containers_limit_and_counts_its_file_cache_as_free(tmp_path, monkeypatch):
+def test_free_memory_is_within_the_limits_of_its_groups_and_their_file_cache_is_free(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "Path", lambda path: Path(f"{tmp_path}/{path}"))
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 64 kB\nMemAvailable:  8000 kB\n")
+    proc, groups = tmp_path / "proc", tmp_path / "sys" / "fs" / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 64 kB\nMemAvailable:  8000 kB\n")
     assert runtime.Machine(CPU).free_memory() == 8000 * 1024
-    cgroup = tmp_path / "sys" / "fs" / "cgroup"
-    cgroup.mkdir(parents=True)
-    (cgroup / "memory.max").write_text("4000000\n")
-    (cgroup / "memory.current").write_text("3000000\n")
-    (cgroup / "memory.stat").write_text("anon 1\nactive_file 5\ninactive_file 500000\nslab 3\n")
+    for folder, limit in ((groups, "max"), (groups / "slurm", "4000000"), (groups / "slurm" / "7", "max")):
+        folder.mkdir(parents=True)
+        (folder / "memory.max").write_text(limit)
+        (folder / "memory.current").write_text("3000000\n")
+        (folder / "memory.stat").write_text("anon 1\nactive_file 5\ninactive_file 500000\nslab 3\n")
+    assert runtime.Machine(CPU).free_memory() == 8000 * 1024
+    (proc / "self" / "cgroup").write_text("1:name=systemd:/a\n0::/slurm/7\n")
     assert runtime.Machine(CPU).free_memory() == 1_500_000
-    (cgroup / "memory.max").write_text("max\n")
-    assert runtime.Machine(CPU).free_memory() == 8000 * 1024
+    (proc / "self" / "cgroup").write_text("0::/\n")  # what a container sees
+    (groups / "memory.max").write_text("4000001\n")
+    assert runtime.Machine(CPU).free_memory() == 1_500_001
 
 
 # -- Two processes
