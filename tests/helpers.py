@@ -199,13 +199,12 @@ def run(arguments: list[str], status: int = 0, processes: int = 1, folder: Path 
     return printed
 
 
-def run_stages(program: str, folder: Path, *stages: tuple):
+def run_stages(program: str, folder: Path, *stages: tuple) -> list[str]:
     """Run a program, Python text with a function `main(argument)`: of each stage (number of processes,
-    argument) so many processes, one stage after the other."""
+    argument) so many processes, one stage after the other. Returns what each stage printed."""
     path = folder / "program.py"
     path.write_text(f"{program}\nimport json, sys\nmain(json.loads(sys.argv[1]))\n")
-    for processes, argument in stages:
-        run([str(path), json.dumps(argument)], processes=processes)
+    return [run([str(path), json.dumps(argument)], processes=processes) for processes, argument in stages]
 
 
 def records(out: Path) -> list[dict]:

@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 import traceback as traceback_module
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -159,18 +158,6 @@ def _call_the_roll(store: dist.Store, rank: int, world_size: int, deadline: floa
 def _few(ranks: list[int]) -> str:
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return ", ".join(map(str, ranks[:8])) + more
-
-
-def wait_for(store: dist.Store, key: str, given_up: Callable[[], str]):
-    """Wait until some process has called store.set(key, ...); there is no time limit.
-
-    given_up: returns the name of a signal to stop, or "". With a name, this raises SystemExit with status 0.
-    """
-    while not store.check([key]):
-        if name := given_up():
-            print(f"stopped by {name} while another process prepares the data", file=sys.stderr)
-            sys.exit(0)
-        time.sleep(0.05)
 
 
 # Ending together

@@ -103,11 +103,13 @@ class Machine:
 
         key: a name for this place in the script. The wait has no time limit; `stop` can end it.
         """
-        turn = 0 if self.is_main else 1 if self.local_rank == 0 else 2
-        if self.world_size > 1 and turn:
-            before = [0] if turn == 1 else [self.rank - self.local_rank, 0]
-            for rank in before:
-                distributed.wait_for(self.store, f"{key}/{rank}", lambda: stop.name if stop else "")
+        if self.world_size > 1 and not self.is_main:
+            before = self.rank - self.local_rank if self.local_rank else 0
+            while not self.store.check([f"{key}/{before}"]):
+                if stop and stop.name:
+                    print(f"stopped by {stop.name} while another process prepares the data", file=sys.stderr)
+                    sys.exit(0)
+                time.sleep(0.05)
         yield
         if self.world_size > 1:
             self.store.set(f"{key}/{self.rank}", "")

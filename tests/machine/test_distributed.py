@@ -12,7 +12,6 @@ import pytest
 from helpers import ROOT, Process, command, losses, records, together, wait_for_step, wait_until
 
 from nanochat import UserError, checkpoint
-from nanochat.machine import distributed
 
 # Runs the real script. When process 1 asks for the first batch of the step, the fault happens there.
 FAULT = """
@@ -220,16 +219,3 @@ def test_processes_whose_torchrun_was_killed_save_and_end(tmp_path, corpus):
             return True
 
     wait_until(is_free)
-
-
-class Empty:
-    """A store without any key."""
-
-    def check(self, keys):
-        return False
-
-
-def test_a_signal_while_another_process_prepares_the_data_ends_with_0(capsys):
-    with pytest.raises(SystemExit) as end:
-        distributed.wait_for(Empty(), "data/0", given_up=lambda: "SIGTERM")
-    assert end.value.code == 0 and "stopped by SIGTERM while another" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """The machine: device, memory and peak FLOP/s, signals, and the exchanges between two processes."""
 
-import json
 import os
 import platform
 import signal
@@ -8,11 +7,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, python
-from test_distributed import run_plain
+from helpers import ROOT, python, run_stages
 from watch import Watch
 
 from nanochat import UserError
@@ -87,39 +86,31 @@ def test_free_memory_is_within_the_limits_of_its_groups_and_their_file_cache_is_
 # -- Two processes
 
 TWO = """
-import json, sys, time
+import time
 from pathlib import Path
 from nanochat.machine import runtime
 
-sys.stdout = sys.stderr
-folder = Path(sys.argv[1])
-machine = runtime.start("cpu", seed=0)
-out = {"world_size": machine.world_size}
-out["sum"] = machine.all_sum([machine.rank + 0.5, 2.0**40 + machine.rank])
-out["gather"] = machine.all_gather({"rank": machine.rank, "text": "x" * (10 + machine.rank)})
-machine.print("only once")
-for turn in range(2):
-    with machine.main_first(f"turn{turn}"):
-        if machine.is_main:
-            time.sleep(0.3)
-            (folder / f"built{turn}").touch()
-        out[f"found{turn}"] = (folder / f"built{turn}").exists()
-(folder / f"rank{machine.rank}.json").write_text(json.dumps(out))
-machine.close()
+def main(folder):
+    machine = runtime.start("cpu", seed=0)
+    assert machine.world_size == 2
+    assert machine.all_sum([machine.rank + 0.5, 2.0**40 + machine.rank]) == [2.0, 2.0**41 + 1]
+    values = [{"rank": rank, "text": "x" * (10 + rank)} for rank in range(2)]
+    assert machine.all_gather(values[machine.rank]) == values
+    machine.print(f"said by process {machine.rank}")
+    for turn in range(2):
+        with machine.main_first(f"turn{turn}"):
+            built = Path(folder, f"built{turn}")
+            if machine.is_main:
+                time.sleep(0.3)
+                built.touch()
+            assert built.exists(), "the second process did not wait"
+    machine.close()
 """
 
 
 def test_two_processes_sum_gather_and_wait_for_the_first(tmp_path):
-    (tmp_path / "two.py").write_text(TWO)
-    statuses, printed = run_plain([tmp_path / "two.py", tmp_path])
-    assert statuses == [0, 0], printed
-    assert ["only once\n" in text for text in printed] == [True, False]
-    for rank in range(2):
-        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        assert found["world_size"] == 2
-        assert found["sum"] == [2.0, 2.0**41 + 1]
-        assert found["gather"] == [{"rank": 0, "text": "x" * 10}, {"rank": 1, "text": "x" * 11}]
-        assert found["found0"] and found["found1"], "the second process did not wait"
+    (printed,) = run_stages(TWO, tmp_path, (2, str(tmp_path)))
+    assert "said by process 0" in printed and "said by process 1" not in printed
 
 
 @pytest.mark.parametrize(
@@ -129,6 +120,13 @@ def test_processes_with_code_of_different_versions_are_told_the_difference(first
     monkeypatch.setattr(runtime.Machine, "all_gather", lambda self, what: [what, second])
     with pytest.raises(UserError, match=f"process 1 has b {said}; give every process the same"):
         runtime.Machine(CPU, world_size=2).check_same(first)
+
+
+def test_a_signal_while_another_process_prepares_the_data_ends_with_0(capsys):
+    machine = runtime.Machine(CPU, 1, 1, 2, store=SimpleNamespace(check=lambda keys: False))
+    with pytest.raises(SystemExit) as end, machine.main_first("data", SimpleNamespace(name="SIGTERM")):
+        pass
+    assert end.value.code == 0 and "stopped by SIGTERM while another" in capsys.readouterr().err
 
 
 def test_what_is_printed_obeys_no_model_and_no_file(capsys):
@@ -222,7 +220,7 @@ def test_a_terminal_that_closes_does_not_keep_a_run_from_saving(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, tflops",
+    ("name", "tflops"),
     [
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H100 PCIe", 756),
@@ -232,30 +230,20 @@ def test_a_terminal_that_closes_does_not_keep_a_run_from_saving(tmp_path):
         ("NVIDIA L4", 121),
         ("NVIDIA L40S", 362),
         ("AMD Instinct MI300X", 1307),
+        ("NVIDIA RTX A4000", None),  # its name only resembles a known one, as those of the next
+        ("NVIDIA L40", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", None),
     ],
 )
-def test_a_known_gpu_has_the_peak_of_its_data_sheet(name, tflops, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    peak, source = hardware.peak_flops(torch.device("cuda", 0), torch.bfloat16)
-    assert peak == tflops * 1e12 and "data sheet" in source
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("NVIDIA RTX A4000", torch.bfloat16),  # its name only resembles a known one
-        ("NVIDIA L40", torch.bfloat16),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16),
-        ("NVIDIA GeForce RTX 3090 Ti", torch.bfloat16),
-        ("NVIDIA H200 NVL", torch.bfloat16),
-        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", torch.bfloat16),
-        ("NVIDIA H200", torch.float32),  # the table is for 16 bit
-    ],
-)
-def test_a_gpu_or_dtype_that_is_not_in_the_table_is_measured(name, dtype, monkeypatch):
+def test_the_peak_is_the_data_sheets_for_a_known_gpu_in_16_bits_and_else_measured(name, tflops, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(hardware, "measured_flops", lambda device, dtype: (1e12, "measured"))
-    assert hardware.peak_flops(torch.device("cuda", 0), dtype) == (1e12, "measured")
+    peak, source = hardware.peak_flops(torch.device("cuda", 0), torch.bfloat16)
+    assert (peak == tflops * 1e12 and "data sheet" in source) if tflops else source == "measured"
+    assert hardware.peak_flops(torch.device("cuda", 0), torch.float32) == (1e12, "measured")
 
 
 # -- Speed
