@@ -67,20 +67,16 @@ def exchanged_bytes(config: GPTConfig, world_size: int, gradient_bytes: int = 4)
     return {"gradients": gradient_bytes * share, "weights": 4 * share}
 
 
-def exchange_rate(device: GPU, world_size: int) -> float:
-    """Bytes a second that each process sends and receives in a large exchange, at full efficiency.
+def exchange_seconds(size: float, device: GPU, world_size: int) -> float:
+    """Seconds for `size` bytes that each process sends in a large exchange, without the latency of messages.
 
     Between machines the traffic of all GPUs of a machine goes over all its adapters: in a ring each byte
     leaves a machine once, however many GPUs it passes there.
     """
-    if world_size <= device.per_node:
-        return device.link * 1e9
-    return min(device.link, device.network * device.per_node) * 1e9
-
-
-def exchange_seconds(size: float, device: GPU, world_size: int) -> float:
-    """Seconds for `size` bytes that each process sends, without the latency of messages."""
-    return size / (LINK_EFFICIENCY * exchange_rate(device, world_size))
+    rate = device.link
+    if world_size > device.per_node:
+        rate = min(rate, device.network * device.per_node)
+    return size / (LINK_EFFICIENCY * rate * 1e9)
 
 
 @functools.cache

@@ -37,7 +37,8 @@ def settings(**changes):
 
 
 def test_a_gpu_sends_over_its_link_and_to_another_machine_over_all_8_adapters():
-    assert simulation.exchange_rate(H100, 8) == 450e9 and simulation.exchange_rate(H100, 64) == 8 * 50e9
+    for world_size, rate in ((8, 450e9), (64, 8 * 50e9)):
+        assert simulation.exchange_seconds(0.7 * rate, H100, world_size) == pytest.approx(1)
 
 
 def test_the_optimizers_time_is_that_of_the_process_with_the_most_matrices():
