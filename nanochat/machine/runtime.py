@@ -259,13 +259,12 @@ def git_commit(checkout: Path = PROJECT) -> str | None:
 def sources(folder: Path, script: Path) -> dict[str, str]:
     """{file: its SHA-256} of a script and the sources in a checkout that decide what it computes. A script
     that is no file is left out: under cProfile, say, sys.argv[0] is the name of a module."""
-    package = folder / "nanochat"
-    files = {file.relative_to(folder).as_posix(): file for file in sorted(package.rglob("*.py"))}
-    deciding = {name: file for name, file in files.items() if name.split("/")[1] not in COMPUTE_NOTHING}
-    digests = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in deciding.items()}
-    if script.is_file():
-        digests[script.name] = hashlib.sha256(script.read_bytes()).hexdigest()
-    return digests
+    found = sorted((folder / "nanochat").rglob("*.py"))
+    files = {file.relative_to(folder).as_posix(): file for file in found}
+    files = {name: file for name, file in files.items() if name.split("/")[1] not in COMPUTE_NOTHING}
+    files[script.name] = script
+    # An editor's lock, such as .#gpt.py, is a link to nothing
+    return {name: hashlib.sha256(f.read_bytes()).hexdigest() for name, f in files.items() if f.is_file()}
 
 
 def sources_fingerprint(folder: Path) -> str:

@@ -346,8 +346,12 @@ def test_memory_that_is_kept_is_not_asked_of_the_system_again():
     assert kept < given_back / 10
 
 
-def test_the_sources_that_decide_a_run_are_told_also_when_a_profiler_started_the_script():
+def test_the_sources_that_decide_a_run_are_told_also_under_a_profiler_and_while_one_is_edited(tmp_path):
     found = runtime.sources(ROOT, ROOT / "scripts" / "base_train.py")
     assert {"nanochat/gpt.py", "nanochat/ops/loss.py", "base_train.py"} <= found.keys()
     assert not any(name.startswith("nanochat/run/") for name in found)
     assert runtime.sources(ROOT, Path("scripts.base_train")).keys() == found.keys() - {"base_train.py"}
+    (tmp_path / "nanochat").mkdir()
+    (tmp_path / "nanochat" / "gpt.py").touch()
+    (tmp_path / "nanochat" / ".#gpt.py").symlink_to("person@machine.7")  # Emacs's lock
+    assert runtime.sources(tmp_path, Path("base_train")).keys() == {"nanochat/gpt.py"}
