@@ -57,13 +57,13 @@ def missing_to_compile(device: torch.device) -> str:
             import triton  # noqa: F401
         except ImportError:
             return "Triton"
-    # The compilers for which Inductor (C++, for a CPU) and Triton (C, for a GPU) look
-    usual = {"darwin": ["clang++"], "win32": ["cl"]}.get(sys.platform, ["g++"])
-    variable, names = ("CXX", usual) if device.type == "cpu" else ("CC", ["gcc", "clang"])
-    names = [os.environ[variable]] if variable in os.environ else names
-    if device.type == "cpu" or sys.platform == "linux":  # Triton for Windows brings its own
-        if not any(map(shutil.which, names)):
-            return f"a compiler ({' or '.join(names)})"
+        found = any(shutil.which(os.environ.get("CC", name)) for name in ("gcc", "clang"))
+        if sys.platform == "linux" and not found:  # on Windows Triton brings one
+            return "a C compiler for Triton (gcc, clang, or what the variable CC names)"
+    elif device.type == "cpu":
+        usual = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+        if not shutil.which(os.environ.get("CXX", usual)):
+            return f"a C++ compiler ({usual}, or what the variable CXX names)"
     if sys.platform == "linux" and not Path(sysconfig.get_path("include"), "Python.h").exists():
         return "Python's headers (in Debian the package python3-dev)"
     return ""
