@@ -65,7 +65,7 @@ def _filled_to_a_level(held: list[int], amount: int) -> list[float]:
 
 
 # The name of a tensor of the state in a checkpoint: the parameter, its rows unless it has all, the key
-STATE_LABEL = re.compile(r"(?P<name>.+?)(?:\[(?P<first>\d+):(?P<last>\d+)\])?/(?P<key>\w+)")
+STATE_LABEL = re.compile(r"(?P<name>.+?)(?:\[(?P<first>\d{1,18}):(?P<last>\d{1,18})\])?/(?P<key>\w+)")
 
 
 class ShardedOptimizer(Optimizer):
