@@ -64,7 +64,8 @@ def missing_to_compile(device: torch.device) -> str:
         usual = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
         if not shutil.which(os.environ.get("CXX", usual)):
             return f"a C++ compiler ({usual}, or what the variable CXX names)"
-    if sys.platform == "linux" and not Path(sysconfig.get_path("include"), "Python.h").exists():
+    headers = sysconfig.get_path("include"), *os.environ.get("CPATH", "").split(os.pathsep)
+    if sys.platform == "linux" and not any(Path(folder, "Python.h").exists() for folder in headers):
         return "Python's headers (in Debian the package python3-dev)"
     return ""
 

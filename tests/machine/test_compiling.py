@@ -63,12 +63,17 @@ def test_what_torch_needs_to_compile_is_looked_for_as_torch_does(
         if variable is None:
             monkeypatch.delenv(name)
     monkeypatch.setattr(compiling.shutil, "which", lambda name: name if name == there else None)
-    monkeypatch.setattr(compiling.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(compiling.sysconfig, "get_path", lambda name: str(tmp_path / name))
+    monkeypatch.setenv("CPATH", f"/nowhere:{tmp_path / 'more'}")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())
-    assert found() == (missing or "Python's headers")
-    (tmp_path / "Python.h").touch()
-    assert found() == missing
+    for name in ("include", "more"):
+        assert found() == (missing or "Python's headers")
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "Python.h").touch()
+        assert found() == missing
+        (tmp_path / name / "Python.h").unlink()
+    (tmp_path / name / "Python.h").touch()
     monkeypatch.setitem(sys.modules, "triton", None)
     assert device == CPU or found() == "Triton"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 0))  # a P100
