@@ -29,7 +29,7 @@ from nanochat.evals.bits_per_byte import validate
 from nanochat.evals.bundle import Task, open_bundle
 from nanochat.evals.tasks import cloze_tasks, score_tasks
 from nanochat.files import user_path, write_whole
-from nanochat.machine import precision, runtime
+from nanochat.machine import compiling, precision, runtime
 from nanochat.terminal import bar, fenced, printable, table
 
 # Model
@@ -159,7 +159,9 @@ if "bpb" in parts:
         in_batches = model.config.max_seq_len, rows, *share, device
         validation = open_validation(dataset, tokenizer, run["eval_tokens"], place, *in_batches)
     token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(device)
-    more = compute_dtype, machine, resolved.get("compiled", False), lambda batches, text: batches
+    # As in training, but this machine may have no compiler
+    compiled, _ = compiling.decide("auto", device, 0, resolved.get("compiled", False))
+    more = compute_dtype, machine, compiled, lambda batches, text: batches
     results |= validate(model, validation, token_bytes, *more)
 if "core" in parts:
     shown = functools.partial(bar, hidden=not machine.is_main)

@@ -13,10 +13,10 @@ from nanochat.checkpoint import checkpoints_in, open_checkpoint
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.engine import load_for_inference
-from nanochat.evals import core
+from nanochat.evals import bits_per_byte, core
 from nanochat.evals.bundle import open_bundle
 from nanochat.evals.tasks import cloze_tasks
-from nanochat.machine import runtime
+from nanochat.machine import compiling, runtime
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +176,20 @@ def test_a_checkpoint_needs_no_more_than_its_model_to_be_scored(base_eval, train
     craft(path, {"state.json": b"{}"})
     with pytest.raises(UserError, match="holds no model that this nanochat knows"):
         base_eval(f"--source={path}", "--eval=bpb")
+
+
+def test_a_compiled_run_is_scored_eager_on_a_machine_that_cannot_compile(
+    base_eval, trained, tmp_path, monkeypatch
+):
+    path = shutil.copytree(trained / "step_000008", tmp_path / "mine")
+    state = json.loads((path / "state.json").read_text("utf-8"))
+    craft(path, {"state.json": json.dumps(state | {"resolved": {"compiled": True}}).encode()})
+    given, scores = [], {"val_bpb": 1.0, "loss_by_position": {}}
+    monkeypatch.setattr(bits_per_byte, "validate", lambda *rest: given.append(rest[5]) or scores)
+    for missing in ("", "a compiler"):
+        monkeypatch.setattr(compiling, "missing_to_compile", lambda device, missing=missing: missing)
+        base_eval(f"--source={path}", "--eval=bpb")
+    assert given == [True, False]
 
 
 def test_text_that_is_gone_leaves_out_the_tasks_made_from_it_but_not_core(base_eval, trained, tmp_path):
