@@ -36,8 +36,7 @@ def with_tried_micro_batch(plan, machine, divided_rows: bool, reduction: str):
     plan.apply_to(model)
     boundaries = plan.attention.boundaries if divided_rows else None
     while not all(machine.all_gather(_fits(plan, machine, model, boundaries, reduction))):
-        gc.collect()  # the failed step's tensors hang on its exception
-        _empty_cache(machine)
+        _give_back(machine)
         if not (rows := plan.most_rows(plan.device_batch_size // 2)):
             raise UserError(out_of_memory(plan))
         machine.print(
@@ -46,11 +45,13 @@ def with_tried_micro_batch(plan, machine, divided_rows: bool, reduction: str):
         )
         plan = plan.with_rows(rows)
     del model
-    _empty_cache(machine)
+    _give_back(machine)
     return plan
 
 
-def _empty_cache(machine):
+def _give_back(machine):
+    """Free what only cycles keep: a failed step's tensors, by its exception; weights, by compiled code."""
+    gc.collect()
     if machine.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(machine.device)  # the run's peak is not that of the trial

@@ -29,9 +29,10 @@ def tried(monkeypatch, capsys):
                 raise tried.error
             return super().forward(idx, *rest, **more)
 
-    def tried(most, error=None):
+    def tried(most, error=None, **changes):
         tried.most, tried.error = most, error or torch.OutOfMemoryError("CUDA out of memory.")
-        return trial.with_tried_micro_batch(plan, machine, divided_rows=False, reduction="mean")
+        changed = dataclasses.replace(plan, **changes)
+        return trial.with_tried_micro_batch(changed, machine, divided_rows=False, reduction="mean")
 
     tried.plan, tried.said = plan, lambda: capsys.readouterr().out
     monkeypatch.setattr(trial, "GPT", OnlySoManyRows)
@@ -71,6 +72,19 @@ def test_the_optimizers_state_is_in_memory_too_while_a_micro_batch_is_tried(trie
     optimizer = optim.MuonAdamW(optim.parameter_groups(model, plan.rates, plan.weight_decay))
     state = sum(tensor.nbytes for tensor in optimizer.named_state().values())
     assert len(seen) == 2 and 0.8 * state < seen[0] == seen[1] < 1.2 * state
+
+
+def test_a_trial_of_compiled_code_leaves_no_weights_in_memory(tried, monkeypatch):
+    materialize, weights = runtime.materialize, []
+
+    def spy(model, *rest, **more):
+        weights.extend(map(weakref.ref, materialize(model, *rest, **more).parameters()))
+
+    monkeypatch.setattr(runtime, "materialize", spy)
+    compile_parts = functools.partial(compiling.compile_parts, backend="aot_eager")
+    monkeypatch.setattr(trial, "compile_parts", compile_parts)
+    tried(most=9, compiled=True)
+    assert weights and [ref() for ref in weights] == [None] * len(weights)
 
 
 def test_no_row_fits_is_a_sentence(tried):
