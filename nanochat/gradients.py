@@ -28,9 +28,7 @@ def wrap_in_ddp(model, optimizer: torch.optim.Optimizer, gradient_dtype: str):
     return ddp
 
 
-def exchange_gradients(
-    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, gradient_dtype: str = "float32"
-):
+def exchange_gradients(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, gradient_dtype: str):
     """Send each gradient to the process that updates its weights, while `backward` goes on.
 
     gradient_dtype: float32 or bfloat16, in which they are sent. An optimizer of torch updates all weights in

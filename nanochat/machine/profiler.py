@@ -32,10 +32,10 @@ class StepProfiler:
         on_gpu = self._machine.device.type == "cuda"
         activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
         self._machine.synchronize()  # the GPU's earlier work is not part of this step
-        self._profile = torch.profiler.profile(activities=activities, record_shapes=True)
         self._open = contextlib.ExitStack()
         self._open.enter_context(named_kernels())
-        self._open.enter_context(self._profile)
+        profile = torch.profiler.profile(activities=activities, record_shapes=True)
+        self._profile = self._open.enter_context(profile)
         if on_gpu:  # the first kernel under a profiler waits until the profiler is ready
             torch.zeros(1, device=self._machine.device)
         self._machine.synchronize()

@@ -36,11 +36,11 @@ class Ring:
     def client(self):
         return dist.TCPStore("127.0.0.1", self.server.port, 1, False, timedelta(seconds=100))
 
-    def watch(self, rank: int, timeout_s=1e6, served_by_first=False):
+    def watch(self, rank: int, timeout_s=1e6):
         def end(*arguments):
             self.ends.append((rank, *arguments[:3]))
 
-        dog = watchdog.Watchdog(rank, len(self.signs), timeout_s, self.client, served_by_first, end)
+        dog = watchdog.Watchdog(rank, len(self.signs), timeout_s, self.client, False, end)
         self.dogs.append(dog)
         return dog
 
