@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback as traceback_module
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import torch
@@ -101,7 +102,12 @@ def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     try:
         if not serves:
             _wait_for_port(host, port, deadline)
-        store = open_store(serves)
+        # In a thread: for a program that listens there and says nothing, torch waits without a limit
+        opening = ThreadPoolExecutor(1).submit(open_store, serves)
+        try:
+            store = opening.result(max(0.1, deadline - time.monotonic()))
+        except TimeoutError:
+            raise TimeoutError("what listens there does not answer") from None
         watchdog.register(store, rank)
         missing = _call_the_roll(store, rank, world_size, deadline)
     except (OSError, ValueError, RuntimeError) as error:

@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -116,6 +117,14 @@ def test_a_process_that_waits_for_one_that_is_missing_ends_in_time_and_names_it(
     (tmp_path / "join.py").write_text(JOIN)
     statuses, printed = run_plain([tmp_path / "join.py"], ranks=[rank], world_size=2)
     assert statuses == [2] and said in printed[0] and "Traceback" not in printed[0], printed
+
+
+def test_a_port_where_another_program_listens_and_says_nothing_is_told_in_time(tmp_path):
+    (tmp_path / "join.py").write_text(JOIN)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(mute.getsockname()[1])}
+        script = Process([str(tmp_path / "join.py")], RANK="1", WORLD_SIZE="2", **place)
+        assert script.wait() == 2 and "what listens there does not answer" in script.stderr, script.stderr
 
 
 @pytest.mark.parametrize(
