@@ -139,7 +139,7 @@ def join(device: torch.device, store: dist.Store, rank: int, world_size: int, ti
 
 
 def _wait_for_port(host: str, port: int, deadline: float):
-    """Return when somebody listens there. torch would wait in C++, where Ctrl-C does nothing."""
+    """Return when somebody listens there. torch's own wait for that would print pages of C++ frames."""
     while True:
         left = max(0.1, deadline - time.monotonic())
         try:
