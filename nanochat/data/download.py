@@ -10,13 +10,12 @@ sentence, a Hub that does not answer is reported within seconds, and no two proc
 
 import contextlib
 import os
-import queue
 import re
 import sys
 import threading
 import time
 import urllib.request
-from collections import deque
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -93,37 +92,28 @@ def _get_all(
 ) -> tuple[dict[str, Exception], list[str]]:
     """Get files; returns ({name: error}, the missing files). Raises OSError if a file cannot be written.
 
-    The threads are daemons, so Ctrl-C ends the process at once and does not wait for files.
+    The threads of a pool are daemons, so Ctrl-C ends the process at once and does not wait for files.
     """
-    names, results, failed = deque(files), queue.SimpleQueue(), {}
+    failed, left = {}, dict.fromkeys(files)
 
-    def work() -> None:
-        with contextlib.suppress(IndexError):  # no name is left
-            while len(failed) <= MOST_FAILED:
-                name = names.popleft()
-                try:
-                    _get(repo, name, commit, folder)
-                except Exception as error:
-                    failed[name] = error
-                results.put(name)
-        results.put(None)
+    def get(name: str) -> str:
+        if len(failed) <= MOST_FAILED:
+            try:
+                _get(repo, name, commit, folder)
+                del left[name]
+            except Exception as error:
+                failed[name] = error
+        return name
 
     _remove_stale(folder)
-    running = min(workers, len(files))
-    for _ in range(running):
-        threading.Thread(target=work, name="nanochat-download", daemon=True).start()
     # On a terminal the library draws a bar for each file
-    with bar("downloading", "files", len(files), hidden=is_terminal(sys.stderr)) as progress:
-        while running:
-            name = results.get()
-            if name is None:
-                running -= 1
-            elif name not in failed:
-                progress.update()
-            elif _is_of_disk(failed[name]):
-                names.clear()
+    hidden = is_terminal(sys.stderr)
+    with bar("downloading", "files", len(files), hidden) as progress, ThreadPool(workers) as pool:
+        for name in pool.imap_unordered(get, files):
+            progress.update(name not in left)
+            if _is_of_disk(failed.get(name)):
                 raise failed[name]
-    return failed, [*failed, *names]
+    return failed, [*left]
 
 
 def _get(repo: str, name: str, commit: str, folder: Path) -> None:
@@ -163,7 +153,7 @@ def _library():
 # -- errors
 
 
-def _is_of_disk(error: Exception) -> bool:
+def _is_of_disk(error: Exception | None) -> bool:
     """Whether an error comes from the file system: its errors have a number, the library's have none."""
     return isinstance(error, OSError) and isinstance(error.errno, int)
 
