@@ -14,7 +14,6 @@ column `messages` or `conversations`. Other fields are ignored.
 import hashlib
 import os
 import re
-import textwrap
 from collections.abc import Callable, Container, Iterator
 from functools import partial
 from pathlib import Path
@@ -83,8 +82,9 @@ def open_conversations(
     val, *more = val_sets
     note = f"{len(train.messages):,} training and {len(val.messages):,} validation conversations"
     more_val = dict(zip(textfiles.set_names(paths)[1:], more, strict=True))
-    questions = [content for messages in train.messages[:3] for role, content in messages if role == "user"]
-    shown = ", ".join(repr(textwrap.shorten(question, 60)) for question in questions[:3])
+    asked = [content for messages in train.messages[:3] for role, content in messages if role == "user"]
+    questions = (" ".join(content.split()) for content in asked[:3])
+    shown = ", ".join(repr(q if len(q) <= 60 else f"{q[:57]}...") for q in questions)
     teaches = f"It was taught to answer questions like {shown}. Of others it knows what its base model knows."
     return ConversationData(name, train, val, note, teaches, more_val=more_val)
 

@@ -207,7 +207,9 @@ def _parsed(content: bytes, place: str):
         raise UserError(f"{place} is not UTF-8 in line {line} ({error.reason}); convert it") from error
     except json.JSONDecodeError as error:
         at = f"{error.msg}: line {error.lineno}, column {error.colno}"
-        raise UserError(f"{place} is not JSON ({at}); correct or remove it") from error
+        lines = error.msg == "Extra data" and error.lineno > 1
+        more = ", or name it .jsonl if each line is JSON" if lines else ""
+        raise UserError(f"{place} is not JSON ({at}); correct or remove it{more}") from error
     except (ValueError, RecursionError) as error:  # a number with too many digits, too many brackets
         raise UserError(f"{place} is not JSON ({first_line(error)}); correct or remove it") from error
 

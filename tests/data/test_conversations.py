@@ -5,13 +5,14 @@ import json
 import os
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from hub_server import parquet
 
 from nanochat import UserError
 from nanochat.data.conversations import open_conversations
 
 GOOD = [("user", "Hi"), ("assistant", "Hello")]
+NO_DATE = pa.array([2**31 - 1], pa.date32())  # Python cannot hold it
 
 
 def messages(*turns):
@@ -50,8 +51,7 @@ def test_the_formats_in_wide_use_give_the_same_messages(tmp_path, val):
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
     assert read(tmp_path / "b.jsonl.gz", val).messages == [expected] * 3
     strange = tmp_path / os.fsdecode(b"\xff.parquet")
-    with strange.open("wb") as file:
-        pq.write_table(pa.Table.from_pylist([rows[0]] * 2), file)
+    strange.write_bytes(parquet([rows[0]["messages"]] * 2, "messages"))
     assert read(strange, val).messages == [expected] * 2
 
 
@@ -129,30 +129,25 @@ def test_validation_is_drawn_by_the_first_question_and_does_not_move(tmp_path):
         opened("c.jsonl", rows[:2])
 
 
+def test_the_beginning_of_a_long_question_says_what_is_taught_in_a_script_without_spaces_too(tmp_path, val):
+    rows = [messages(("user", "漢" * 99), ("assistant", "x"))]
+    data = open_conversations(str(write_jsonl(tmp_path / "a.jsonl", rows)), val, False, None)
+    assert f"questions like '{'漢' * 57}...'." in data.teaches
+
+
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
         ("a.jsonl.gz", b"\x1f\x8b broken", r"a\.jsonl\.gz cannot be read"),
         ("a.parquet", b"PAR1 broken", r"a\.parquet cannot be read as a parquet file"),
+        ("a.parquet", parquet(["Hi"]), r"^\S+a\.parquet has no column"),
+        ("a.parquet", parquet(NO_DATE, "messages"), r"a\.parquet is damaged"),
         ("a.txt", b"Hi", "has no .jsonl"),
     ],
 )
-def test_a_damaged_file_is_a_sentence(tmp_path, val, name, content, says):
+def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path, val, name, content, says):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=says):
         read(tmp_path / name, val)
-
-
-def test_a_date_that_python_cannot_hold_and_a_path_that_is_too_long_are_sentences(tmp_path, val):
-    pq.write_table(pa.table({"messages": pa.array([2**31 - 1], pa.date32())}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"a\.parquet is damaged"):
-        read(tmp_path / "a.parquet", val)
     with pytest.raises(UserError, match="does not exist"):
-        read("x" * 300 + ":2", val)
-
-
-def test_a_parquet_file_without_conversations_is_not_called_damaged(tmp_path, val):
-    pq.write_table(pa.table({"text": ["Hi"]}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"a\.parquet has no column") as error:
-        read(tmp_path / "a.parquet", val)
-    assert "damaged" not in str(error.value)
+        read("x" * 300 + ":2", val)  # a path that is too long

@@ -87,6 +87,7 @@ LINE = '{"text": "fine"}\n'
         ("a.jsonl", "[" * 100_000, r"a\.jsonl:1 is not JSON"),
         ("a.jsonl.gz", gzip.compress(LINE.encode() * 9999)[:-9], r"a\.jsonl\.gz cannot be read"),
         ("a.json", '["one",\n\n "two" "three"]', r"a\.json is not JSON \(.*line 3"),
+        ("a.json", LINE * 2, r"a\.json is not JSON \(Extra data.*name it \.jsonl"),
         ("a.json", '["one",\n3]', r"a\.json, item 2 holds int"),
         ("a.json", b'["one",\n"\xe9"]', r"a\.json is not UTF-8 in line 2"),
     ],
