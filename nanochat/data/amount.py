@@ -61,10 +61,8 @@ def check_amount(documents: Documents, tokenizer: Tokenizer, rows_per_step: int,
             f"the training data has {number} documents, fewer than the {rows_per_step} rows of a batch; "
             f"use a total_batch_size of at most {number * max_seq_len} tokens, or more data"
         )
-    if documents.text_bytes >= SCARCE * batch:
-        return
-    tokens = count_tokens(documents, tokenizer)
-    if tokens < batch:
+    scarce = documents.text_bytes < SCARCE * batch
+    if scarce and (tokens := count_tokens(documents, tokenizer)) < batch:
         most = tokens // max_seq_len * max_seq_len
         raise UserError(
             f"the training data has {tokens} tokens, fewer than the {batch} of a batch; use "

@@ -50,7 +50,9 @@ class Rendered:
                 f"with its weights --data has {expected:.2g} conversations an epoch; give larger weights"
             )
         generator = np.random.default_rng([seed, epoch])
-        order = draw(self.weights, generator)
+        # Each floor(weight) times, and once more with probability weight - floor(weight)
+        times = np.floor(self.weights + generator.random(len(self.weights))).astype(np.int64)
+        order = generator.permutation(np.repeat(np.arange(len(self.weights)), times))
         if not len(order):  # chance has left all out
             order = generator.choice(len(self.weights), 1, p=self.weights / expected)
         rows = pack(self.sizes, order, max_seq_len + 1)
@@ -85,13 +87,6 @@ def render_all(
     first = np.concatenate([[0], np.cumsum(list(map(len, ids)))])
     dropped = len(conversations.messages) - len(kept)
     return Rendered(np.concatenate(ids), np.concatenate(is_target), first, np.array(weights), cut, dropped)
-
-
-def draw(weights: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """The conversations of one epoch in random order, (n,) int64: each floor(weight) times, and once more
-    with probability weight - floor(weight)."""
-    times = np.floor(weights + generator.random(len(weights))).astype(np.int64)
-    return generator.permutation(np.repeat(np.arange(len(weights)), times))
 
 
 def pack(sizes: np.ndarray, order: np.ndarray, room: int) -> list[list[int]]:

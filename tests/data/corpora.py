@@ -36,13 +36,10 @@ class Corpus:
         self.documents = [[next(numbers) for _ in range(n)] for n in lengths]
         texts = [" ".join(map(str, document)) for document in self.documents]
         per_shard = -(-len(texts) // shards)
+        shares = [texts[i * per_shard : (i + 1) * per_shard] for i in range(shards)]
         self.shards = [
-            write_shard(
-                Path(folder) / f"s{i}.parquet",
-                texts[i * per_shard : (i + 1) * per_shard],
-                row_group_size=group_size,
-            )
-            for i in range(shards)
+            write_shard(Path(folder) / f"s{i}.parquet", share, row_group_size=group_size)
+            for i, share in enumerate(shares)
         ]
         self._stored = Documents(self.shards)
         self.sizes = self._stored.sizes
@@ -71,9 +68,7 @@ class Corpus:
         return windows[(of_pass - number) % passes :: passes] if passes > 1 else [document]
 
 
-def run(
-    shards, steps, *, n_lanes, T, B=None, W=1, seed=0, state=None, tokenizer=None
-) -> tuple[np.ndarray, list]:
+def run(shards, steps, *, n_lanes, T, B=None, W=1, seed=0, state=None) -> tuple[np.ndarray, list]:
     """The rows of `steps` global batches, (steps, n_lanes, T + 1), put together from W ranks, and states.
 
     B is the rows of a micro-batch (None: all rows of a process at once).
@@ -82,9 +77,7 @@ def run(
     states = []
     B = B or n_lanes // W
     for rank in range(W):
-        with TrainLoader(
-            shards, tokenizer or Numbers(), n_lanes, T, B, rank, W, seed=seed, state=state
-        ) as loader:
+        with TrainLoader(shards, Numbers(), n_lanes, T, B, rank, W, seed, state=state) as loader:
             for step in range(steps):
                 batches = [next(loader) for _ in range(n_lanes // W // B)]
                 inputs = torch.cat([inputs for inputs, _ in batches])

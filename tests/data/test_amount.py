@@ -62,17 +62,13 @@ def test_the_tokens_of_a_small_data_set_are_counted_exactly(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "write",
-    [
-        imported,
-        lambda folder, texts: in_place(folder, texts, row_group_size=100, use_dictionary=False),
-        lambda folder, texts: in_place(folder, texts),
-        lambda folder, texts: in_place(folder, texts, row_group_size=1),
-    ],
+    ("write", "options"),
+    [(imported, {}), (in_place, {"row_group_size": 100, "use_dictionary": False}), (in_place, {}),
+     (in_place, {"row_group_size": 1})],
     ids=["imported", "many row groups", "one row group a shard", "one document a row group"],
-)
-def test_the_tokens_of_a_large_data_set_are_estimated_from_two_megabytes(tmp_path, write):
-    dataset = write(tmp_path / "in", documents(16_000_000))
+)  # fmt: skip
+def test_the_tokens_of_a_large_data_set_are_estimated_from_two_megabytes(tmp_path, write, options):
+    dataset = write(tmp_path / "in", documents(16_000_000), **options)
     tokenizer = Words()
     estimate = dataset.estimated_tokens(tokenizer)
     assert estimate == pytest.approx(true_tokens(dataset), rel=0.1)

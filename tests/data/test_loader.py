@@ -68,14 +68,8 @@ def corpora(draw):
     lengths = draw(st.lists(length, min_size=4 * n_lanes, max_size=most))
     lengths[: n_lanes * 2] = [max(1, n) for n in lengths[: n_lanes * 2]]
     lengths.append(max(0, n_lanes * T - sum(lengths)))  # less than one batch is refused
-    return (
-        lengths,
-        draw(st.sampled_from([1, 2, 5, 50])),
-        draw(st.integers(1, 3)),
-        n_lanes,
-        T,
-        draw(st.integers(0, 99)),
-    )
+    group_size, shards = draw(st.sampled_from([1, 2, 5, 50])), draw(st.integers(1, 3))
+    return lengths, group_size, shards, n_lanes, T, draw(st.integers(0, 99))
 
 
 @given(case=corpora())
@@ -112,9 +106,8 @@ def test_restarts_at_any_row_and_with_any_number_of_processes_change_nothing(cas
     divisors = [d for d in (1, 2, 3, 4, 8) if n_lanes % d == 0]
     with tempfile.TemporaryDirectory() as folder:
         corpus = Corpus(folder, lengths, group_size, shards)
-        stretches = data.draw(
-            st.lists(st.integers(0, 2 * sum(lengths) // (n_lanes * T)), min_size=2, max_size=4)
-        )
+        steps = st.integers(0, 2 * sum(lengths) // (n_lanes * T))
+        stretches = data.draw(st.lists(steps, min_size=2, max_size=4))
         expected, states = run(corpus.shards, sum(stretches), n_lanes=n_lanes, T=T, seed=seed)
         stretches_rows, state = [], None
         for steps in stretches:
@@ -155,8 +148,7 @@ def test_rows_that_follow_each_other_come_from_several_documents_even_beside_a_h
 
 def test_a_quarter_of_an_epoch_reads_from_most_documents_that_are_longer_than_a_row(tmp_path, monkeypatch):
     corpus = Corpus(tmp_path, [80] * 400, 50)
-    encoded, encode = [], Numbers.encode
-    monkeypatch.setattr(Numbers, "encode", lambda self, text: (encoded.append(text), encode(self, text))[1])
+    encoded = arguments_of(monkeypatch, Numbers, "encode")
     rows, _ = run(corpus.shards, 500, n_lanes=1, T=16)
     assert len({int(row[1] - 1) // 80 for row in rows[:, 0]}) > 250
     run(corpus.shards, 2500, n_lanes=1, T=16)
@@ -181,13 +173,15 @@ def test_a_position_of_the_time_before_there_were_passes_is_continued(tmp_path, 
 @pytest.fixture
 def read(monkeypatch) -> list[int]:
     """The numbers of the row groups that are read, in order. The check of the amount reads none."""
-    numbers: list[int] = []
-    original = Documents.read
-    monkeypatch.setattr(
-        Documents, "read", lambda self, g, *rows: (numbers.append(g), original(self, g, *rows))[1]
-    )
     monkeypatch.setattr(loader_module, "check_amount", lambda *_: None)
-    return numbers
+    return arguments_of(monkeypatch, Documents, "read")
+
+
+def arguments_of(monkeypatch, owner: type, method: str) -> list:
+    """The first argument of each call of a method from now on."""
+    seen, original = [], getattr(owner, method)
+    monkeypatch.setattr(owner, method, lambda self, *args: (seen.append(args[0]), original(self, *args))[1])
+    return seen
 
 
 def test_a_lane_reads_whole_row_groups_if_they_are_many_and_no_others(tmp_path, read):
@@ -211,8 +205,7 @@ def test_a_restart_costs_no_replay_of_the_epoch(tmp_path, read, monkeypatch, pas
     shards = Corpus(tmp_path, [20] * documents, 10).shards
     _, (state,) = run(shards, 75, n_lanes=8, T=32)
     read.clear()
-    encoded, encode = [], Numbers.encode
-    monkeypatch.setattr(Numbers, "encode", lambda self, text: (encoded.append(text), encode(self, text))[1])
+    encoded = arguments_of(monkeypatch, Numbers, "encode")
     run(shards, 1, n_lanes=8, T=32, state=state)
     assert len(encoded) < 8 * 32 * 2 and len(set(read)) < groups  # of 10 documents
     assert len(json.dumps(state)) < 8 * 32 * 20
@@ -249,9 +242,8 @@ def test_a_batch_that_cannot_be_made_is_refused_with_numbers_that_can(
 
 def test_documents_are_those_of_the_same_micro_batch(tmp_path):
     shards = Corpus(tmp_path, [3] * 40, 5).shards
-    with TrainLoader(
-        shards, Numbers(), 4, 8, 2, boundaries=lambda inputs, bos: (inputs == bos).long()
-    ) as batches:
+    boundaries = lambda inputs, bos: (inputs == bos).long()  # noqa: E731
+    with TrainLoader(shards, Numbers(), 4, 8, 2, boundaries=boundaries) as batches:
         for _ in range(5):
             inputs, _ = next(batches)
             assert torch.equal(batches.documents, (inputs == BOS).long()) and batches.documents.sum() > 2
