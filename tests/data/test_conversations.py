@@ -20,9 +20,7 @@ def messages(*turns):
 
 
 def write_jsonl(path, rows):
-    path.write_text(
-        "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n", "utf-8"
-    )
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows), "utf-8")
     return path
 
 

@@ -16,13 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat import UserError
-from nanochat.data.tokenizer import (
-    PATTERN,
-    SPECIAL_TOKENS,
-    Tokenizer,
-    open_tokenizer,
-    train,
-)
+from nanochat.data.tokenizer import PATTERN, SPECIAL_TOKENS, Tokenizer, open_tokenizer, train
 
 TEXTS = [Path(json.__file__).read_text(), Path(base64.__file__).read_text(), "über straße 漢字 " * 50]
 
@@ -107,11 +101,9 @@ def test_training_is_the_same_whatever_the_threads(tokenizer, tmp_path):
     script = "import sys, json; from nanochat.data.tokenizer import train\n"
     script += "print(train(json.load(sys.stdin), 512).fingerprint)"
     for parallel in ("true", "false"):
-        env = {**os.environ, "TOKENIZERS_PARALLELISM": parallel, "PYTHONHASHSEED": "7"}
-        result = subprocess.run(
-            [sys.executable, "-c", script], input=json.dumps(TEXTS), env=env, text=True, capture_output=True
-        )
-        assert result.stdout.strip() == tokenizer.fingerprint, result.stderr
+        how = {"env": {**os.environ, "TOKENIZERS_PARALLELISM": parallel, "PYTHONHASHSEED": "7"}, "text": True}
+        said = subprocess.check_output([sys.executable, "-c", script], input=json.dumps(TEXTS), **how)
+        assert said.strip() == tokenizer.fingerprint
 
 
 def test_training_survives_surrogates():

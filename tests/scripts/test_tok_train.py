@@ -4,26 +4,23 @@ import hashlib
 import json
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import ROOT, Process, wait_until
+from helpers import Process, wait_until
 
 from nanochat.data.parquet import Documents
 from nanochat.data.sources import open_dataset
 from nanochat.data.tokenizer import Tokenizer, open_tokenizer, train
 
 
-def tok_train(tmp_path: Path, *arguments: str, status: int = 0) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "scripts.tok_train", f"--base_dir={tmp_path / 'base'}", *arguments]
-    env = {"TIKTOKEN_CACHE_DIR": str(tmp_path / "empty"), "PATH": ""}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == status, done.stdout + done.stderr
+def tok_train(tmp_path: Path, *arguments: str, status: int = 0) -> Process:
+    command = ["scripts.tok_train", f"--base_dir={tmp_path / 'base'}", *arguments]
+    done = Process(command, TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"))
+    assert done.wait() == status, done.stdout + done.stderr
     return done
 
 
