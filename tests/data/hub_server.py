@@ -25,9 +25,8 @@ os.environ |= {
 }
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-ADDRESS = re.compile(
-    r"/api/datasets/(?P<of>[^/]+/[^/]+)(/revision/(?P<at>.+))?|/datasets/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)"
-)
+# Of an address: the data set, the revision, the file
+ADDRESS = re.compile(r"(?:/api)?/datasets/([^/]+/[^/]+)(?:/(?:revision|resolve)/([^/]+))?(?:/(.+))?")
 
 
 class Hub(http.server.ThreadingHTTPServer):
@@ -72,29 +71,27 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         path = unquote(urlsplit(self.path).path)
         match = ADDRESS.fullmatch(path)
-        name = (match["file"] if match else None) or path.lstrip("/")
+        repo, revision, file = match.groups() if match else (None, None, None)
+        name = file or path.lstrip("/")
         headers = {key.lower(): value for key, value in self.headers.items()}
         self.server.requests.append((self.command, name, headers))
         with contextlib.suppress(ConnectionError):
-            if match and (refusal := self.refusal(match)):
+            if repo and (refusal := self.refusal(repo, revision)):
                 self.send(refusal[0], headers={"X-Error-Code": refusal[1]})
-            elif match and not match["file"]:
-                files = self.server.files.items()
-                siblings = [
-                    {"rfilename": name, "size": len(content), "blobId": ""} for name, content in files
-                ]
-                info = {"id": match["of"], "sha": self.server.commit, "siblings": siblings}
+            elif repo and not file:
+                sizes = {name: len(content) for name, content in self.server.files.items()}
+                siblings = [{"rfilename": name, "size": n, "blobId": ""} for name, n in sizes.items()]
+                info = {"id": repo, "sha": self.server.commit, "siblings": siblings}
                 self.send(200, json.dumps(info).encode())
             elif name not in self.server.files:
                 self.send(404, headers={"X-Error-Code": "EntryNotFound", "X-Repo-Commit": self.server.commit})
             else:
                 self.file(name)
 
-    def refusal(self, match) -> tuple[int, str] | None:
-        revision = match["at"] or match["revision"] or "main"
-        if (match["of"] or match["repo"]) != "somebody/texts":
+    def refusal(self, repo: str, revision: str | None) -> tuple[int, str] | None:
+        if repo != "somebody/texts":
             return 404, "RepoNotFound"
-        if revision not in ("main", "v1", self.server.commit):
+        if revision not in (None, "main", "v1", self.server.commit):
             return 404, "RevisionNotFound"
         return self.server.refusal
 
@@ -139,9 +136,8 @@ def parquet(values: list, column: str = "text", **options) -> bytes:
 
 def shard(seed: int) -> bytes:
     """A shard of 1000 documents without compression."""
-    return parquet(
-        [hashlib.sha256(b"%d %d" % (seed, i)).hexdigest() * 10 for i in range(1000)], compression="none"
-    )
+    texts = [hashlib.sha256(b"%d %d" % (seed, i)).hexdigest() * 10 for i in range(1000)]
+    return parquet(texts, compression="none")
 
 
 @pytest.fixture
