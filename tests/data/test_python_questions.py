@@ -53,15 +53,14 @@ def expected(question, answer, code):
     of these forms."""
     name, names, defaults, keyword_only = arguments(code)
     words = set(re.findall(r"\w+", question.replace(code.removesuffix(" pass"), "")))
+    plural = "s" if len(names) > 1 else ""
     takes = "Yes, {} takes keyword-only" if keyword_only else "No, {} takes no keyword-only"
     return {
         "The first parameter is ": {f"The first parameter is {names[0]}."},
         "The last parameter is ": {f"The last parameter is {names[-1]}."},
         "After ": {f"After {a} comes {b}." for a, b in pairwise(names) if a in words},
         "By default, ": {f"By default, {p}={d}." for p, d in defaults.items() if p in words},
-        f"The function {name} has ": {
-            f"The function {name} has {len(names)} parameter{'s' * (len(names) > 1)}."
-        },
+        f"The function {name} has ": {f"The function {name} has {len(names)} parameter{plural}."},
         f"Yes, {name} has ": {f"Yes, {name} has a parameter {p}." for p in words & set(names)},
         f"No, {name} has ": {f"No, {name} has no parameter {p}." for p in words - set(names)},
         f"Yes, {name} takes ": {f"{takes.format(name)} arguments."},
