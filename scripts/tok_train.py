@@ -4,7 +4,7 @@
     python -m scripts.tok_train --data=my_texts/ --vocab_size=16384
 
 Without --out the file is written where base_train looks for a tokenizer of this data and size. The tokenizers
-of GPT-2 and GPT-4 are not downloaded: they are compared if tiktoken has their files on this machine.
+of GPT-2 and GPT-4 are compared only if tiktoken has their files on this machine: they are not downloaded.
 """
 
 import itertools
