@@ -106,12 +106,8 @@ class TrainLoader:
             shape = (self._rows, packer[-1])
             pin = self._device.type == "cuda"
             self._free.put((torch.empty(shape, dtype=torch.int32, pin_memory=pin), None))
-        thread = threading.Thread(
-            target=_produce,
-            args=(packer, for_new_thread(), self._free, self._ready),
-            name="nanochat-loader",
-            daemon=True,
-        )
+        arguments = packer, for_new_thread(), self._free, self._ready
+        thread = threading.Thread(None, _produce, "nanochat-loader", arguments, daemon=True)
         # The thread holds no reference to self. So it stops when the loader is deleted and when Python ends.
         self._stop = weakref.finalize(self, _stop, thread, self._free, self._process, packer[0].cancelled)
         thread.start()

@@ -53,15 +53,9 @@ GREETINGS = {  # {answer: questions}
 }
 
 SUMS = (
-    "What is {a} + {b}?",
-    "What is {a}+{b}?",
-    "{a} + {b}",
-    "{a}+{b}",
-    "{a} + {b} = ?",
-    "How much is {a} + {b}?",
-    "What is {a} plus {b}?",
-    "What is the sum of {a} and {b}?",
-)
+    "What is {a} + {b}?", "What is {a}+{b}?", "{a} + {b}", "{a}+{b}", "{a} + {b} = ?",
+    "How much is {a} + {b}?", "What is {a} plus {b}?", "What is the sum of {a} and {b}?",
+)  # fmt: skip
 
 FUNCTIONS = ("What does {name} do?", "What does {name}() do?", "What is {name} for?", "Explain {name}.")
 COMMON = """\

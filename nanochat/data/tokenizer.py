@@ -38,16 +38,9 @@ PATTERN = (
 
 # Reserved from the start, so that a base model can learn conversations later with the same embedding.
 SPECIAL_TOKENS = (
-    "<|bos|>",
-    "<|user_start|>",
-    "<|user_end|>",
-    "<|assistant_start|>",
-    "<|assistant_end|>",
-    "<|python_start|>",
-    "<|python_end|>",
-    "<|output_start|>",
-    "<|output_end|>",
-)
+    "<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>",
+    "<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>",
+)  # fmt: skip
 
 FORMAT = "nanochat-tokenizer-1"
 AUTO_MAX_CHARS = 500_000_000  # characters that train a tokenizer at the first use of a data set
@@ -125,9 +118,8 @@ class Tokenizer:
 
     def token_bytes(self) -> np.ndarray:
         """UTF-8 bytes of each token, (vocab_size,) int64; special tokens have 0. For bits per byte."""
-        return np.array(
-            [len(token) for token in self.tokens] + [0] * len(self.special_tokens), dtype=np.int64
-        )
+        sizes = [*map(len, self.tokens), *[0] * len(self.special_tokens)]
+        return np.array(sizes, dtype=np.int64)
 
     # -- the file
 

@@ -126,9 +126,8 @@ def test_the_threads_that_save_and_load_use_the_gpu_of_their_process(shards, tmp
     calls = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(
-        torch.cuda, "set_device", lambda gpu: calls.append((threading.current_thread().name, gpu))
-    )
+    set_device = lambda gpu: calls.append((threading.current_thread().name, gpu))  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
     saver = AsyncSaver(tmp_path)
     saver.reserve({"weight": torch.ones(2)}, {})
     saver.close()
