@@ -25,6 +25,7 @@ from nanochat.data.hub import PREFIX, local_files
 from nanochat.data.parquet import open_parquet, values_in
 from nanochat.data.python_questions import open_embedded
 from nanochat.files import user_path
+from nanochat.terminal import counted
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 SHOWN_ERRORS = 10  # bad conversations that a message shows
@@ -64,13 +65,13 @@ def open_conversations(
     train, *val_sets = (_read(found, bad) for found in (files, *val_files))
     if bad:
         shown = "\n".join(f"  {error}" for error in bad[:SHOWN_ERRORS])
-        more = f"\n  and {len(bad) - SHOWN_ERRORS:,} more" if len(bad) > SHOWN_ERRORS else ""
+        shown += f"\n  and {len(bad) - SHOWN_ERRORS:,} more" if len(bad) > SHOWN_ERRORS else ""
+        number = counted(len(bad), "bad conversation", "bad conversations")
         if not skip_bad:
             raise UserError(
-                f"{len(bad):,} conversations cannot be used; correct them, or leave them out with "
-                f"--skip_bad:\n{shown}{more}"
+                f"the files have {number}; correct them, or leave out what is bad with --skip_bad:\n{shown}"
             )
-        say(f"{len(bad):,} bad conversations are left out:\n{shown}{more}")
+        say(f"{number} left out:\n{shown}")
     if not val_sets:
         train, *val_sets = _split(train)
     named = [("training", "data", train), *(("validation", "val_data", val) for val in val_sets)]

@@ -173,9 +173,10 @@ def _open_local(
     if dataset is None:
         if older := sorted(glob.glob(f"{name}-{'[0-9a-f]' * 12}", root_dir=folder)):
             print(f"{folder} has older imports of that name: {', '.join(older)}", file=sys.stderr)
-        note = f"{{:,}} training and {{:,}} validation documents of {len(files) + len(val_files):,} files"
+        read = counted(len(files) + len(val_files), "file", "files")
+        note = f"{{:,}} training and {{:,}} validation documents of {read}"
         splits = "hash" if not val_files else "given" if files else "val"
-        note += f", {others:,} files of other kinds left out" if others else ""
+        note += f", {counted(others, 'file', 'files')} of other kinds left out" if others else ""
         documents = _import([("train" if val_files else "hash", files), ("val", val_files)], text_field)
         if not val_files:
             documents, few = _with_validation(documents)
@@ -242,7 +243,7 @@ def _open_shards(name: str, train_shards: list[Path], val_shards: list[Path]) ->
             fingerprint.update(footer)
             documents[split] += count
     _check_twins(train_shards, val_shards)
-    note = f"{documents['train']:,} training documents in {len(train_shards)} shards"
+    note = f"{documents['train']:,} training documents in {counted(len(train_shards), 'shard', 'shards')}"
     note += f", {documents['val']:,} validation documents"
     return Dataset(name, train_shards, val_shards, fingerprint.hexdigest(), note)
 

@@ -101,16 +101,16 @@ BAD = [
 def test_bad_rows_are_named_with_their_lines_up_to_ten_and_left_out_if_asked(tmp_path, val):
     for bad, reason in BAD:
         path = write_jsonl(tmp_path / "a.jsonl", [messages(*GOOD), bad])
-        with pytest.raises(UserError, match=r"1 conversations cannot be used.*--skip_bad") as error:
+        with pytest.raises(UserError, match=r"have 1 bad conversation;.*--skip_bad") as error:
             read(path, val)
         assert f"{path}:2" in str(error.value) and reason in str(error.value)
     write_jsonl(path, [row for bad, _ in BAD for row in (messages(*GOOD), bad)])
-    with pytest.raises(UserError, match=f"{len(BAD)} conversations") as error:
+    with pytest.raises(UserError, match=f"{len(BAD)} bad conversations;") as error:
         read(path, val)
     assert str(error.value).count(str(path)) == 10 and f"{len(BAD) - 10} more" in str(error.value)
     told = []
     train = read(path, val, skip_bad=True, say=told.append)
-    assert train.messages == [tuple(GOOD)] * len(BAD) and f"{len(BAD)} bad" in told[0]
+    assert train.messages == [tuple(GOOD)] * len(BAD) and f"{len(BAD)} bad conversations left out" in told[0]
 
 
 def test_validation_is_drawn_by_the_first_question_and_does_not_move(tmp_path):

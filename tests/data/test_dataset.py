@@ -49,7 +49,7 @@ def test_a_folder_of_any_mix_is_imported_and_split_by_hash(texts, tmp_path):
     assert sorted(train + val) == sorted(expected)
     for text in expected:
         assert (text in val) == is_validation(text) != (text in train)
-    assert data.name == "texts" and "1 files of other kinds left out" in data.note
+    assert data.name == "texts" and "1 file of other kinds left out" in data.note
     assert f"{len(train)} training and {len(val)} validation documents of 64 files" in data.note
 
 
