@@ -14,12 +14,14 @@ import sys
 
 import configurator
 from nanochat import UserError
-from nanochat.data import download
+from nanochat.data import download, hub
+from nanochat.data.conversations import are_conversations
 from nanochat.data.dataset import writing
 from nanochat.data.public import PUBLIC
 from nanochat.data.sources import open_dataset
 from nanochat.evals.bundle import download_bundle
 from nanochat.files import user_path
+from nanochat.terminal import counted
 
 # Public shards
 name: str | None = None  # public data set: climbmix or fineweb-edu; or core, the tasks of CORE
@@ -50,9 +52,14 @@ if mirror:
 base_path = user_path("base_dir", base_dir)
 try:
     if data is not None:
-        files = sys.maxsize if num_shards == -1 else num_shards
-        dataset = open_dataset(data, val_data, base_dir=base_dir, text_field=text_field, num_shards=files)
-        print(f"{dataset.name}: {dataset.note}, fingerprint {dataset.fingerprint[:12]}")
+        count = sys.maxsize if num_shards == -1 else num_shards
+        on_hub = data.startswith(hub.PREFIX)
+        folder, files = hub.local_files(data, base_path, count=count) if on_hub else (None, [])
+        if files and are_conversations(files[0], text_field):
+            print(f"{counted(len(files), 'file', 'files')} of conversations, for mid_train, in {folder}")
+        else:
+            dataset = open_dataset(data, val_data, base_dir=base_dir, text_field=text_field, num_shards=count)
+            print(f"{dataset.name}: {dataset.note}, fingerprint {dataset.fingerprint[:12]}")
     elif name == "core":
         with writing(base_path):
             download_bundle(base_path, mirror)

@@ -28,6 +28,7 @@ from nanochat.files import user_path
 from nanochat.terminal import counted
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
+NAMES = ("messages", "conversations")  # of the field or column that holds a conversation
 SHOWN_ERRORS = 10  # bad conversations that a message shows
 VALIDATION_SHARE = 40  # one conversation in 40 is validation, chosen by hash, as with documents
 LARGEST_WEIGHT = 1000.0
@@ -149,6 +150,19 @@ def _sources(setting: str, value: str) -> Iterator[tuple[str, float]]:
         yield path, number
 
 
+def are_conversations(path: Path, text_field: str) -> bool:
+    """Whether a file holds conversations, and no text in the field or column `text_field`, by its first item.
+    Raises UserError if it cannot be read."""
+    fields = ()
+    if path.suffix.lower() == ".parquet":
+        fields = open_parquet(path).schema_arrow.names
+    elif path.suffix.lower() in (".json", ".jsonl", ".gz"):
+        with textfiles.opened(path) as file:
+            value, _ = next(textfiles.json_values(path, file), (None, ""))
+        fields = value if isinstance(value, dict) else ()
+    return text_field not in fields and any(name in fields for name in NAMES)
+
+
 def _values(path: Path, bad: list[str]) -> Iterator[tuple[object, str]]:
     """(value, its place) of each conversation of a file. What is wrong with a line that is no JSON goes to
     `bad`."""
@@ -157,7 +171,7 @@ def _values(path: Path, bad: list[str]) -> Iterator[tuple[object, str]]:
             yield from textfiles.json_values(path, file, bad)
         return
     file = open_parquet(path)
-    columns = [name for name in ("messages", "conversations") if name in file.schema_arrow.names]
+    columns = [name for name in NAMES if name in file.schema_arrow.names]
     if not columns:
         raise UserError(f"{path} has no column `messages` or `conversations`; name another file")
     for number, value in enumerate(values_in(path, file, columns[0]), start=1):

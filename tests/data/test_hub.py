@@ -161,7 +161,7 @@ def test_a_plan_uses_no_network(texts, tmp_path):
     assert texts.requests == []
 
 
-def test_conversations_of_both_formats_come_with_weights(texts, tmp_path):
+def test_conversations_of_both_formats_come_with_weights(texts, tmp_path, run_script):
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     old = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
     texts.files |= {
@@ -173,6 +173,9 @@ def test_conversations_of_both_formats_come_with_weights(texts, tmp_path):
     def read(data):
         return open_conversations(data, str(tmp_path / "val.jsonl"), False, tmp_path).train
 
+    for files in "new", "old":  # ahead of a run; they are no text to import
+        said, _ = run_script("download", f"--data=hf:somebody/texts/{files}", f"--base_dir={tmp_path}")
+        assert said.startswith("1 file of conversations, for mid_train, in ")
     both = read("hf:somebody/texts/new:3, hf:somebody/texts/old/*.jsonl")
     assert both.messages == [(("user", "Hi"), ("assistant", "Hello"))] * 3 and both.weights == [3, 3, 1]
     assert len(read("hf:somebody/texts").messages) == 2  # parquet is preferred
