@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 
 from nanochat import UserError
-from nanochat.checkpoint import Checkpoint, checkpoints_in, find, is_checkpoint, open_checkpoint
+from nanochat.checkpoint import Checkpoint, checkpoints_in, open_in
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.decode import KVCache, decode_step
-from nanochat.files import user_path
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.machine.precision import autocast
 from nanochat.ops.subword import SubwordEmbedding
@@ -36,26 +35,19 @@ def find_source(
     stands for its newest good checkpoint; `say` gets the names of damaged ones, and which run None means if
     there are several. Raises UserError if nothing is found.
     """
-    places = [Path(base_dir) / name for name in kinds]
-    runs = [
-        sorted((run for run in place.glob("*") if _last_saved(run) >= 0), key=_last_saved) for place in places
-    ]
-    if source is None:
-        folders = [of_place[-1] for of_place in runs if of_place]
-        if len(there := [*itertools.chain(*runs)]) > 1:
-            steps = [max(checkpoints_in(run), default=0) for run in there]
-            names = [f"{r.name} ({r.parent.name}, step {n})" for r, n in zip(there, steps, strict=True)]
-            say(f"source: {folders[0].name}, the newest of its kind; there are {', '.join(names)}")
-    else:
-        folders = [*(place / source for place in places), user_path("source", source)]
-    for folder in folders:
-        if is_checkpoint(folder):
-            return open_checkpoint(folder)
-        if checkpoints_in(folder):
-            return find(folder, "auto", say)
+    places, runs = [Path(base_dir) / name for name in kinds], []
+    for place in places:
+        saved = {run: when for run in place.glob("*") if (when := _last_saved(run)) >= 0}
+        runs += sorted(saved, key=saved.get, reverse=True)  # the newest first
+    if source is None and len(runs) > 1:
+        names = [f"{r.name} ({r.parent.name}, step {max(checkpoints_in(r), default=0)})" for r in runs]
+        say(f"source: {runs[0].name}, the newest of its kind; there are {', '.join(names)}")
+    for path in runs[:1] if source is None else [*(place / source for place in places), source]:
+        if checkpoint := open_in(path, say, "source"):
+            return checkpoint
     if source is None:
         raise UserError(f"no checkpoint under {base_dir}; train one with python -m scripts.base_train")
-    tags = ", ".join(dict.fromkeys(run.name for of_place in runs for run in of_place)) or "none"
+    tags = ", ".join(dict.fromkeys(run.name for run in runs)) or "none"
     raise UserError(
         f"no checkpoint at {source}; source is a run's tag (under {base_dir} there are: {tags}), its folder, "
         "or the folder of a checkpoint"

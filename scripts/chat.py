@@ -21,7 +21,7 @@ import configurator
 from nanochat import streams
 from nanochat.data import chat_format
 from nanochat.engine import Stream, find_source, load_for_inference, load_tokenizer, text_pieces
-from nanochat.files import user_path
+from nanochat.files import replacing, user_path
 from nanochat.machine import precision, runtime
 from nanochat.terminal import Typist, first_line, printable
 
@@ -197,9 +197,13 @@ def save(name: str) -> str:
     """Write what was said into a new file; returns what to tell."""
     if not partner.records:
         return "nothing was said yet"
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in partner.records)
     try:
-        with open(Path(name).expanduser(), "x", encoding="utf-8") as file:
-            file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in partner.records)
+        path = Path(name).expanduser()
+        if path.exists():
+            return f"nothing is saved ({path} exists already); name a new file"
+        with replacing(path) as file:  # a disk that is full gets no half of it
+            file.write(text.encode())
     except (OSError, ValueError, RuntimeError) as error:
         return f"nothing is saved ({first_line(error)}); name a new file"
     return f"saved in {name}"

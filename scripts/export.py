@@ -117,7 +117,7 @@ print(write({beginning}, max_new_tokens=100)[0]["generated_text"])
 
 if not out:
     raise UserError("name the folder to write with --out=FOLDER")
-folder = user_path("out", out).absolute()  # `.` has no name
+folder = user_path("out", out).resolve()  # `.` has no name, and a link to an empty folder is filled there
 if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
     raise UserError(f"{folder} exists already; give another folder with --out, or remove it")
 checkpoint = find_source(source, user_path("base_dir", base_dir))

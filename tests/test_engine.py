@@ -408,7 +408,7 @@ def test_a_source_is_a_tag_a_run_or_a_checkpoint(base, monkeypatch):
     assert find_source(".", base).run_folder == find_source("..", base).run_folder == small
     copied = (small / "step_000001").rename(base / "copied-elsewhere")
     assert find_source(str(copied), base / "nothing-here").step == 1
-    with pytest.raises(UserError, match=r"d99; .* talk, small, large\)"):
+    with pytest.raises(UserError, match=r"d99; .* talk, large, small\)"):
         find_source("d99", base)
     with pytest.raises(UserError, match=r"python -m scripts\.base_train"):
         find_source(None, base / "nothing-here")

@@ -36,7 +36,7 @@ from nanochat.checkpoint.save_and_load import (
     Checkpoint,
     SaveError,
     find,
-    is_checkpoint,
     open_checkpoint,
+    open_in,
     save,
 )

@@ -254,7 +254,7 @@ def _text(field: str, value: object) -> str:
     """A text; a number becomes its text, as in other readers of this format."""
     if isinstance(value, str):
         return value
-    if type(value) in (int, float) and math.isfinite(value):
+    if type(value) is int or (type(value) is float and math.isfinite(value)):
         return str(value)
     raise UserError(f"{field} is {'missing' if value is None else 'not text'}")
 

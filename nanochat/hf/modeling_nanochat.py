@@ -109,7 +109,7 @@ class Row(NamedTuple):
     def of(cls, config, past: int, T: int, attention_mask, device):
         """Raises ValueError for more tokens than max_seq_len."""
         slots = torch.arange(past + T, device=device)
-        shown = torch.ones_like(slots)[None] if attention_mask is None else attention_mask
+        shown = torch.ones_like(slots)[None] if attention_mask is None else attention_mask.long()
         positions = (shown.cumsum(-1) - 1).clamp(min=0)[:, past:]
         if past + T > config.max_seq_len and positions.max() >= config.max_seq_len:
             raise ValueError(
@@ -299,10 +299,11 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
     ):
         """input_ids (B, T) int64 -> logits (B, T, V) float32; with labels, also the loss in nats a token.
 
-        attention_mask (B, slots): 0 for padding, for the tokens in the cache and the new ones. cache: a
-        DynamicCache, called past_key_values before transformers 5.24. labels (B, T): the input_ids, -100
-        where a token is not scored; they are shifted here. logits_to_keep: only the last so many positions
-        get logits (0: all). Raises ValueError for a row of more than max_seq_len tokens or another cache.
+        attention_mask (B, slots), of any dtype: 0 for padding, for the tokens in the cache and the new ones.
+        cache: a DynamicCache, called past_key_values before transformers 5.24. labels (B, T): the input_ids,
+        -100 where a token is not scored; they are shifted here. logits_to_keep: only the last so many
+        positions get logits (0: all). Raises ValueError for a row of more than max_seq_len tokens or another
+        cache.
         """
         cache = past_key_values if cache is None else cache
         if cache is not None and not isinstance(cache, DynamicCache):

@@ -21,7 +21,7 @@ EXAMPLES = [{"query": f"question {i}", "choices": ["a", "b"], "gold": i % 2} for
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """A bundle of two tasks; eval_data/some/two.jsonl has two lines."""
-    two = [{"context": "a", "continuation": "b"}, {"context": "c", "continuation": "d"}]
+    two = [{"context": "a", "continuation": 10**400}, {"context": "c", "continuation": "d"}]
     tasks = [("one", "multiple_choice", [3], None, 33.3, EXAMPLES)]
     return write_tasks(tmp_path / "bundle", [*tasks, ("two", "language_modeling", [0], "\n", 0, two)])
 
@@ -40,6 +40,7 @@ def test_tasks_are_read_as_they_were_written(folder):
     assert (one.label, one.task_type, one.num_fewshot, one.delimiter) == ("one", "multiple_choice", 3, " ")
     assert (two.label, two.task_type, two.num_fewshot, two.delimiter) == ("two", "language_modeling", 0, "\n")
     assert (one.baseline, two.baseline) == (33.3, 0)
+    assert {example["continuation"] for example in two.examples} == {str(10**400), "d"}
     assert sorted(example["query"] for example in one.examples) == sorted(e["query"] for e in EXAMPLES)
 
 

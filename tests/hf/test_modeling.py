@@ -68,8 +68,12 @@ def test_padding_on_the_left_or_right_changes_no_logit(pair):
     ours, theirs = pair
     texts = [tokens(1, n, seed=n)[0].tolist() for n in (1, 9, 30)]
     batch = padded(texts)
-    for text, logits in zip(texts, theirs(**batch).logits, strict=True):
+    logits_of_batch = theirs(**batch).logits
+    for text, logits in zip(texts, logits_of_batch, strict=True):
         assert (logits[-len(text) :] - ours(torch.tensor([text]))[0]).abs().max() < 1e-5
+    for dtype in (torch.bool, torch.float32):  # as a comparison, or a sum of masks, gives it
+        mask = batch["attention_mask"].to(dtype)
+        assert torch.equal(theirs(batch["input_ids"], mask).logits, logits_of_batch)
     flipped = {name: rows.flip(1) for name, rows in batch.items()}  # padding at the right, where it is unseen
     for row, logits in enumerate(theirs(**flipped).logits):
         n, alone = len(texts[row]), ours(torch.tensor([texts[row][::-1]]))[0]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from exporting import TOKENIZER, make_model, save
-from helpers import python
+from helpers import disk, names_in, python
 
 from nanochat import engine
 from nanochat.engine import generate
@@ -270,6 +270,16 @@ def test_a_person_edits_lines_gives_commands_and_stops_an_answer_with_ctrl_c(bas
     assert said == [("system", "B"), *(("user", text) for text in ("cx", "cx", "d\ne"))]
     history = base / "chat_history"
     assert "cx\n" in history.read_text("utf-8") and not history.stat().st_mode & 0o077
+
+
+def test_a_full_disk_gets_no_half_of_a_conversation(base, tmp_path):
+    with disk(tmp_path / "disk", "4k") as full, terminal(base, "--max_tokens=2") as chat:
+        (full / "other").write_bytes(bytes(4096))
+        chat.read_until(PROMPT)
+        chat.type("a\r", until="endless")
+        chat.type("\x03")
+        assert "No space left" in chat.type(f"/save {full / 'chat.jsonl'}\r")
+        assert names_in(full) == ["other"]
 
 
 def test_a_base_model_at_a_terminal_says_that_it_continues_texts(base, tmp_path):

@@ -53,10 +53,13 @@ def test_a_folder_with_something_in_it_is_left_alone_and_an_empty_one_is_filled(
     with pytest.raises(UserError, match="full exists already; give another folder with --out"):
         export(source, tmp_path / "full")
     assert names_in(tmp_path) == ["full"] and names_in(tmp_path / "full") == ["notes.txt"]
-    (tmp_path / "empty").mkdir()
+    for name in ("empty", "linked"):
+        (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     export(source, Path("."))
-    assert "model.safetensors" in names_in(tmp_path / "empty")
+    (tmp_path / "link").symlink_to(tmp_path / "linked")
+    export(source, tmp_path / "link")
+    assert all("model.safetensors" in names_in(tmp_path / name) for name in ("empty", "linked"))
 
 
 def test_a_changed_gpt_is_refused_and_leaves_nothing(source, tmp_path, monkeypatch):
