@@ -131,13 +131,13 @@ class Conversation:
 
     def reset(self):
         """Begin a new conversation, with the same system message."""
-        self.stream, self.messages = Stream(model), []
+        self.stream, self.turns = Stream(model), []
 
     def answer(self, question: str, draw_seed: int):
         """Print the model's answer. A conversation that no longer fits starts again, with this question."""
         turn = tokenizer, question, self.system
-        ids = chat_format.next_turn_ids(*turn, begun=bool(self.messages))
-        if self.messages and len(ids) >= self.stream.room(0):
+        ids = chat_format.next_turn_ids(*turn, begun=bool(self.turns))
+        if self.turns and len(ids) >= self.stream.room(0):
             note(f"(the model's {room} positions are full; a new conversation begins)")
             self.reset()
             ids = chat_format.next_turn_ids(*turn, begun=False)
@@ -146,15 +146,16 @@ class Conversation:
             return
         self.stream.read([ids])
         stop_ids = {tokenizer.special_tokens["<|assistant_end|>"], tokenizer.bos_id}
-        text = print_text(self.stream, draw_seed, stop_ids)
-        self.messages += [("user", question), ("assistant", text)]
+        self.turns.append((question, print_text(self.stream, draw_seed, stop_ids)))
 
     @property
     def records(self) -> list[dict]:
-        """What /save writes, as mid_train reads it."""
-        first = [("system", self.system)] if self.system else []
-        messages = [{"role": role, "content": content} for role, content in [*first, *self.messages]]
-        return [{"messages": messages}] if self.messages else []
+        """What /save writes, as mid_train reads it: a turn without an answer is left out."""
+        said = [("system", self.system)] if self.system else []
+        for question, answer in self.turns:
+            said += [("user", question), ("assistant", answer)] if answer.strip() else []
+        messages = [{"role": role, "content": content} for role, content in said]
+        return [{"messages": messages}] if len(messages) > 1 else []
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -196,7 +197,7 @@ def obey(command: str, value: str) -> str:
 def save(name: str) -> str:
     """Write what was said into a new file; returns what to tell."""
     if not partner.records:
-        return "nothing was said yet"
+        return "there is no answer to save yet"
     text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in partner.records)
     try:
         path = Path(name).expanduser()

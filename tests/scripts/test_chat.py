@@ -184,8 +184,11 @@ text_pieces, answers = engine.text_pieces, itertools.count()
 def endless(tokens):
     yield from (time.sleep(0.01) or f"{next(tokens) and 'endless'} " for _ in itertools.count())
 
-engine.text_pieces = lambda tokens, tokenizer: text_pieces(tokens, tokenizer) if next(answers) else endless(
-    itertools.cycle(tokens))
+def pieces(tokens, tokenizer):
+    number = next(answers)
+    return text_pieces(tokens, tokenizer) if number > 1 else () if number else endless(itertools.cycle(tokens))
+
+engine.text_pieces = pieces
 runpy.run_module("scripts.chat", run_name="__main__")
 """
 
@@ -194,7 +197,7 @@ PROMPT = r"(\n|\x1b\[\?2004h)> "  # readline may ask the terminal to mark what i
 
 
 class Terminal:
-    """A terminal with the script in it, whose first answer never ends by itself."""
+    """A terminal with the script in it, whose first answer never ends by itself, and the second is empty."""
 
     def __init__(self, process, fd: int):
         self.process, self.fd = process, fd
@@ -254,7 +257,8 @@ def test_a_person_edits_lines_gives_commands_and_stops_an_answer_with_ctrl_c(bas
         answer = chat.type("/hepl\r")
         assert "no command /hepl" in answer and "/save FILE" in answer
         chat.type("/system B\r")
-        chat.type(f"/save {tmp_path / 'chat.jsonl'}\r")  # of no turn yet: no file
+        chat.type("no answer\r")
+        chat.type(f"/save {tmp_path / 'chat.jsonl'}\r")  # of no answer yet: no file
         chat.type("x\x1b[D\x1b[Dc\r")  # the arrows go to the left
         chat.type("\x1b[A\r")  # and up, into the history
         chat.type("d\\\r", until=r"\. ")
