@@ -69,14 +69,6 @@ def test_a_prompt_longer_than_the_row_keeps_its_end():
     assert [token] == list(generate(model, long_prompt[-(T - 1) :], 50, seed=1))
 
 
-def test_a_seed_decides_the_text_whatever_was_drawn_and_written_before():
-    model = make_model()
-    first = list(generate(model, [1, 2, 3], 20, seed=1))
-    torch.rand(100)
-    assert list(generate(model, [1, 2, 3], 20, seed=2)) != first
-    assert list(generate(model, [1, 2, 3], 20, seed=1)) == first
-
-
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_a_model_whose_logits_are_not_numbers_is_refused(temperature):
     model = make_model()
@@ -152,7 +144,7 @@ def test_a_stream_reads_and_writes_in_turns_and_texts_may_end_at_different_token
     assert all(len(text) > 10 for text in texts)
 
 
-def test_what_a_prompt_gets_does_not_depend_on_the_others_of_its_batch():
+def test_a_seed_and_a_prompt_decide_a_text_whatever_is_drawn_before_or_beside_it():
     model, seeds = make_model("SL"), [13, 17, 11, 18]
     options = {"temperature": 0.9, "top_k": 20}
     options["stop_ids"] = set(generate(model, PROMPTS[2], 1, seed=11, **options))
@@ -162,6 +154,7 @@ def test_what_a_prompt_gets_does_not_depend_on_the_others_of_its_batch():
             text.extend([] if token is None else [token])
     alone = [list(generate(model, p, 40, seed=s, **options)) for p, s in zip(PROMPTS, seeds, strict=True)]
     assert together == alone
+    assert list(generate(model, PROMPTS[0], 40, seed=1, **options)) != alone[0]
     assert together[2] == [] and len(together[3]) <= T - 20 < max(map(len, together))
 
 
@@ -416,10 +409,17 @@ def test_a_source_is_a_tag_a_run_or_a_checkpoint(base, monkeypatch):
 
 def test_a_run_with_a_damaged_checkpoint_gives_the_one_before_but_not_if_that_one_is_named(base):
     small, said = base / "base_checkpoints" / "small", []
-    with open(small / "step_000002" / "model.safetensors", "r+b") as file:
-        file.seek(2000)
-        file.write(b"\xff" * 8)
+
+    def damage(step):
+        with open(small / step / "model.safetensors", "r+b") as file:
+            file.seek(2000)
+            file.write(b"\xff" * 8)
+
+    damage("step_000002")
     assert find_source("small", base, said.append).step == 1
     assert len(said) == 1 and "step_000002" in said[0] and "checksum" in said[0]
     with pytest.raises(UserError, match="is damaged: model"):
         find_source(str(small / "step_000002"), base)
+    damage("step_000001")
+    with pytest.raises(UserError, match="small is intact; name another run"):
+        find_source("small", base)

@@ -315,5 +315,7 @@ def _newest(out_dir, say, to_continue):
         except Damaged as e:
             say(f"{e}; trying the one before it")
     if steps:
-        raise UserError(f"no checkpoint in {out_dir} is intact; use --resume=never to set them aside")
+        raise UserError(
+            f"no checkpoint in {out_dir} is intact; name another run, or train anew there with --resume=never"
+        )
     return None
