@@ -1,6 +1,7 @@
 """Cloze questions from a data set's own validation text: what they ask, that they are fair, their file."""
 
 import functools
+import gzip
 import json
 import random
 import re
@@ -176,7 +177,8 @@ def test_a_damaged_file_is_made_again_and_a_folder_that_cannot_be_written_costs_
     made = cloze_tasks(data, tmp_path / "kept")
     (file,) = (tmp_path / "kept").iterdir()
     content = file.read_bytes()
-    for damaged in (b"", content[:1000], content.replace(b'"gold": 1', b'"gold": 2', 1), b"\xff\n[]"):
+    flipped = content[:1000] + bytes([content[1000] ^ 1]) + content[1001:]
+    for damaged in (b"", content[:1000], flipped, b"\xff\n[]", gzip.compress(b"[1]")):
         file.write_bytes(damaged)
         assert cloze_tasks(data, tmp_path / "kept") == made and file.read_bytes() == content
     assert made and cloze_tasks(data, file / "folder") == made
