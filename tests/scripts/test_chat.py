@@ -186,7 +186,9 @@ def endless(tokens):
 
 def pieces(tokens, tokenizer):
     number = next(answers)
-    return text_pieces(tokens, tokenizer) if number > 1 else () if number else endless(itertools.cycle(tokens))
+    if number == 0:
+        return endless(itertools.cycle(tokens))
+    return text_pieces(tokens, tokenizer) if number > 1 else ()
 
 engine.text_pieces = pieces
 runpy.run_module("scripts.chat", run_name="__main__")
