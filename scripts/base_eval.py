@@ -98,7 +98,7 @@ compute_dtype, dtype_reason = precision.resolve_dtype(run["dtype"] if dtype == "
 tokenizer = load_tokenizer(found, model.config)
 
 # The text, and the tasks made from it
-dataset, own, public, problem = None, [], [], ""
+dataset, own, problem = None, [], ""
 needs_text = "bpb" in parts or "core" in parts or ("sample" in parts and run["sample_prompts"] == "auto")
 with machine.main_first("data"):  # the first process builds what is missing; then the others find it
     try:
@@ -117,13 +117,8 @@ if problem:
     if run["sample_prompts"] == "auto":
         run["sample_prompts"] = ""  # the model begins a text by itself
     say(f"the validation text is left out, with the tasks and prompts made from it: {problem}")
-opened = None
-if "core" in parts:
-    opened, reason = open_bundle(bundle, base_path, core_metric_max_per_task)
-    if opened:
-        public = opened.tasks
-    else:
-        say(reason)
+opened = open_bundle(bundle, base_path, core_metric_max_per_task, say) if "core" in parts else None
+public = opened.tasks if opened else []
 
 # ------------------------------------------------------------------------------------------------------
 # Evaluate

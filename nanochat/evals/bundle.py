@@ -78,20 +78,19 @@ class Bundle:
     fingerprint: str  # SHA-256 of all files that were read, hexadecimal
 
 
-def open_bundle(
-    path: str | Path | None, base_path: Path, max_per_task: int = -1
-) -> tuple[Bundle | None, str]:
-    """(the bundle at a folder or zip file, ""), or (None, the reason in one line) if none is there.
+def open_bundle(path: str | Path | None, base_path: Path, max_per_task: int = -1, say=print) -> Bundle | None:
+    """The bundle at a folder or zip file.
 
-    path: None is the one in `base_path`, which may be missing. max_per_task: examples to read of each task
-    (-1 = all), in a shuffled order that is always the same. Raises UserError if `path` does not exist or the
-    bundle is damaged, with the file and the line.
+    path: None is the one in `base_path`; if that is missing, `say` gets a line about it, and the result is
+    None. max_per_task: examples to read of each task (-1 = all), in a shuffled order that is always the same.
+    Raises UserError if `path` does not exist or the bundle is damaged, with the file and the line.
     """
     found = user_path("bundle", path) if path is not None else Path(base_path) / f"{NAME}.zip"
     if path is None and not found.exists():
         found = found.with_suffix("")
     if path is None and not found.exists():
-        return None, f"CORE was left out: there is no evaluation bundle in {found}; get it with {GET}"
+        say(f"CORE was left out: there is no evaluation bundle in {found}; get it with {GET}")
+        return None
     with _root(found) as root:
         source = _Source(root, hashlib.sha256())
         entries, baselines = _entries(source), _baselines(source)
@@ -102,7 +101,7 @@ def open_bundle(
         labels = [task.label for task in tasks]
         if twice := next((label for label in labels if labels.count(label) > 1), None):
             raise _damaged(root / "core.yaml", f"the label {twice} stands twice")
-        return Bundle(found, tasks, source.digest.hexdigest()), ""
+        return Bundle(found, tasks, source.digest.hexdigest())
 
 
 def _damaged(place: object, reason: object) -> UserError:
@@ -269,7 +268,7 @@ def download_bundle(base_path: Path, host: str | None = None) -> None:
     cases a bundle that was there stays.
     """
     with contextlib.suppress(UserError):
-        if there := open_bundle(None, base_path)[0]:
+        if there := open_bundle(None, base_path, say=lambda missing: None):
             print(f"the evaluation bundle is in {there.path}")
             return
     base_path.mkdir(parents=True, exist_ok=True)
@@ -277,7 +276,7 @@ def download_bundle(base_path: Path, host: str | None = None) -> None:
     with replacing(path) as file:
         _get((host or HOST).rstrip("/"), file)
         file.flush()
-        bundle, _ = open_bundle(file.name, base_path)
+        bundle = open_bundle(file.name, base_path)
     print(f"the evaluation bundle is in {path}: {len(bundle.tasks)} tasks")
 
 

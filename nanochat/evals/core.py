@@ -14,7 +14,6 @@ it): the same model gets the same answers right.
 
 import functools
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -58,13 +57,7 @@ class TokenizedQuestion:
 
 @torch.no_grad()
 def evaluate(
-    model,
-    tokenizer,
-    tasks: list[Task],
-    dtype: torch.dtype,
-    machine,
-    tokens_per_batch: int | None = None,
-    progress: Callable[[int], object] | None = None,
+    model, tokenizer, tasks: list[Task], dtype: torch.dtype, machine, progress=None
 ) -> dict[str, float]:
     """The accuracy of a GPT in each task, by label: the share of right answers.
 
@@ -72,13 +65,12 @@ def evaluate(
     model: a gpt.GPT, not compiled, because nearly every batch has another shape. progress(n) is called after
     every n questions of this process. Raises UserError if a loss is not a number.
     """
-    tokens_per_batch = tokens_per_batch or TOKENS_PER_BATCH.get(machine.device.type, 8192)
     right, broken, launched = [0] * len(tasks), 0, None
     for group in [*deal(tasks)[machine.rank :: machine.world_size], None]:
         before, launched = launched, None
         if group:  # a GPU works on this group while we count the one before and tokenize the next one
             questions = [tokenize(tasks[t], t, i, tokenizer, model.config.max_seq_len) for t, i in group]
-            launched = questions, launch(model, questions, tokenizer.bos_id, dtype, tokens_per_batch)
+            launched = questions, launch(model, questions, tokenizer.bos_id, dtype)
         if before:
             questions, scored = before
             for question, (losses, exact) in zip(questions, finish(*scored, questions), strict=True):
@@ -235,7 +227,7 @@ class _Layer:
         return shift_keys(k), v, None
 
 
-def launch(model, questions: list[TokenizedQuestion], bos_id: int, dtype: torch.dtype, tokens_per_batch: int):
+def launch(model, questions: list[TokenizedQuestion], bos_id: int, dtype: torch.dtype):
     """Start the forward passes for all rows of these questions, without waiting for the device.
 
     Returns (row of each scored token, its loss in nats, whether it is the most probable one): a list, and
@@ -243,8 +235,9 @@ def launch(model, questions: list[TokenizedQuestion], bos_id: int, dtype: torch.
     """
     first_row = np.cumsum([0, *(len(question.rows) for question in questions)])
     row_of, losses, exact = [], [], []
-    for batch in batches(questions, tokens_per_batch, model.config.max_seq_len):
-        with autocast(model.head.weight.device, dtype):
+    device = model.head.weight.device
+    for batch in batches(questions, TOKENS_PER_BATCH.get(device.type, 8192), model.config.max_seq_len):
+        with autocast(device, dtype):
             logits, targets = forward(model, [questions[i] for i in batch], bos_id)
         losses.append(F.cross_entropy(logits, targets, reduction="none"))
         exact.append(logits.argmax(-1) == targets)

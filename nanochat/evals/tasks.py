@@ -29,11 +29,10 @@ FILE = "own_tasks-3.json.gz"  # a change of the questions needs a higher number,
 def open_tasks(
     dataset: Dataset, folder: Path, bundle: str | None, base_path: Path, most_per_task: int, say=print
 ) -> tuple[list[Task], list[Task]]:
-    """(the tasks made from the data set's validation text, CORE's). A missing list is empty; `say` gets the
-    reason for CORE. folder: Dataset.tokenizer_folder. bundle: see open_bundle."""
-    opened, reason = open_bundle(bundle, base_path, most_per_task)
-    if reason:
-        say(reason)
+    """(the tasks made from the data set's validation text, CORE's). A missing list is empty.
+
+    folder: Dataset.tokenizer_folder. bundle, say: see open_bundle."""
+    opened = open_bundle(bundle, base_path, most_per_task, say)
     return cloze_tasks(dataset, folder), opened.tasks if opened else []
 
 

@@ -34,9 +34,9 @@ def zipped(folder: Path, path: Path, root: str = "eval_bundle/") -> Path:
 
 
 def test_tasks_are_read_as_they_were_written(folder):
-    found, reason = open_bundle(folder, folder)
+    found = open_bundle(folder, folder)
     one, two = found.tasks
-    assert reason == "" and found.path == folder
+    assert found.path == folder
     assert (one.label, one.task_type, one.num_fewshot, one.delimiter) == ("one", "multiple_choice", 3, " ")
     assert (two.label, two.task_type, two.num_fewshot, two.delimiter) == ("two", "language_modeling", 0, "\n")
     assert (one.baseline, two.baseline) == (33.3, 0)
@@ -48,30 +48,32 @@ def test_tasks_are_read_as_they_were_written(folder):
 def test_the_first_examples_are_those_of_the_published_shuffle(folder, max_per_task):
     expected = list(EXAMPLES)
     random.Random(1337).shuffle(expected)
-    tasks = open_bundle(folder, folder, max_per_task)[0].tasks
+    tasks = open_bundle(folder, folder, max_per_task).tasks
     assert tasks[0].examples == (expected if max_per_task == -1 else expected[:max_per_task])
 
 
 @pytest.mark.parametrize("root", ["", "eval_bundle/", "mine/"])
 def test_a_zip_file_is_read_like_the_folder(folder, tmp_path, root):
     path = zipped(folder, tmp_path / "it.zip", root)
-    (by_zip, _), (by_folder, _) = open_bundle(path, tmp_path), open_bundle(folder, tmp_path)
+    by_zip, by_folder = open_bundle(path, tmp_path), open_bundle(folder, tmp_path)
     assert by_zip.tasks == by_folder.tasks and by_zip.fingerprint == by_folder.fingerprint
 
 
 def test_the_fingerprint_changes_with_any_example(folder, tmp_path):
-    before = open_bundle(folder, tmp_path)[0].fingerprint
+    before = open_bundle(folder, tmp_path).fingerprint
     file = folder / "eval_data/some/two.jsonl"
     file.write_text(file.read_text().replace('"d"', '"e"'))
-    assert open_bundle(folder, tmp_path)[0].fingerprint != before
+    assert open_bundle(folder, tmp_path).fingerprint != before
 
 
 def test_without_a_bundle_the_reason_is_one_line_with_the_command(tmp_path):
-    found, reason = open_bundle(None, tmp_path)
-    assert found is None and reason.startswith("CORE was left out: ") and "\n" not in reason
+    said = []
+    assert open_bundle(None, tmp_path, say=said.append) is None
+    (reason,) = said
+    assert reason.startswith("CORE was left out: ") and "\n" not in reason
     assert reason.endswith("get it with python -m scripts.download --name=core")
     write_bundle(tmp_path / "eval_bundle")
-    assert open_bundle(None, tmp_path)[0].path == tmp_path / "eval_bundle"
+    assert open_bundle(None, tmp_path).path == tmp_path / "eval_bundle"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,7 @@ def test_a_path_that_is_no_bundle_is_refused(tmp_path):
 def test_a_zip_file_without_an_end_is_refused(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(bundle, "LARGEST", 1_000_000)
     path = zipped(folder, tmp_path / "it.zip")
-    assert open_bundle(path, tmp_path)[0]
+    assert open_bundle(path, tmp_path)
     with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("eval_bundle/eval_data/zeros", bytes(2_000_000))
     with pytest.raises(UserError, match="would take"):
@@ -163,7 +165,7 @@ def test_the_bundle_arrives_and_leaves_nothing_else(public, folder, tmp_path, ru
     public.faults["eval_bundle.zip"] = ["503"]
     run_script(*command)
     assert names_in(base) == ["eval_bundle"] * there + ["eval_bundle.zip"]
-    assert open_bundle(None, base)[0].tasks == open_bundle(folder, base)[0].tasks
+    assert open_bundle(None, base).tasks == open_bundle(folder, base).tasks
     requests = len(public.requests)
     run_script(*command)
     assert len(public.requests) == requests

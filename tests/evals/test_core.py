@@ -32,7 +32,7 @@ MAX_SEQ_LEN = 96  # the longest prompts of words_cut have some 500 tokens
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory) -> list[Task]:
     folder = write_bundle(tmp_path_factory.mktemp("core") / "bundle", n=12, high=30)
-    return open_bundle(folder, folder)[0].tasks
+    return open_bundle(folder, folder).tasks
 
 
 @pytest.fixture(scope="module")
@@ -116,16 +116,8 @@ def slow_decision(model, tokenizer, task: Task, index: int) -> bool:
     return losses.index(min(losses)) == task.examples[index]["gold"]
 
 
-def evaluate(model, tokenizer, tasks, **options) -> dict[str, float]:
-    return core.evaluate(model, tokenizer, tasks, torch.float32, ALONE, **options)
-
-
-def decisions(monkeypatch, model, tokenizer, tasks, **options) -> dict[tuple[int, int], bool]:
-    """{(index of the task, index of the example): right} of a fast evaluation."""
-    made, decide = [], core.decide
-    monkeypatch.setattr(core, "decide", lambda *given: made.append(decide(*given)) or made[-1])
-    evaluate(model, tokenizer, tasks, **options)
-    return dict(zip(itertools.chain(*core.deal(tasks)), made, strict=True))
+def evaluate(model, tokenizer, tasks) -> dict[str, float]:
+    return core.evaluate(model, tokenizer, tasks, torch.float32, ALONE)
 
 
 @pytest.fixture(scope="module", params=["L", "SL", "helped"])
@@ -141,12 +133,16 @@ def judged(request, tokenizer, tasks):
     return model, slow
 
 
-@pytest.mark.parametrize("tokens_per_batch", [1, 300, None])
+@pytest.mark.parametrize("tokens_per_batch", [1, 300, 16384])
 def test_every_decision_is_that_of_one_choice_at_a_time(
     judged, tokenizer, tasks, monkeypatch, tokens_per_batch
 ):
     model, slow = judged
-    found = decisions(monkeypatch, model, tokenizer, tasks, tokens_per_batch=tokens_per_batch)
+    made, decide = [], core.decide
+    monkeypatch.setattr(core, "decide", lambda *given: made.append(decide(*given)) or made[-1])
+    monkeypatch.setitem(core.TOKENS_PER_BATCH, "cpu", tokens_per_batch)
+    evaluate(model, tokenizer, tasks)
+    found = dict(zip(itertools.chain(*core.deal(tasks)), made, strict=True))
     assert found == slow
     for task_type in {"language_modeling"} if isinstance(model, Helped) else {"multiple_choice", "schema"}:
         assert {right for (t, _), right in found.items() if tasks[t].task_type == task_type} == {True, False}

@@ -78,7 +78,7 @@ def test_its_samples_are_those_of_the_run(base_eval, trained):
 def test_its_scores_are_those_of_core(base_eval, trained, corpus, tmp_path):
     write_bundle(tmp_path / "bundle")
     printed = base_eval(f"--source={trained}", "--eval=core", f"--bundle={tmp_path / 'bundle'}")
-    tasks = open_bundle(tmp_path / "bundle", tmp_path)[0].tasks
+    tasks = open_bundle(tmp_path / "bundle", tmp_path).tasks
     own = cloze_tasks(open_dataset(corpus, corpus / "val.parquet", base_dir=tmp_path), tmp_path)
     found, machine = open_checkpoint(trained / "step_000008"), runtime.start("cpu", 0)
     model = load_for_inference(found, machine.device, torch.float32)
