@@ -26,7 +26,7 @@ from nanochat.files import building, user_path
 from nanochat.gpt import GPT
 from nanochat.hf.text import generation_config, write_text
 from nanochat.run.metrics import read_metrics
-from nanochat.terminal import table
+from nanochat.terminal import first_line, table
 
 source: str | None = None  # a run's tag, its folder or a checkpoint's (none = the newest, mid before base)
 out: str | None = None  # the folder to write; it must be new or empty
@@ -41,14 +41,15 @@ TOLERANCE = 1e-3
 
 def to_transformers(ours: GPT, identity: dict, endings: dict):
     """The model with the same weights as transformers knows it. endings: for its GenerationConfig. Raises
-    UserError if it computes something else, as after a change of gpt.py, or if transformers is missing."""
+    UserError if it computes something else, as after a change of gpt.py, or without transformers."""
     try:
         from transformers import GenerationConfig
         from transformers.utils import logging
 
         from nanochat.hf.modeling_nanochat import NanochatConfig, NanochatForCausalLM
-    except ModuleNotFoundError as error:
-        raise UserError(f"{error.name} is missing; pip install -e '.[export]'") from error
+    except ImportError as error:
+        why = first_line(error)  # such as a name that an old one lacks
+        raise UserError(f"transformers is missing or too old ({why}); pip install -e '.[export]'") from error
     logging.disable_progress_bar()
     NanochatConfig.register_for_auto_class()
     NanochatForCausalLM.register_for_auto_class("AutoModelForCausalLM")

@@ -49,11 +49,7 @@ def _awkward(draw: random.Random) -> dict[str, list[dict]]:
     mc = [
         {"query": "the same", "choices": ["one", "one", "two"], "gold": 1},
         {"query": "the same", "choices": ["one", "two", "one"], "gold": 0},
-        {
-            "query": "alike",
-            "choices": ["a long beginning, then x", "a long beginning, then y"],
-            "gold": 1,
-        },
+        {"query": "alike", "choices": ["a long beginning, then x", "a long beginning, then y"], "gold": 1},
         {"query": "numbers", "choices": ["1", "12", "123456", "1234567"], "gold": 2},
         {"query": "blanks ", "choices": ["  two", " one", "none"], "gold": 1},
         {"query": "", "choices": ["x", "y", "z"], "gold": 2},

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -69,9 +70,11 @@ def test_a_changed_gpt_is_refused_and_leaves_nothing(source, tmp_path, monkeypat
     assert names_in(tmp_path) == []
 
 
-def test_without_transformers_it_says_what_to_install(source, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers.utils", None)
-    with pytest.raises(UserError, match=r"is missing; pip install -e '\.\[export\]'"):
+@pytest.mark.parametrize("there", [None, types.ModuleType("transformers.utils")], ids=["none", "an old one"])
+def test_without_transformers_it_says_what_to_install(source, tmp_path, monkeypatch, there):
+    monkeypatch.setitem(sys.modules, "transformers.utils", there)
+    monkeypatch.delitem(sys.modules, "nanochat.hf.modeling_nanochat", raising=False)
+    with pytest.raises(UserError, match=r"missing or too old \(.*\); pip install -e '\.\[export\]'"):
         export(source, tmp_path / "out")
 
 
