@@ -83,7 +83,7 @@ say, device, share = machine.print, machine.device, (machine.rank, machine.world
 machine.check_same_settings(settings.values)
 base_path = user_path("base_dir", base_dir)
 found = find_source(source, base_path, say)
-if step != -1:
+if step not in (-1, found.step):
     found = checkpoint.find(found.run_folder, step, say)
 model = load_for_inference(found, device, torch.float32)  # as in training, autocast casts what it needs
 machine.check_same({"the checkpoint": found.path.name, "its identity": found.state["identity"]})

@@ -59,7 +59,7 @@ def written(folder, step):
 def test_bits_per_byte_are_those_of_the_run_at_any_of_its_checkpoints(base_eval, trained, tmp_path):
     base_eval(f"--source={trained / 'step_000008'}", "--step=6", "--eval=bpb")
     copied = shutil.copytree(trained / "step_000008", tmp_path / "mine")  # gets its results itself
-    printed = base_eval(f"--source={copied}", "--eval=bpb")
+    printed = base_eval(f"--source={copied}", "--step=8", "--eval=bpb")
     for out, step in ((trained, 6), (copied, 8)):
         found, of_run = written(out, step), evaluation_of_run(trained, step)
         assert found["val_bpb"] == pytest.approx(of_run["val_bpb"], abs=1e-6)
