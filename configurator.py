@@ -28,6 +28,7 @@ import os
 import re
 import select
 import shutil
+import signal
 import stat
 import sys
 import textwrap
@@ -97,6 +98,8 @@ def configure(globals_, argv=None, arguments="CONFIG_FILE", aliases=None):
     """
     streams.secure()
     handle_errors()
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # of scripts/__init__.py
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     argv = sys.argv[1:] if argv is None else argv
     declared = _declared_settings(globals_["__file__"])
     values = {name: globals_.get(setting.variable, setting.default) for name, setting in declared.items()}
