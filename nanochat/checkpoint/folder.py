@@ -153,6 +153,7 @@ def set_aside(out_dir, after=None):
         for path in moving:
             os.rename(path, target / path.name)
     except OSError as e:
+        attempt(target.rmdir)  # if nothing is in it
         raise UserError(
             f"cannot set {out_dir} aside as {target} ({reason(e)}); move it or choose another --out_dir"
         ) from e

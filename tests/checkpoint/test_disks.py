@@ -129,6 +129,7 @@ def test_an_out_dir_on_a_disk_of_its_own_cannot_be_set_aside_and_says_so(small_d
     save_step(small_disk, 1)
     with pytest.raises(UserError, match="choose another --out_dir"):
         find(small_disk, "never")
+    assert names_in(small_disk.parent) == ["disk"]
     check(find(small_disk), 1)
 
 
