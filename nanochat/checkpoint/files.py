@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -92,20 +93,14 @@ def write_tensors(path, tensors):
     header, offset = {"__metadata__": {"format": "pt"}}, 0
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))  # keeps each one aligned
     for name, tensor in ordered:
-        if name in header:
-            raise ValueError(f"{name} is a reserved name in safetensors files")
         end = offset + tensor.nbytes
         span, offset = [offset, end], end
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
     text = json.dumps(header, ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    return write_file(path, _blocks(len(text).to_bytes(8, "little") + text, ordered))
-
-
-def _blocks(head, ordered):
-    yield head
-    for _, tensor in ordered:
-        yield memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    head = len(text).to_bytes(8, "little") + text
+    flat = (tensor.detach().cpu().contiguous().reshape(-1) for _, tensor in ordered)
+    return write_file(path, itertools.chain([head], (memoryview(t.view(torch.uint8).numpy()) for t in flat)))
 
 
 def read_tensors(path, wanted=lambda name: True):
@@ -149,14 +144,12 @@ def read_json(path):
 
 def verify_file(path, entry):
     """Raise Damaged if a file is missing or does not have the size and checksum of its manifest entry."""
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK))
     with _reading(path), open(path, "rb", buffering=0) as f:
         actual = os.fstat(f.fileno()).st_size
         if actual != entry["size"]:
             raise damaged(path, f"has {actual:,} bytes instead of {entry['size']:,}")
-        while n := f.readinto(buffer):
-            digest.update(buffer[:n])
-    if digest.hexdigest() != entry["sha256"]:
+        digest = hashlib.file_digest(f, "sha256").hexdigest()
+    if digest != entry["sha256"]:
         raise damaged(path, "does not match its checksum")
 
 

@@ -24,7 +24,6 @@ from nanochat.checkpoint import AsyncSaver, background, files, find, folder, loc
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 WATCHED = {module.__file__ for module in (save_and_load, background, folder, files, nanochat.files, shutil)}
-every_line = pytest.mark.parametrize("stride", [9, pytest.param(1, marks=pytest.mark.slow)])
 
 
 @pytest.fixture
@@ -177,19 +176,12 @@ def kill_background_saves(place):
     assert reached > 3 and len(names_in(run)) <= 4, names_in(run)
 
 
-@every_line
-def test_killed_at_any_line_of_a_save_the_new_or_the_old_checkpoint_stands(in_fresh_process, memory, stride):
-    in_fresh_process(kill_saves, memory, stride)
-
-
-@every_line
-def test_killed_at_any_line_of_a_replacement_one_of_the_two_stands(in_fresh_process, memory, stride):
-    in_fresh_process(kill_replacements, memory, stride)
-
-
-@every_line
-def test_killed_at_any_line_of_a_deletion_or_setting_aside_no_half_is_left(in_fresh_process, memory, stride):
-    in_fresh_process(kill_deletions, memory, stride)
+@pytest.mark.parametrize("stride", [9, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kill", [kill_saves, kill_replacements, kill_deletions])
+def test_killed_at_any_line_a_good_checkpoint_stands_and_no_half_is_left(
+    in_fresh_process, memory, kill, stride
+):
+    in_fresh_process(kill, memory, stride)
 
 
 def test_killed_at_random_moments_of_background_saves_the_newest_one_is_good(in_fresh_process, memory):
