@@ -55,10 +55,11 @@ SAMPLING = {"temperature": 0.8, "top_k": 50}
 def peer_folder(checkout: str | Path | None) -> Path:
     """The folder of the peer. Raises UserError if it is another folder or none."""
     from nanochat import UserError
+    from nanochat.files import user_path
 
     if not checkout:
         raise UserError("give --peer=FOLDER, a checkout of karpathy/nanochat")
-    folder = Path(checkout).expanduser().resolve()
+    folder = user_path("peer", checkout).resolve()
     for name in ("scripts/base_train.py", "nanochat/__init__.py", "nanochat/gpt.py"):
         if not (folder / name).exists():
             raise UserError(f"{folder} has no {name}; --peer is a folder of karpathy/nanochat")
@@ -67,8 +68,8 @@ def peer_folder(checkout: str | Path | None) -> Path:
 
 class Side:
     """A process of this file. `facts`: what its model says of itself; or what a function of the job returns,
-    if `whose` is its name, "module.function". Raises RuntimeError if the process ends, and MemoryError if the
-    GPU's memory does not suffice.
+    if `whose` is its name, "module.function". Raises RuntimeError if the process ends, MemoryError if the
+    GPU's memory does not suffice, and the UserError that the process raised.
 
     folder: whose `nanochat` it imports; all else of ours can be imported, too.
 
@@ -112,6 +113,10 @@ class Side:
         answer = json.loads(line)
         if "out_of_memory" in answer:
             raise MemoryError(answer["out_of_memory"])
+        if "refused" in answer:
+            from nanochat import UserError
+
+            raise UserError(answer["refused"])
         return answer
 
     def do(self, order: str, limit_s: float | None = None, **more) -> dict:
@@ -532,6 +537,8 @@ def main():
             order = json.loads(line)
             answer(orders[order.pop("do")](side, batches, **order))
     except Exception as error:
+        if type(error).__name__ == "UserError":  # ours: the peer has no such class
+            return answer({"refused": str(error)})
         if "out of memory" not in str(error):  # the compiler wraps torch.OutOfMemoryError
             raise
         sys.stderr.write(f"{error}\n")

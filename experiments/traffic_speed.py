@@ -38,7 +38,8 @@ def bench(settings: dict) -> dict:
     with a peer ours over the peer's."""
     if find_spec("triton") is None:
         raise UserError("--what=traffic needs Triton, which writes the code: pip install triton (Linux only)")
-    used = {"": list(PROBES), "none": []}.get(settings["parts"], settings["parts"].split(","))
+    names = [name.strip() for name in settings["parts"].split(",")]
+    used = {"": list(PROBES), "none": []}.get(settings["parts"], names)
     if unknown := set(used) - set(PROBES):
         raise UserError(f"--parts={unknown.pop()}: the kernels by hand are {', '.join(PROBES)} (or none)")
     folders = {"ours": ROOT} | ({"peer": peer_folder(settings["peer"])} if settings["peer"] else {})

@@ -10,6 +10,7 @@ from nanochat.ops.operators import register
 from nanochat.ops.tables import look_up
 
 LONGEST = 8  # tokens of a match; what is longer counts as this long
+BITS = 20  # of an id, and of a place in the rows that are sorted together
 
 
 def followers(ids, new: int, visible=None):
@@ -17,7 +18,7 @@ def followers(ids, new: int, visible=None):
     that end with it and that its row (its document of `visible`) had before; of equally long ones the last.
 
     Returns (the token that followed the match, the length of the match), (B, new) int64 each, 0 and 0 without
-    one. ids of -1 match nothing. B * L and the other ids are less than 2^20.
+    one. ids of -1 match nothing; the others are less than 2^20, and L is at most that.
     """
     begins, on_cpu = ids < 0, ids.device.type == "cpu"
     if visible is not None:
@@ -26,7 +27,7 @@ def followers(ids, new: int, visible=None):
         found = (torch.ops.nanochat.followers if on_cpu else _sort)(ids, begins)
         return [x[:, -new:] for x in found]
     # Equal ones are of one document
-    return _compare(ids, ids.int() if visible is None else ids + (begins.cumsum(1) << 20), new)
+    return _compare(ids, ids.int() if visible is None else ids + (begins.cumsum(1) << BITS), new)
 
 
 def _compare(ids, tokens, new: int):
@@ -49,12 +50,16 @@ def _sort(ids, begins):
     stands the one where its n-gram was last. An n-gram's number comes from that of its first n - 1 tokens and
     from its last token; where a document begins, from the place, so that it is no other's."""
     (B, L), N = ids.shape, ids.numel()
+    rows = max(1, 2**BITS // L)
+    if rows < B:
+        parts = [_sort(*part) for part in zip(ids.split(rows), begins.split(rows), strict=True)]
+        return tuple(map(torch.cat, zip(*parts, strict=True)))
     place = torch.arange(N, device=ids.device)
-    ids, begins = ids.flatten() & 2**20 - 1, begins.flatten() | (place % L == 0)
+    ids, begins = ids.flatten() & 2**BITS - 1, begins.flatten() | (place % L == 0)
     before, at, length = begins.cumsum(0), torch.zeros_like(ids), torch.zeros_like(ids)
     for n in range(1, LONGEST + 1):
-        ngrams = ((before << 20 | ids) << 20 | place).sort().values
-        places, ngrams = ngrams & 2**20 - 1, ngrams >> 20
+        ngrams = ((before << BITS | ids) << BITS | place).sort().values
+        places, ngrams = ngrams & 2**BITS - 1, ngrams >> BITS
         new = F.pad(ngrams[1:] != ngrams[:-1], (1, 0), value=True)
         last = torch.empty_like(ids).index_copy(0, places, torch.where(new, -1, places.roll(1)))
         at, length = torch.where(last < 0, at, last), torch.where(last < 0, length, n)

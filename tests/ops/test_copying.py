@@ -24,13 +24,15 @@ def search(ids, begins):
 
 
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("vocab_size", [2, 12])
-def test_both_ways_find_what_the_definition_says(vocab_size, documents):
+@pytest.mark.parametrize("vocab_size, bits", [(2, 20), (12, 20), (12, 6), (12, 7)])
+def test_both_ways_find_what_the_definition_says(vocab_size, bits, documents, monkeypatch):
+    """With few bits only a row or two of 50 tokens are sorted together."""
+    monkeypatch.setattr(copying, "BITS", bits)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocab_size, (3, 50), generator=generator)
     ids[1, :7] = -1  # slots before a text begins
     begins = (ids < 0) | (torch.rand(ids.shape, generator=generator) < 0.05 * documents)
-    expected, tokens = search(ids, begins), ids + (begins.cumsum(1) << 20) if documents else ids.int()
+    expected, tokens = search(ids, begins), ids + (begins.cumsum(1) << bits) if documents else ids.int()
     assert set(expected[1].flatten().tolist()) >= {0, 1, 2, 3}
     for new in (1, 3, 50):
         for found, wanted in zip(copying._compare(ids, tokens, new), expected, strict=True):

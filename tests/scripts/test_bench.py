@@ -80,6 +80,8 @@ def test_start_times_the_first_step_of_a_recipe(texts, tmp_path):
         (["--variants=float32", "--data=nowhere"], ["base_train failed in float32", "nowhere"]),
         (["--what=optimizer", "--peer=runs"], ["--peer is a folder of karpathy/nanochat"]),
         (["--what=race"], ["--peer=FOLDER"]),
+        (["--what=race", "--peer=~stranger/x"], ["--peer=~stranger/x begins with a user"]),
+        (["--what=optimizer", "--head_dim=3"], ["error: head_dim is 3; "]),
         (["--what=generate", "--max_seq_len=16"], ["a prompt of 16 tokens", "larger --max_seq_len"]),
         (["--what=loader", "--shapes=8by512"], ["--shapes has '8by512'", "8x512"]),
         (["--what=checkpoint", "--folder=README.md/in"], ["--folder=README.md/in cannot be made"]),
