@@ -12,7 +12,7 @@ from torch.utils import benchmark
 from experiments.gpu_parts import DEPTHS, each, model_job
 from nanochat.machine import hardware, runtime
 from nanochat.ops import attention_backends as backends
-from nanochat.ops.attention import BACKENDS, cannot_run
+from nanochat.ops.attention import BACKENDS, every_backend
 
 
 def ceilings(job: dict) -> dict:
@@ -94,19 +94,15 @@ def attention_speed(job: dict) -> dict:
     B, H, T, D = (1, 2, 64, 32) if small else (16, 6, 2048, 128)
     dtype = torch.float32 if small else torch.bfloat16
     result: dict = {}
-    for version in ("", "FA3", "FA4"):
-        why = backends.activate_flash(version) if device.type == "cuda" else "needs CUDA" * bool(version)
-        for name, (way, kinds) in BACKENDS.items():
-            if version and name not in ("flash", "varlen"):
-                continue
-            for kind in (kind for kind in ("full", "window") if kind in kinds):
+    for label, name, why in every_backend(device, dtype, compiled=not small):
+        way, kinds = BACKENDS[name]
+        for kind, window in {"full": T, "window": T // 4}.items():
+            if kind in kinds:
                 row = result.setdefault(kind, {})
-                key, window = f"{name} {version}".strip(), T if kind == "full" else T // 4
-                reason = why or cannot_run(name, kind, device, dtype, compiled=not small)
                 try:
-                    row[key] = reason or time_attention(name, way, (B, H, T, D), window, dtype, device)
+                    row[label] = why or time_attention(name, way, (B, H, T, D), window, dtype, device)
                 except Exception as error:  # the next way is timed all the same
-                    row[key] = backends.error_in_a_line(error)
+                    row[label] = backends.error_in_a_line(error)
     return result
 
 

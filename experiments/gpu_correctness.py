@@ -211,14 +211,12 @@ def resume(job: dict) -> dict:
 
 
 def base_train_speed(job: dict) -> dict:
-    """The script itself at d12, with loader and log: tokens a second by its records, its wait for data.
+    """On CUDA, the script itself at d12, with loader and log: tokens a second by its records, its wait for
+    data.
 
     It is stopped after 9 steps, of which the first 3 do not count; so it evaluates nothing at its end.
     """
     size = {"depth": 12, "compile": "on", "total_batch_size": 2**19}
-    if job["small"]:
-        size = {"depth": 2, "aspect_ratio": 32, "head_dim": 32, "max_seq_len": 64, "total_batch_size": 256}
-        size |= {"compile": "off"}
     with temporary_folder() as place:
         out_dir = place / "run"
         process = base_train(job, out_dir, num_iterations=100_000, accept="epochs", **size)

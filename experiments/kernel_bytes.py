@@ -92,7 +92,7 @@ class Calls(TorchDispatchMode):
             self.kernels.append(library_call(operator, args, kwargs or {}, result))
         return result
 
-    def compile(self, function=None, **options):
+    def compile(self, function):
         """In place of torch.compile."""
 
         def run(*args):
@@ -103,7 +103,7 @@ class Calls(TorchDispatchMode):
             finally:
                 self.in_compiled = False
 
-        return run if function else self.compile
+        return run
 
 
 # ------------------------------------------------------------------------------------------------------

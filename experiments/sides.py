@@ -24,6 +24,7 @@ import itertools
 import json
 import math
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -264,11 +265,10 @@ def our_plan(job: dict, machine, dtype):
     from nanochat.machine.hardware import survey
     from nanochat.plan import planning
 
-    shape = {name: job[name] for name in ("depth", "aspect_ratio", "head_dim", "max_seq_len")}
-    shape |= {"window_pattern": job["window_pattern"], "device_batch_size": job["rows"]}
-    shape |= {"copying": job.get("copying", "auto")}
-    settings = configurator.defaults(ROOT / "scripts" / "base_train.py") | shape
-    settings |= {"num_iterations": 100_000, "total_batch_size": job["total_batch_size"]}
+    settings = configurator.defaults(ROOT / "scripts" / "base_train.py")
+    settings |= {name: job[name] for name in (*SHAPE, "total_batch_size")}
+    settings |= {"device_batch_size": job["rows"], "copying": job.get("copying", "auto")}
+    settings |= {"num_iterations": 100_000}
     tokenizer = SimpleNamespace(vocab_size=job["vocab_size"])
     text = SimpleNamespace(estimated_tokens=lambda tokenizer: 10**12, text_bytes=0, more_text="")
     hardware = survey(machine, dtype)
@@ -508,9 +508,12 @@ def release(side=None, batches=None) -> dict:
     return {}
 
 
-def end_with_parent():
-    """The end of the process that started this one closes our stdin, in which no order comes."""
-    os.read(0, 1)
+def take_orders(orders: queue.SimpleQueue):
+    """Put each line of stdin into a queue. The end of the process that started this one closes stdin, and
+    ends this one too, whatever it is doing."""
+    with open(0, "rb", buffering=0) as stdin:  # Python cannot end while a thread waits in a buffer
+        for line in stdin:
+            orders.put(json.loads(line))
     os.killpg(0, signal.SIGKILL)
 
 
@@ -524,17 +527,17 @@ def main():
     def answer(values: dict):
         print(json.dumps(values), file=answers, flush=True)
 
+    given = queue.SimpleQueue()
+    threading.Thread(target=take_orders, args=(given,), daemon=True).start()
     try:
         if sys.argv[1] not in ("ours", "peer"):
-            threading.Thread(target=end_with_parent, daemon=True).start()
             module, _, name = sys.argv[1].rpartition(".")
             return answer(getattr(import_module(module), name)(job))
         side = {"ours": Ours, "peer": Peer}[sys.argv[1]](job)
         batches = Batches(job, side.rows, side.micro_steps, side.device)
         answer(side.facts())
         orders = {order.__name__: order for order in (first, steps, trace, update, write, release)}
-        for line in sys.stdin:
-            order = json.loads(line)
+        while order := given.get():
             answer(orders[order.pop("do")](side, batches, **order))
     except Exception as error:
         if type(error).__name__ == "UserError":  # ours: the peer has no such class

@@ -275,20 +275,24 @@ def check_backends(device, dtype, shape=(2, 2, 512, 64), compiled: bool = True) 
     (B, H, T, D) = shape, with a window of a quarter of T. FlashAttention 3 and 4 have names of their own.
     """
     device, results = torch.device(device), {}
+    for label, name, why in every_backend(device, dtype, compiled):
+        found = why or _largest_errors(name, BACKENDS[name][1], shape, shape[2] // 4, device, dtype)
+        if not isinstance(found, str):
+            ok = max(found) <= TOLERANCE[dtype]
+            found = {"ok": ok, "forward_error": found[0], "backward_error": found[1]}
+        results[label] = found
+    return results
+
+
+def every_backend(device, dtype, compiled: bool):
+    """Yield (label, name, why it cannot run on the device, or "") of every backend. With FlashAttention 3 and
+    4, which are active until the next backend is asked for, flash and varlen come again: "flash FA3"."""
     for version in ("", "FA3", "FA4"):
         why = backends.activate_flash(version) if device.type == "cuda" else "needs CUDA" if version else ""
-        for name, (_, kinds) in BACKENDS.items():
-            if version and name not in ("flash", "varlen"):
-                continue
-            found = why or cannot_run(name, kinds[0], device, dtype, compiled)
-            found = found or _largest_errors(name, kinds, shape, shape[2] // 4, device, dtype)
-            if not isinstance(found, str):
-                ok = max(found) <= TOLERANCE[dtype]
-                found = {"ok": ok, "forward_error": found[0], "backward_error": found[1]}
-            results[f"{name} {version}".strip()] = found
-    if device.type == "cuda":
-        backends.activate_flash("")
-    return results
+        for name in ("flash", "varlen") if version else BACKENDS:
+            kind = BACKENDS[name][1][0]
+            yield f"{name} {version}".strip(), name, why or cannot_run(name, kind, device, dtype, compiled)
+    backends.activate_flash("")
 
 
 def _largest_errors(name: str, kinds, shape, window: int, device, dtype) -> tuple[float, ...] | str:

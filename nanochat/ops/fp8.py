@@ -24,6 +24,7 @@ import torch.nn.functional as F
 
 from nanochat import UserError
 from nanochat.ops import operators
+from nanochat.ops.products import is_plain
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # cuBLAS takes fp8 matrices whose sizes are multiples of it
@@ -71,7 +72,10 @@ def convert_to_fp8(model: nn.Module) -> list[str]:
     """
     names = []
     for name, module in model.blocks.named_modules(prefix="blocks"):
-        if type(module) is nn.Linear and fits(module):
+        if not is_plain(module):
+            continue
+        sizes = module.weight.shape
+        if min(sizes) >= SMALLEST and not any(size % MULTIPLE for size in sizes):
             module.__class__ = Float8Linear
             names.append(name)
     if not names:
@@ -80,12 +84,6 @@ def convert_to_fp8(model: nn.Module) -> list[str]:
             f"and at least {SMALLEST}; leave it out, or give a larger --depth or --aspect_ratio"
         )
     return names
-
-
-def fits(linear: nn.Linear) -> bool:
-    """Whether a linear layer has no bias, and sizes that fp8 takes and that are large enough to gain."""
-    sizes = linear.in_features, linear.out_features
-    return linear.bias is None and min(sizes) >= SMALLEST and not any(size % MULTIPLE for size in sizes)
 
 
 class Float8Linear(nn.Linear):

@@ -43,9 +43,8 @@ def choose(config, machine, dtype: torch.dtype, resolved: dict) -> Kernels:
     A kernel is used if it agrees with float64 and is faster than the plain way. resolved: what the resumed
     run resolved at its first start ({}: a new run). What it used stays if it is right here; nothing is added.
     """
-    device, before = machine.device, None
-    if resolved:
-        before = resolved.get("kernels", ())  # older checkpoints are of runs without kernels
+    device = machine.device
+    before = resolved.get("kernels", ()) if resolved else None  # older checkpoints are of runs without any
     if device.type != "cuda":
         return Kernels(reason="for CUDA only")
     shares, reasons = {}, {}

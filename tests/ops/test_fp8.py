@@ -4,7 +4,6 @@ On a CPU torch computes the same products, slowly. What cuBLAS asks of memory an
 own rules for CUDA, which tensors on the meta device follow too.
 """
 
-import contextlib
 import math
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from nanochat.ops.fp8 import E4M3, E5M2, Float8Linear, check_fp8, convert_to_fp8
 from nanochat.plan.counts import flops_per_token
 
 M, C, N = 64, 128, 256
-CUDA = torch.device("cuda")
 
 
 def numbers(*shape, seed=0, dtype=torch.bfloat16):
@@ -193,18 +191,10 @@ def test_without_gradients_a_converted_model_computes_what_it_did_before():
 # The setting
 
 
-def test_fp8_needs_compute_capability_8_9(monkeypatch):
-    for capability in (8, 9), (12, 0), (8, 6):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        needed = pytest.raises(UserError, match=r"8\.9 or higher .* this one has 8\.6")
-        with needed if capability == (8, 6) else contextlib.nullcontext():
-            check_fp8(True, CUDA, torch.bfloat16, 2048, {})
-    check_fp8(False, CUDA, torch.bfloat16, 2048, {})
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
+        ({"capability": (8, 6)}, r"8\.9 or higher .* this one has 8\.6"),
         ({"dtype": torch.float16}, "--dtype=bfloat16"),
         ({"max_seq_len": 2040}, "multiple of 16; 2040"),
         ({"resolved": {"compiled": True}}, "without --fp8"),
@@ -213,11 +203,14 @@ def test_fp8_needs_compute_capability_8_9(monkeypatch):
     ],
 )
 def test_what_does_not_go_together_is_refused(monkeypatch, change, says):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    fine = {"fp8": True, "device": CUDA, "dtype": torch.bfloat16, "max_seq_len": 2048}
-    check_fp8(**fine, resolved={"fp8": True})
+    def check(fp8=True, dtype=torch.bfloat16, max_seq_len=2048, resolved=None, capability=(8, 9)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        check_fp8(fp8, torch.device("cuda"), dtype, max_seq_len, resolved or {})
+
+    for fine in ({}, {"capability": (12, 0)}, {"resolved": {"fp8": True}}, {"fp8": False}):
+        check(**fine)
     with pytest.raises(UserError, match=says):
-        check_fp8(**fine | {"resolved": {"fp8": True}} | change)
+        check(**change)
 
 
 @pytest.mark.slow
