@@ -12,7 +12,7 @@ from torch.utils import benchmark
 from experiments.gpu_parts import DEPTHS, each, model_job
 from nanochat.machine import hardware, runtime
 from nanochat.ops import attention_backends as backends
-from nanochat.ops.attention import BACKENDS, every_backend
+from nanochat.ops.attention import BACKENDS, every_backend, function_of
 
 
 def ceilings(job: dict) -> dict:
@@ -95,23 +95,20 @@ def attention_speed(job: dict) -> dict:
     dtype = torch.float32 if small else torch.bfloat16
     result: dict = {}
     for label, name, why in every_backend(device, dtype, compiled=not small):
-        way, kinds = BACKENDS[name]
         for kind, window in {"full": T, "window": T // 4}.items():
-            if kind in kinds:
+            if kind in BACKENDS[name][1]:
                 row = result.setdefault(kind, {})
                 try:
-                    row[label] = why or time_attention(name, way, (B, H, T, D), window, dtype, device)
+                    row[label] = why or time_attention(name, (B, H, T, D), window, dtype, device)
                 except Exception as error:  # the next way is timed all the same
                     row[label] = backends.error_in_a_line(error)
     return result
 
 
-def time_attention(name: str, way, shape, window: int, dtype, device) -> dict:
-    """The times of one way; flex runs compiled, as it does in a model."""
+def time_attention(name: str, shape, window: int, dtype, device) -> dict:
+    """The times of one way."""
     B, H, T, D = shape
-    if name == "flex":
-        backends.make_block_mask(T, window, device)
-        way = torch.compile(way, dynamic=False)
+    way = function_of(name, T, window, device)
     q, k, v = (torch.randn(B, T, H, D, device=device).to(dtype).transpose(1, 2) for _ in range(3))
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     grad = torch.randn(B, H, T, D, device=device).to(dtype)

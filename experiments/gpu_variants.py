@@ -95,13 +95,10 @@ def figures(side, turns: list[dict]) -> dict:
     }
     if "peak_flops" in facts:
         row["mfu"] = rate * facts["flops_per_token"] / facts["peak_flops"]
-    if last["peak_bytes"]:
-        row["peak_gib"] = last["peak_bytes"] / 2**30
-        row["reserved_gib"] = last["reserved_bytes"] / 2**30
-    if "expected_bytes" in facts:
-        row["expected_gib"] = facts["expected_bytes"] / 2**30
-        if last["peak_bytes"]:
-            row["expected_over_peak"] = facts["expected_bytes"] / last["peak_bytes"]
+    if peak := last["peak_bytes"]:
+        row |= {"peak_gib": peak / 2**30, "reserved_gib": last["reserved_bytes"] / 2**30}
+    if expected := facts.get("expected_bytes"):
+        row |= {"expected_gib": expected / 2**30} | ({"expected_over_peak": expected / peak} if peak else {})
     return row | {name: facts[name] for name in ("kernels", "rows_halved_to", "because") if name in facts}
 
 

@@ -316,16 +316,22 @@ def errors(name: str, kind: str, shape, window: int, device, dtype) -> tuple[flo
         inputs = torch.randint(2 + T // 5, (B, T), generator=generator)  # a document begins at each 0
         documents = Attention(documents="mask").boundaries(inputs, 0).to(device)
         visible = visible_from(Attention(documents=name).boundaries(inputs, 0).to(device))
-    function = BACKENDS[name][0]
-    if name == "flex":
-        backends.make_block_mask(T, window, device)
-        function = torch.compile(function, dynamic=False)
+    function = function_of(name, T, window, device)
     found = _forward_and_backward(function, q, k, v, window, visible, weights)
     qkv, weights = (x.double() for x in (q, k, v)), weights.double()
     expected = _forward_and_backward(_in_float64, *qkv, window, documents, weights)
     pairs = [(a.to(b), b) for a, b in zip(found, expected, strict=True)]
     forward, *backward = [((a - b).norm() / b.norm()).item() for a, b in pairs]
     return forward, max(backward)
+
+
+def function_of(name: str, T: int, window: int, device):
+    """A backend's function as a model calls it in rows of T: flex has its mask, and is compiled."""
+    function, _ = BACKENDS[name]
+    if name == "flex":
+        backends.make_block_mask(T, window, device)
+        function = torch.compile(function, dynamic=False)
+    return function
 
 
 def _forward_and_backward(function, q, k, v, window, visible, weights):
