@@ -58,8 +58,9 @@ def model_job(job: dict, depth: int, **settings) -> dict:
 def machine(job: dict) -> dict:
     """What there is: GPU, driver, memory, versions, the peak that MFU is measured against."""
     here = runtime.start(job["device"], seed=0)
-    peak, source = hardware.peak_flops(here.device, torch.bfloat16)
-    sizes = {str(depth): size(model_job(job, depth), here) for depth in DEPTHS}
+    jobs = {depth: model_job(job, depth) for depth in DEPTHS}
+    peak, source = hardware.peak_flops(here.device, getattr(torch, jobs[DEPTHS[0]]["dtype"]))
+    sizes = {str(depth): size(job, here) for depth, job in jobs.items()}
     found = {
         "device": runtime.device_name(here.device),
         "torch": torch.__version__,
@@ -90,7 +91,7 @@ def machine(job: dict) -> dict:
 
 def size(step_job: dict, here) -> dict:
     """Rows of a micro-batch as the plan has them, and GiB of the GPU while the model trains, and between."""
-    plan = our_plan(step_job, here, torch.bfloat16)
+    plan = our_plan(step_job, here, getattr(torch, step_job["dtype"]))
     kept = 12 * plan.parameters["total"]  # float32 weights and states of the optimizer
     return {
         "rows": plan.device_batch_size,

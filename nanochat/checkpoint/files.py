@@ -144,12 +144,14 @@ def read_json(path):
 
 def verify_file(path, entry):
     """Raise Damaged if a file is missing or does not have the size and checksum of its manifest entry."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK))
     with _reading(path), open(path, "rb", buffering=0) as f:
         actual = os.fstat(f.fileno()).st_size
         if actual != entry["size"]:
             raise damaged(path, f"has {actual:,} bytes instead of {entry['size']:,}")
-        digest = hashlib.file_digest(f, "sha256").hexdigest()
-    if digest != entry["sha256"]:
+        while n := f.readinto(buffer):
+            digest.update(buffer[:n])
+    if digest.hexdigest() != entry["sha256"]:
         raise damaged(path, "does not match its checksum")
 
 

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback as traceback_module
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from datetime import timedelta
 
 import torch
@@ -103,10 +103,10 @@ def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
         if not serves:
             _wait_for_port(host, port, deadline)
         # In a thread: for a program that listens there and says nothing, torch waits without a limit
-        opening = ThreadPoolExecutor(1).submit(open_store, serves)
+        opening = futures.ThreadPoolExecutor(1).submit(open_store, serves)
         try:
             store = opening.result(max(0.1, deadline - time.monotonic()))
-        except TimeoutError:
+        except futures.TimeoutError:
             raise TimeoutError("what listens there does not answer") from None
         watchdog.register(store, rank)
         missing = _call_the_roll(store, rank, world_size, deadline)

@@ -90,7 +90,7 @@ def test_the_thread_that_saves_lets_training_go_first_whatever_the_priority_of_t
         priorities.append(os.getpriority(os.PRIO_PROCESS, 0))
 
     def nice_run():
-        os.nice(15)
+        os.setpriority(os.PRIO_PROCESS, 0, 15)
         saver = AsyncSaver(tmp_path)
         note()
         saver.submit(1, model={}, optimizer={}, state={}, after_publish=note)
