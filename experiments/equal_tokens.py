@@ -53,7 +53,7 @@ aspect_ratio = 64  # width = depth * aspect_ratio [1..4096]
 head_dim = 128  # channels of an attention head [2..1024]
 tokens = 4_915_200  # of each run [1..1e12]
 max_seq_len = 512  # tokens of a row [2..65536]
-vocab_size = 4096  # tokens [256..2**20]
+vocab_size = 4096  # tokens [265..2**20]
 batches: str | None = "8192"  # of ours, tokens a step, separated by commas (none = the peer alone)
 peer_batches: str | None = "2048,4096,8192"  # of the peer (none = ours alone)
 seeds = 1  # of ours: 0, 1, ... [1..1000]

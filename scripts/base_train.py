@@ -45,7 +45,7 @@ aspect_ratio = -1  # width = depth * aspect_ratio (-1 = 64, less if FLOPs or min
 head_dim = 128  # channels of an attention head [2..1024]
 max_seq_len = 2048  # * tokens of a row; a longer document continues in later rows [2..2**20]
 window_pattern = "L"  # one letter a layer, repeated: L attends to everything before, S to the last quarter
-vocab_size = -1  # tokens (-1 = to suit the amount of text, 4096 to 32768) [-1, 256..2**20]
+vocab_size = -1  # tokens (-1 = to suit the amount of text, 4096 to 32768) [-1, 265..2**20]
 spelling: Literal["auto", "on", "off"] = "auto"  # tokens spelled alike learn together (auto = in short runs)
 bigrams = -1  # rows of pairs and of triples of tokens, for each token (-1 = by tokens, 0 = none) [-1..1024]
 copying: Literal["auto", "on", "off"] = "auto"  # add what followed the same tokens before (auto = on)

@@ -28,7 +28,7 @@ text_field = "text"  # the field of JSON objects, or the column of parquet files
 max_chars = 500_000_000  # characters to train on (-1 = all; of public data, the first shard) [-1, 1..1e12]
 
 # Tokenizer
-vocab_size = -1  # tokens, special ones too (-1 = to suit the amount of text) [-1, 256..2**20]
+vocab_size = -1  # tokens, special ones too (-1 = to suit the amount of text) [-1, 265..2**20]
 base_dir = "~/.cache/nanochat"  # where data and tokenizers are kept (environment: NANOCHAT_BASE_DIR)
 out: str | None = None  # the JSON file to write (none = where base_train looks for it)
 
