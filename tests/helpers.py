@@ -25,6 +25,7 @@ import torch
 import configurator
 from nanochat import checkpoint
 from nanochat.checkpoint import save_and_load
+from nanochat.machine import precision
 from nanochat.machine.compiling import missing_to_compile
 from nanochat.machine.watchdog import is_gone
 from nanochat.plan import planning, wording
@@ -32,6 +33,8 @@ from nanochat.plan import planning, wording
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(missing_to_compile(CPU) != "", reason="torch cannot compile here")
+has_bfloat16 = precision.resolve_dtype("auto", CPU)[0] == torch.bfloat16
+needs_bfloat16 = pytest.mark.skipif(not has_bfloat16, reason="this CPU emulates it: that takes minutes")
 TINY = [
     "--depth=2", "--aspect_ratio=16", "--head_dim=16", "--max_seq_len=32", "--vocab_size=300",
     "--device_batch_size=2", "--total_batch_size=256", "--num_iterations=8", "--dtype=float32",

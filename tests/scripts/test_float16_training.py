@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from helpers import ROOT, command, losses, records, run
+from helpers import ROOT, command, losses, needs_bfloat16, records, run
 
 import configurator
 from nanochat import checkpoint
@@ -144,6 +144,7 @@ SIZE += ["--total_batch_size=512", "--device_batch_size=4"]
 
 
 @pytest.mark.slow
+@needs_bfloat16
 def test_200_steps_in_bfloat16_lose_as_much_as_in_float32(tmp_path):
     last = {}
     for dtype in ("bfloat16", "float32"):
