@@ -316,6 +316,6 @@ def _newest(out_dir, say, to_continue):
             say(f"{e}; trying the one before it")
     if steps:
         raise UserError(
-            f"no checkpoint in {out_dir} is intact; name another run, or train anew there with --resume=never"
+            f"no checkpoint in {out_dir} is intact; name another run, or start again with --resume=never"
         )
     return None

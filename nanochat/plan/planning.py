@@ -133,7 +133,8 @@ class Plan:
     def resolved(self) -> dict:
         """What checkpoints keep of the plan, for a resumed run and for mid_train."""
         kept = {"device_batch_size": self.device_batch_size, "rates": self.rates, "fp8": self.fp8}
-        kept |= {name: getattr(self.config, name) for name in scaling.TABLES}
+        tables = "spelled", "value_tables", "bigrams", "copying"
+        kept |= {name: getattr(self.config, name) for name in tables}
         kept |= {"table_share": self.table_share, "compiled": self.compiled}
         kept |= {"eager_steps": self.eager_steps, "peak": self.hardware.peak}
         if self.attention:
@@ -260,9 +261,7 @@ def derive(settings: dict, tokenizer, dataset, hardware: Hardware, resolved: dic
     V = tokenizer.vocab_size
     config, horizon = scaling.horizon_of(settings, V, hardware.peak_flops, resolved)
     data_tokens = dataset.estimated_tokens(tokenizer)
-    before = resolved
-    if weights and weights.model:
-        before = {name: weights.model[name] for name in scaling.TABLES}
+    before = weights.model if weights else resolved
     config = replace(config, **scaling.tables_for(settings, config, horizon, data_tokens, before))
     plan = _plan(
         settings,

@@ -26,7 +26,6 @@ TABLE_TOKENS = 2_500  # with fewer, all value embeddings are rows of the head (d
 # Rows that pairs of tokens share, and triples as many (docs/ablations.md): one for each 16 tokens that a run
 # reads for the first time, at most 2^27 numbers, but at least 8 rows for each of the vocabulary
 TOKENS_PER_ROW, FEWEST_BIGRAMS, MOST_NUMBERS = 16, 8, 2**27
-TABLES = "spelled", "value_tables", "bigrams", "copying"  # GPTConfig's names for such rows
 WIDEST = 64  # aspect ratio, unless the run is too short for so wide a model
 BEST_RATIO = 2.0  # tokens a parameter, if FLOPs are few: our fit at d4 and d6 (docs/ablations.md)
 ASSUMED_MFU = 0.3  # share of the peak that training is assumed to reach, before anything is timed
@@ -170,12 +169,12 @@ def horizon_of(
 
 
 def tables_for(settings: dict, config: GPTConfig, horizon: Horizon, data_tokens: int, before: dict) -> dict:
-    """Which rows tokens have beside embedding and head: the values of GPTConfig by the names TABLES.
+    """Which rows tokens have beside embedding and head: GPTConfig's spelled, value_tables, bigrams, copying.
 
     Sub-word embeddings (subword.py) help where a run is too short for each token's row to learn alone, tables
     of value embeddings where it is not (docs/ablations.md). config: its width and vocabulary count.
-    data_tokens: of the training text. before: these of the run that goes on, or of the weights that a new run
-    starts from; {} without either.
+    data_tokens: of the training text. before: holds those of the run that goes on, or of the weights that a
+    new run starts from; {} without either.
     """
     tokens = horizon.tokens / config.vocab_size
     rows = min(MOST_NUMBERS // config.width, min(horizon.tokens, data_tokens) // TOKENS_PER_ROW)
