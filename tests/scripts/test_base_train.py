@@ -16,7 +16,7 @@ from nanochat import checkpoint
 @pytest.fixture(scope="module")
 def undisturbed(corpus, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("undisturbed") / "run"
-    run(command(corpus, out))
+    run(command(corpus, out, "--eval_every=4"))
     return out
 
 
@@ -43,11 +43,12 @@ def test_a_run_leaves_the_files_and_records_that_others_rely_on(undisturbed):
 
 def test_a_run_killed_and_started_again_has_the_losses_of_one_never_killed(corpus, undisturbed, tmp_path):
     out = tmp_path / "run"
-    process = Process(command(corpus, out))
+    line = command(corpus, out, "--eval_every=4")
+    process = Process(line)
     wait_for_step(process, out, 4)  # past the checkpoint at 3
     process.kill()
     process.wait()
-    assert "going on from" in run(command(corpus, out, "--profile=7"))
+    assert "going on from" in run([*line, "--profile=7"])
     assert (out / "profile_7.json.gz").exists()  # and it changes no number
     assert_same_run(out, undisturbed)
     weights = [(folder / "step_000008" / "model.safetensors").read_bytes() for folder in (out, undisturbed)]
@@ -59,7 +60,7 @@ def test_a_further_validation_set_is_a_curve_of_its_own_and_changes_nothing_else
 ):
     (tmp_path / "other.txt").write_text("another text " * 30)
     further = f"--val_data={corpus / 'val.parquet'},{tmp_path / 'other.txt'}"
-    plain = command(corpus, tmp_path / "run")
+    plain = command(corpus, tmp_path / "run", "--eval_every=4")
     more = [further if argument.startswith("--val_data=") else argument for argument in plain]
     assert "validation of other" in run(more)
     assert losses(tmp_path / "run") == losses(undisturbed)
@@ -85,7 +86,7 @@ def test_sigterm_saves_and_exits_with_0_and_the_same_command_goes_on(corpus, und
 
 def test_two_processes_and_other_micro_batches_give_the_losses_of_one(corpus, undisturbed, tmp_path):
     expected = losses(undisturbed)
-    run(command(corpus, tmp_path / "two", "--profile=7"), processes=2)
+    run(command(corpus, tmp_path / "two", "--eval_every=4", "--profile=7"), processes=2)
     assert [path.name for path in (tmp_path / "two").glob("profile*")] == ["profile_7.json.gz"]
     run(command(corpus, tmp_path / "eight", "--device_batch_size=8"))
     for out in (tmp_path / "two", tmp_path / "eight"):

@@ -14,7 +14,7 @@ from nanochat import checkpoint
 @pytest.fixture(scope="module")
 def plain(corpus, tmp_path_factory):
     out = tmp_path_factory.mktemp("plain") / "run"
-    run(command(corpus, out, "--keep_checkpoints=-1"))
+    run(command(corpus, out, "--eval_every=4", "--keep_checkpoints=-1"))
     return out
 
 
@@ -35,7 +35,7 @@ def test_a_run_one_step_ahead_leaves_the_records_and_checkpoints_of_one_that_is_
     ahead, corpus, plain, tmp_path
 ):
     out = tmp_path / "ahead"
-    run_tree(ahead, command(corpus, out, "--keep_checkpoints=-1"))
+    run_tree(ahead, command(corpus, out, "--eval_every=4", "--keep_checkpoints=-1"))
     assert lasting(out) == lasting(plain) and len(lasting(out)) == 8 + 2
     for step in (3, 6, 8):
         loops = [checkpoint.open_checkpoint(o / f"step_{step:06d}").state["loop"] for o in (out, plain)]
