@@ -260,7 +260,7 @@ def use_kernels(job: dict, config, machine, dtype):
 
 
 def our_plan(job: dict, machine, dtype):
-    """The plan of a long run of base_train with the job's shape: text and tokens have no end."""
+    """The plan that base_train makes for the job's shape, of the length that its defaults give, with text enough."""
     import configurator
     from nanochat.machine.hardware import survey
     from nanochat.plan import planning
@@ -268,7 +268,6 @@ def our_plan(job: dict, machine, dtype):
     settings = configurator.defaults(ROOT / "scripts" / "base_train.py")
     settings |= {name: job[name] for name in (*SHAPE, "total_batch_size")}
     settings |= {"device_batch_size": job["rows"], "copying": job.get("copying", "auto")}
-    settings |= {"num_iterations": 100_000}
     tokenizer = SimpleNamespace(vocab_size=job["vocab_size"])
     text = SimpleNamespace(estimated_tokens=lambda tokenizer: 10**12, text_bytes=0, more_text="")
     hardware = survey(machine, dtype)
