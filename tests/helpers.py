@@ -50,10 +50,10 @@ def command(corpus: Path, out: Path, *more: str) -> list[str]:
     return ["scripts.base_train", *TINY, *data, f"--base_dir={corpus.parent / 'base'}", *more]
 
 
-# Most of what a tiny run costs is the import of torch and other libraries, and matplotlib's first pictures. The
-# starter makes both once, and each run is a fork of the starter: a process of its own, which runs the script as
-# `python -m` does and ends as any Python program. Its parent, another fork, waits for it and writes its exit
-# status to a file.
+# Imports of torch and other libraries, and the first pictures of matplotlib, would take most of a run. The
+# starter makes them once, and each run is a fork of the starter: a process of its own, which runs the script
+# as `python -m` does and ends as any Python program. Its parent, another fork, waits for it and writes its
+# exit status to a file.
 STARTER = """
 import gc, io, json, os, runpy, signal, sys
 import numpy.random, pyarrow.compute, pyarrow.parquet, safetensors.torch, tiktoken, torch
