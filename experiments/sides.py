@@ -260,7 +260,7 @@ def use_kernels(job: dict, config, machine, dtype):
 
 
 def our_plan(job: dict, machine, dtype):
-    """The plan that base_train makes for the job's shape, of a run as long as its defaults say; text enough."""
+    """The plan that base_train makes for the job's shape: a run as long as its defaults say, text enough."""
     import configurator
     from nanochat.machine.hardware import survey
     from nanochat.plan import planning
