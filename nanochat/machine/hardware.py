@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from nanochat.machine import memory, runtime
-from nanochat.machine.precision import name_of
+from nanochat.machine.precision import is_emulated, name_of
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """The fastest of several products of two square matrices. On a CPU larger matrices are no faster."""
-    slow = device.type == "cpu" and dtype == torch.float16
-    side = 8192 if device.type == "cuda" else 512 if slow else 1024
+    """The fastest of several products of two square matrices. On a CPU larger ones are no faster, and take
+    seconds in a dtype that it emulates."""
+    slow = device.type == "cpu" and is_emulated(name_of(dtype))
+    side = 8192 if device.type == "cuda" else 256 if slow else 1024
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     machine, best, began, runs = runtime.Machine(device), float("inf"), time.perf_counter(), 0
     while runs < 3 or time.perf_counter() - began < 0.1:

@@ -25,6 +25,12 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def is_emulated(name: str) -> bool:
+    """Whether a CPU has no instructions that multiply in the dtype of that name: torch is slow then."""
+    has = torch.cpu.get_capabilities()
+    return name in CPU_INSTRUCTIONS and not any(map(has.get, CPU_INSTRUCTIONS[name]))
+
+
 def resolve_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
     """The compute dtype for the setting `dtype` (auto, bfloat16, float16, float32), and the reason.
 
@@ -38,8 +44,7 @@ def resolve_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
             can.remove("bfloat16")
             what += ", bfloat16 needs 8.0"
     elif device.type == "cpu":
-        has = torch.cpu.get_capabilities()
-        slow = [dtype for dtype, words in CPU_INSTRUCTIONS.items() if not any(map(has.get, words))]
+        slow = [dtype for dtype in CPU_INSTRUCTIONS if is_emulated(dtype)]
         best = "float32" if "bfloat16" in slow else "bfloat16"
         what = f"CPU {'with' if best == 'bfloat16' else 'without'} native bfloat16"
     else:  # MPS: autocast to both 16-bit dtypes since torch 2.6, a GradScaler since 2.8; not tried here
