@@ -146,36 +146,39 @@ def test_the_time_before_a_restart_by_torchrun_counts_only_once(monkeypatch):
 
 # -- Whole runs
 
-MINUTES = ["--num_iterations=-1", "--eval_every=-1", "--save_every=20", "--keep_checkpoints=-1"]
-MINUTES += ["--warmdown_ratio=0.8", "--final_lr_frac=0.05"]
-
-
-def train_for_minutes(corpus, out, processes: int) -> str:
-    """Train for so many minutes that a run has a save after 20 steps and goes on, however busy the machine
-    is; returns their setting."""
-    for seconds in (3, 12, 60, 300):
-        minutes = f"--target_minutes={seconds / 60}"
-        run(command(corpus, out, *MINUTES, minutes, "--resume=never"), processes=processes)
-        if len(losses(out)) > 20:
-            return minutes
-    raise AssertionError(f"not 21 steps in {minutes}")
+MINUTES = ["--num_iterations=-1", "--eval_every=-1", "--save_every=10", "--keep_checkpoints=-1"]
+MINUTES += ["--warmdown_ratio=0.8", "--final_lr_frac=0.05", "--total_batch_size=128"]
+A_SECOND_A_STEP = """
+import runpy, sys
+sys.path.append("tests")
+from watch import Watch
+from nanochat.run import clock
+clock.time, clock.seconds_since_command, add_step = Watch(), lambda: 2.0, clock.Clock.add_step
+def add_a_second(self, seconds, *reading):
+    clock.time.now += self._machine.is_main  # the clocks of the others stand still
+    add_step(self, 1.0, *reading)
+clock.Clock.add_step = add_a_second
+runpy.run_module("scripts.base_train", run_name="__main__", alter_sys=True)
+"""
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_every_record_of_a_run_in_minutes_has_its_progress_which_it_keeps_if_it_goes_on(
     corpus, tmp_path, processes
 ):
-    minutes = train_for_minutes(corpus, out := tmp_path / "a", processes)
+    (program := tmp_path / "program.py").write_text(A_SECOND_A_STEP)
+    arguments = command(corpus, out := tmp_path / "a", *MINUTES, "--target_minutes=0.5")[1:]
+    run(line := [str(program), *arguments], processes=processes)
     found = [r["progress"] for r in records(out)]
     assert found == sorted(found) and found[0] == 0 and found[-1] == 1
     for r in records(out):
         if "loss" in r and r["progress"] > 0.2:  # it has fallen linearly since then, to a twentieth
             assert r["lr_multiplier"] == pytest.approx(0.05 + 0.95 * (1 - r["progress"]) / 0.8)
-    line, before = command(corpus, out, *MINUTES, minutes), {r["step"]: r["progress"] for r in records(out)}
+    before = {r["step"]: r["progress"] for r in records(out)}
     assert "finished already" in run(line, processes=processes)
-    run([*line, "--resume=20"], processes=processes)
+    run([*line, "--resume=10"], processes=processes)
     after = {r["step"]: r["progress"] for r in records(out)}
-    assert after[20] == pytest.approx(before[20], abs=0.05) and max(after.values()) == 1
+    assert after[10] == pytest.approx(before[10], abs=0.05) and max(after.values()) == 1
 
 
 def test_a_run_whose_minutes_are_over_before_its_first_step_ends_with_a_model_and_says_so(corpus, tmp_path):
