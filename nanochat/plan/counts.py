@@ -3,14 +3,24 @@
 import functools
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from nanochat.gpt import GPT, GPTConfig
 
 
-@functools.lru_cache(8)  # a plan asks many times, and 512 layers take seconds
+class Unfilled(TorchFunctionMode):
+    """With it, the functions of torch.nn.init do nothing: on the meta device they fill nothing, slowly."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__module__", None) == "torch.nn.init":
+            return None
+        return function(*args, **(kwargs or {}))
+
+
+@functools.lru_cache(8)  # a plan asks many times, and 512 layers take a second
 def on_meta(config: GPTConfig) -> GPT:
     """The model without memory behind it, to count its parameters and FLOPs. Do not change it."""
-    with torch.device("meta"):
+    with Unfilled(), torch.device("meta"):
         return GPT(config)
 
 
