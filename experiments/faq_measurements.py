@@ -185,18 +185,18 @@ def default_dtype() -> dict:
 # 37, 39: dtypes and bytes, the scaler with bfloat16
 
 
-def dtypes_and_bytes() -> dict:
+def dtypes_and_bytes(rows: int = 4) -> dict:
     """Of one step of runs/laptop.py's model: dtypes and bytes of what lasts, and of what the forward pass
     keeps."""
     model = GPT(LAPTOP)
     model.init_weights(torch.Generator().manual_seed(0))
     optimizer = our_optimizer(model)
-    tokens = torch.randint(4096, (4, 513), generator=torch.Generator().manual_seed(0))
-    rows, kept = (tokens[:, :-1], tokens[:, 1:]), {}
+    tokens = torch.randint(4096, (rows, 513), generator=torch.Generator().manual_seed(0))
+    batch, kept = (tokens[:, :-1], tokens[:, 1:]), {}
     for dtype in (torch.float32, torch.bfloat16):
         optimizer.zero_grad()
         with saved_for_backward(model) as saved, precision.autocast(CPU, dtype):
-            model(*rows).backward()
+            model(*batch).backward()
         kept[f"kept for the backward pass, {name_of(dtype)}"] = saved.most
     optimizer.step()
     state = [t for states in optimizer.state.values() for t in states.values()]

@@ -123,12 +123,12 @@ def test_a_short_training_stays_near_bfloat16():
     for convert in (False, True):
         model = make_model(depth=1)
         rates = {"embedding_lr": 0.3, "unembedding_lr": 0.01, "matrix_lr": 0.02, "scalar_lr": 0.1}
-        optimizer = optim.MuonAdamW(optim.parameter_groups(model, rates, 0.0), torch.bfloat16)
+        optimizer = optim.MuonAdamW(optim.parameter_groups(model, rates, 0.0), torch.float32)
         if convert:
             convert_to_fp8(model)
         curve, draw = [], torch.Generator().manual_seed(0)
-        for _ in range(24):
-            starts = torch.randint(len(text) - 65, (8,), generator=draw)
+        for _ in range(16):
+            starts = torch.randint(len(text) - 65, (4,), generator=draw)
             rows = torch.stack([text[s : s + 65] for s in starts])
             with torch.autocast("cpu", torch.bfloat16):
                 loss = model(rows[:, :-1], rows[:, 1:])
