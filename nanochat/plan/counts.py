@@ -3,24 +3,14 @@
 import functools
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from nanochat.gpt import GPT, GPTConfig
 
 
-class Unfilled(TorchFunctionMode):
-    """With it, the functions of torch.nn.init do nothing: on the meta device they fill nothing, slowly."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if getattr(function, "__module__", None) == "torch.nn.init":
-            return None
-        return function(*args, **(kwargs or {}))
-
-
-@functools.lru_cache(8)  # a plan asks many times, and 512 layers take a second
+@functools.lru_cache(8)  # a plan asks many times, and 512 layers take seconds
 def on_meta(config: GPTConfig) -> GPT:
     """The model without memory behind it, to count its parameters and FLOPs. Do not change it."""
-    with Unfilled(), torch.device("meta"):
+    with torch.device("meta"):
         return GPT(config)
 
 
