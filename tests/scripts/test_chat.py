@@ -204,30 +204,26 @@ class Terminal:
     def __init__(self, process, fd: int):
         self.process, self.fd = process, fd
 
-    def read_until(self, wanted: str, again: bytes = b"") -> str:
-        """What is shown, up to a pattern. again: what to type each 20 seconds in which nothing comes."""
+    def read_until(self, wanted: str) -> str:
+        """What is shown, up to a pattern. A signal that comes between the prompt and readline's wait for a
+        key is seen at the next signal; that of a window's new size, each second, changes nothing else."""
         shown, idle = b"", 0
         while not re.search(wanted.encode(), shown):
-            if select.select([self.fd], [], [], 20)[0]:
+            if select.select([self.fd], [], [], 1)[0]:
                 shown, idle = shown + os.read(self.fd, 1), 0
             else:
                 idle += 1
-                assert idle < 9, shown
-                os.write(self.fd, again)
+                assert idle < 180, shown
+                self.process.send_signal(signal.SIGWINCH)
         return shown.decode()
-
-    def press_ctrl_c(self, after: str = "") -> str:
-        """Press it at the prompt, and again if nothing happens: a signal that comes between the prompt and
-        readline's wait for a key is seen at the next one."""
-        os.write(self.fd, f"{after}\x03".encode())
-        return self.read_until(PROMPT, again=b"\x03")
 
     def ends_after_ctrl_c(self) -> int:
         """Its exit status."""
-        for _ in range(9):
-            os.write(self.fd, b"\x03")
+        os.write(self.fd, b"\x03")
+        for _ in range(180):
             with suppress(subprocess.TimeoutExpired):
-                return self.process.wait(timeout=20)
+                return self.process.wait(timeout=1)
+            self.process.send_signal(signal.SIGWINCH)  # as in read_until
         raise AssertionError("it does not end")
 
     def type(self, keys: str, until: str = PROMPT) -> str:
@@ -267,9 +263,9 @@ def test_a_person_edits_lines_gives_commands_and_stops_an_answer_with_ctrl_c(bas
         chat.type("e\r")
         assert "saved" in chat.type(f"/save {tmp_path / 'chat.jsonl'}\r")
         assert "nothing is saved" in chat.type(f"/save {tmp_path / 'chat.jsonl'}\r")
-        assert "ends the program" in chat.press_ctrl_c(after="half a line")
+        assert "ends the program" in chat.type("half a line\x03")
         chat.type("b\r")
-        assert "ends the program" in chat.press_ctrl_c(), "it was not the second one in a row"
+        assert "ends the program" in chat.type("\x03"), "it was not the second one in a row"
         assert chat.ends_after_ctrl_c() == 0
     messages = json.loads((tmp_path / "chat.jsonl").read_text("utf-8"))["messages"]
     said = [(m["role"], m["content"]) for m in messages if m["role"] != "assistant"]
