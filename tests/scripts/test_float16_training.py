@@ -51,7 +51,7 @@ def tensors_of(out, step: int) -> dict:
 
 def test_losses_in_16_bit_are_near_those_of_float32_and_what_lasts_is_float32(corpus, trained, tmp_path):
     for dtype in ("float32", "bfloat16"):
-        run(command(corpus, tmp_path / dtype, *SHORT, f"--dtype={dtype}"))
+        run(command(corpus, tmp_path / dtype, *SHORT, "--save_every=-1", f"--dtype={dtype}"))
     exact = losses(tmp_path / "float32")
     assert exact[STEPS - 1] < exact[0] - 0.1, "and it learned"
     # Not in proportion to what they round: AdamW's first steps make the smallest differences full ones
@@ -61,7 +61,7 @@ def test_losses_in_16_bit_are_near_those_of_float32_and_what_lasts_is_float32(co
     assert skipped_steps(trained) == [] and scale_after(trained, STEPS) == 2**16
     lasting = {tensor.dtype for tensor in tensors_of(trained, STEPS).values() if tensor.is_floating_point()}
     assert lasting == {torch.float32}
-    longer = [SEED, "--dtype=float16", f"--num_iterations={STEPS + 2}", "--eval_every=-1"]
+    longer = [SEED, "--dtype=float16", f"--num_iterations={STEPS + 2}", "--eval_every=-1", "--save_every=-1"]
     run(command(corpus, tmp_path / "float32", *longer))  # another precision may go on with a run
     assert len(losses(tmp_path / "float32")) == STEPS + 2
     assert records(tmp_path / "float32")[-2]["loss_scale"] == 2**16

@@ -153,18 +153,19 @@ def test_changes_are_refused_by_name_and_accepted_by_name(corpus, tmp_path):
 
 def test_permanent_checkpoints_stay_beside_the_newest_ones(corpus, tmp_path):
     out = tmp_path / "run"
-    run(command(corpus, out, "--permanent_every=4", "--keep_checkpoints=1", "--num_iterations=10"))
+    keep = ["--permanent_every=4", "--keep_checkpoints=1"]
+    run(command(corpus, out, *keep, "--num_iterations=10", "--eval_every=-1"))
     assert sorted(p.name for p in out.glob("step_*")) == ["step_000004", "step_000008", "step_000010"]
 
 
 def test_with_a_damaged_newest_checkpoint_the_one_before_is_used(corpus, tmp_path):
     out = tmp_path / "run"
-    run(command(corpus, out))
+    run(command(corpus, out, "--eval_every=-1"))
     expected, path = losses(out), out / "step_000008" / "model.safetensors"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    printed = run(command(corpus, out))
+    printed = run(command(corpus, out, "--eval_every=-1"))
     assert "is damaged: model.safetensors" in printed and f"going on from {out / 'step_000006'}" in printed
     assert losses(out) == expected
 
