@@ -97,13 +97,13 @@ def test_the_edits_that_the_walkthrough_shows_train_together_and_resume(tree, co
         source = (tree / path).read_text(encoding="utf-8")
         (tree / path).write_text(applied(diff, source), encoding="utf-8")
     out = tmp_path / "run"
-    assert "ahoy" in run_tree(tree, command(corpus, out, "--greeting=ahoy", "--eval_every=-1"))
+    assert "ahoy" in run_tree(tree, command(corpus, out, "--greeting=ahoy"))
     trained = load_file(out / "step_000008" / "model.safetensors")
     assert (trained["blocks.1.norm_weight"] != 1).any()
     expected = losses(out)
     assert len(expected) == 8
     shutil.rmtree(out / "step_000008")
-    assert "step_000006" in run_tree(tree, command(corpus, out, "--eval_every=-1"))
+    assert "step_000006" in run_tree(tree, command(corpus, out))
     assert losses(out) == expected
 
 

@@ -188,7 +188,7 @@ def test_a_compiled_model_in_two_processes_has_the_graphs_and_the_losses_of_one_
     for name, processes in (("one", 1), ("two", 2)):
         # Large enough for Dynamo to cut it at Muon's matrices, if it were let
         size = "--depth=4", "--aspect_ratio=32", "--num_iterations=3"
-        arguments = command(corpus, tmp_path / name, *size, "--compile=on", "--eval_every=-1")
+        arguments = command(corpus, tmp_path / name, *size, "--compile=on")
         printed = run([str(code), *arguments[1:]], processes=processes)
         found = re.findall(r"^graphs: (\d+)$", printed, re.MULTILINE)
         assert len(found) == processes, printed

@@ -73,7 +73,7 @@ def accepted(script):
 @pytest.fixture
 def plan(corpus, run_script, capsys, monkeypatch):
     """A function that runs base_train --plan in this process; it returns what it printed, or its error."""
-    arguments = command(corpus, corpus / "never", "--plan", "--depth=1", "--eval_every=-1")[1:]
+    arguments = command(corpus, corpus / "never", "--plan", "--depth=1")[1:]
     monkeypatch.setattr(hardware, "peak_flops", lambda *_: (1e12, "not measured"))
 
     def plan(*more):

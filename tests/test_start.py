@@ -105,7 +105,7 @@ def test_a_compiled_run_begins_with_ten_eager_steps_and_goes_on_from_any_of_them
     (tmp_path / "auto.py").write_text(AUTO)
 
     def run(out, setting="auto"):
-        _, *arguments = command(corpus, tmp_path / out, "--num_iterations=13", "--eval_every=-1")
+        _, *arguments = command(corpus, tmp_path / out, "--num_iterations=13")
         arguments += ["--save_every=4", "--keep_checkpoints=-1", f"--compile={setting}"]
         done = python_m(["auto", *arguments], folder=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -63,7 +63,7 @@ runpy.run_module("scripts.base_train", run_name="__main__", alter_sys=True)
 def faulty(tmp_path: Path, corpus: Path, fault: str, step: int, *more: str) -> list[str]:
     """A run of two processes of which the second has a fault at that step."""
     (tmp_path / "fault.py").write_text(FAULT.replace("FOLDER", repr(str(tmp_path / "run"))))
-    arguments = command(corpus, tmp_path / "run", "--total_batch_size=512", "--eval_every=-1", *more)[1:]
+    arguments = command(corpus, tmp_path / "run", "--total_batch_size=512", *more)[1:]
     return [str(tmp_path / "fault.py"), fault, str(step), *arguments]
 
 
@@ -214,7 +214,7 @@ def test_processes_with_different_settings_are_refused_by_name(tmp_path, corpus)
 @pytest.mark.slow
 def test_processes_whose_torchrun_was_killed_save_and_end(tmp_path, corpus):
     out = tmp_path / "run"
-    arguments = command(corpus, out, "--num_iterations=100000", "--eval_every=-1", "--save_every=-1")
+    arguments = command(corpus, out, "--num_iterations=100000", "--save_every=-1")
     torchrun = subprocess.Popen([*TORCHRUN, "-m", *arguments], cwd=ROOT, stderr=subprocess.DEVNULL)
     wait_for_step(torchrun, out, 2)
     torchrun.kill()

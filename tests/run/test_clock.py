@@ -146,7 +146,7 @@ def test_the_time_before_a_restart_by_torchrun_counts_only_once(monkeypatch):
 
 # -- Whole runs
 
-MINUTES = ["--num_iterations=-1", "--eval_every=-1", "--save_every=10", "--keep_checkpoints=-1"]
+MINUTES = ["--num_iterations=-1", "--save_every=10", "--keep_checkpoints=-1"]
 MINUTES += ["--warmdown_ratio=0.8", "--final_lr_frac=0.05", "--total_batch_size=128"]
 A_SECOND_A_STEP = """
 import runpy, sys

@@ -74,13 +74,15 @@ def test_a_further_validation_set_is_a_curve_of_its_own_and_changes_nothing_else
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to catch")
 def test_sigterm_saves_and_exits_with_0_and_the_same_command_goes_on(corpus, undisturbed, tmp_path):
     out = tmp_path / "run"
-    process = Process(command(corpus, out, "--save_every=-1"))
+    process = Process(
+        command(corpus, out, "--save_every=-1", "--eval_every=4")
+    )  # which gives the signal time
     wait_for_step(process, out, 1)
     process.send_signal(signal.SIGTERM)
     printed, _ = process.communicate()
     assert process.returncode == 0 and "stopped by SIGTERM" in printed
     assert len(list(out.glob("step_*"))) == 1
-    run(command(corpus, out, "--save_every=-1", "--eval_every=-1"))
+    run(command(corpus, out, "--save_every=-1"))
     assert losses(out) == losses(undisturbed)
 
 
@@ -88,7 +90,7 @@ def test_two_processes_and_other_micro_batches_give_the_losses_of_one(corpus, un
     expected = losses(undisturbed)
     run(command(corpus, tmp_path / "two", "--eval_every=4", "--profile=7"), processes=2)
     assert [path.name for path in (tmp_path / "two").glob("profile*")] == ["profile_7.json.gz"]
-    run(command(corpus, tmp_path / "eight", "--device_batch_size=8", "--eval_every=-1", "--save_every=-1"))
+    run(command(corpus, tmp_path / "eight", "--device_batch_size=8", "--save_every=-1"))
     for out in (tmp_path / "two", tmp_path / "eight"):
         assert losses(out) == pytest.approx(expected, abs=1e-4)
     bpb = [[r["val_bpb"] for r in records(out) if "val_bpb" in r] for out in (undisturbed, tmp_path / "two")]
@@ -97,7 +99,7 @@ def test_two_processes_and_other_micro_batches_give_the_losses_of_one(corpus, un
 
 def test_a_finished_run_says_so_and_resume_never_sets_it_aside(corpus, tmp_path):
     out = tmp_path / "run"
-    short = ["--num_iterations=2", "--eval_every=-1"]
+    short = ["--num_iterations=2"]
     assert re.search(r"step 2: saved, \S+B in \S+ s \(\d\d:", run(command(corpus, out, *short)))
     before = (out / "metrics.jsonl").read_bytes()
     said = run(command(corpus, out, *short))
@@ -135,7 +137,7 @@ def test_a_run_starts_from_weights_of_another_or_goes_on_in_another_folder(corpu
 
 def test_a_run_that_starts_from_another_model_is_told_the_settings_that_make_it(corpus, tmp_path):
     base, of_base = tmp_path / "base", ["--spelling=off", "--bigrams=3", "--copying=off"]
-    short = ["--num_iterations=1", "--eval_every=-1"]
+    short = ["--num_iterations=1"]
     run(command(corpus, base, "--depth=3", *short, *of_base))
     start = command(corpus, tmp_path / "run", *short, f"--init_from={base}")
     advice = re.search(r"give (--.+)", run(start, status=2))[1]

@@ -20,7 +20,6 @@ SEED = "--seed=1"
 RATES = ["--unembedding_lr=0.0008", "--embedding_lr=0.6", "--matrix_lr=0.02", "--scalar_lr=0.1"]
 RATES += ["--weight_decay=0.28", "--grad_clip=1", "--warmdown_ratio=0.8", "--final_lr_frac=0.05"]
 SHORT = [SEED, *RATES, f"--num_iterations={STEPS}", "--save_every=1", "--keep_checkpoints=-1"]
-SHORT += ["--eval_every=-1"]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +60,7 @@ def test_losses_in_16_bit_are_near_those_of_float32_and_what_lasts_is_float32(co
     assert skipped_steps(trained) == [] and scale_after(trained, STEPS) == 2**16
     lasting = {tensor.dtype for tensor in tensors_of(trained, STEPS).values() if tensor.is_floating_point()}
     assert lasting == {torch.float32}
-    longer = [SEED, "--dtype=float16", f"--num_iterations={STEPS + 2}", "--eval_every=-1", "--save_every=-1"]
+    longer = [SEED, "--dtype=float16", f"--num_iterations={STEPS + 2}", "--save_every=-1"]
     run(command(corpus, tmp_path / "float32", *longer))  # another precision may go on with a run
     assert len(losses(tmp_path / "float32")) == STEPS + 2
     assert records(tmp_path / "float32")[-2]["loss_scale"] == 2**16
@@ -119,7 +118,7 @@ def test_a_resumed_float16_run_has_scale_and_losses_of_one_never_stopped(corpus,
 def test_a_float16_run_that_no_scale_can_save_ends_and_names_the_step(corpus, trained, tmp_path):
     save_with_scale(trained, tmp_path / "run", 2, 4.0)
     lost = ["--matrix_lr=1e6", "--weight_decay=1e6", "--warmup_steps=0", "--grad_clip=-1"]
-    longer = [SEED, "--num_iterations=40", "--eval_every=-1", "--dtype=float16"]
+    longer = [SEED, "--num_iterations=40", "--dtype=float16"]
     printed = run(command(corpus, tmp_path / "run", *lost, *longer), status=2)
     assert "three steps in a row were not finite, the last one step" in printed
 
@@ -149,7 +148,7 @@ def test_200_steps_in_bfloat16_lose_as_much_as_in_float32(tmp_path):
     last = {}
     for dtype in ("bfloat16", "float32"):
         out = tmp_path / dtype
-        steps = ["--num_iterations=200", "--eval_every=-1", "--eval_tokens=65536", "--save_every=-1"]
+        steps = ["--num_iterations=200", "--eval_tokens=65536", "--save_every=-1"]
         where = [f"--out_dir={out}", f"--dtype={dtype}"]
         run(["scripts.base_train", "runs/laptop.py", *where, *steps, *SIZE])
         found = losses(out)

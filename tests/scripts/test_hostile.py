@@ -27,7 +27,7 @@ def test_a_run_whose_folder_is_deleted_makes_it_again_and_says_so(tree, corpus, 
 def test_weights_that_are_not_finite_end_the_run_and_are_never_saved(tree, corpus, tmp_path):
     insert(tree, at_step_end='if step == 1: model.head.weight.data[0] = float("nan")')
     out = tmp_path / "run"
-    more = ["--grad_clip=-1", "--save_every=2", "--eval_every=-1"]
+    more = ["--grad_clip=-1", "--save_every=2"]
     printed = run_tree(tree, command(corpus, out, *more), status=2)
     assert "head.weight" in printed and "is not saved" in printed and "has no checkpoint" in printed
     assert not list(out.glob("step_*")) and "done" not in printed.splitlines()[-1]
@@ -84,10 +84,10 @@ def test_sigterm_in_set_up_or_compilation_ends_the_run(corpus, tmp_path):
 
 def test_damaged_lines_of_the_metrics_are_skipped_and_named(corpus, tmp_path):
     out = tmp_path / "run"
-    run(command(corpus, out, "--num_iterations=5", "--eval_every=-1"))
+    run(command(corpus, out, "--num_iterations=5"))
     lines = (out / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     lines[1:4] = [b'{"step": 1, "lo\n', b"[1, 2]\n", b"\xff\xfe\n"]
     (out / "metrics.jsonl").write_bytes(b"".join(lines))
-    printed = run(command(corpus, out, "--num_iterations=6", "--eval_every=-1"))
+    printed = run(command(corpus, out, "--num_iterations=6"))
     assert re.search(r"metrics.jsonl: .*skipped \(2, 3, 4\)", printed), printed
     assert sorted(losses(out)) == [0, 4, 5]

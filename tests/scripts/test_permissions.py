@@ -29,7 +29,7 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 def runs(corpus, tmp_path_factory):
     """A base folder with two runs: mine, and the newer one of a colleague."""
     base = tmp_path_factory.mktemp("base")
-    run(command(corpus, base / "base_checkpoints" / "mine", "--num_iterations=2", "--eval_every=-1"))
+    run(command(corpus, base / "base_checkpoints" / "mine", "--num_iterations=2"))
     shutil.copytree(base / "base_checkpoints" / "mine", base / "base_checkpoints" / "theirs")
     return base
 

@@ -25,7 +25,7 @@ def trained(request, sources, corpus, tmp_path_factory):
     each of Muon's groups, and the multiplier of shared rows."""
     out, given = tmp_path_factory.mktemp("schedules") / "run", request.param
     more = [f"--{name}={value}" for name, value in given.items()]
-    once = ["--total_batch_size=64", "--eval_every=-1", "--save_every=-1", f"--num_iterations={N}"]
+    once = ["--total_batch_size=64", "--save_every=-1", f"--num_iterations={N}"]
     printed = run_tree(sources, command(corpus, out, *once, *more))
     rates = [record["lr_multiplier"] for record in records(out) if "loss" in record]
     muon, shared = (

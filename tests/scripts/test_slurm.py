@@ -39,7 +39,7 @@ def test_a_job_saves_and_requeues_at_the_warning_and_the_next_one_finishes(corpu
         **os.environ, "PATH": path, "SCONTROL_LOG": str(log), "SLURM_JOB_ID": "4711", "SLURM_NTASKS": "2",
         "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "here",
     }  # fmt: skip
-    arguments = command(corpus, out, "--num_iterations=150", "--save_every=-1", "--eval_every=-1")[1:]
+    arguments = command(corpus, out, "--num_iterations=150", "--save_every=-1")[1:]
 
     def submit(restarts):
         job = ["bash", "runs/slurm.sh", *arguments, "--resume=never"]

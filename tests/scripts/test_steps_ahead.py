@@ -50,7 +50,7 @@ def test_a_run_one_step_ahead_leaves_the_records_and_checkpoints_of_one_that_is_
 def test_three_bad_steps_end_a_run_one_step_ahead_before_the_save_that_is_due(ahead, corpus, tmp_path):
     """Step 5 is the third: the save after it is due, and its numbers are read first."""
     multiply_loss(ahead, "inf if step > 2 else 1")
-    printed = run_tree(ahead, command(corpus, tmp_path / "run", "--eval_every=-1"), status=2)
+    printed = run_tree(ahead, command(corpus, tmp_path / "run"), status=2)
     assert "the last one step 5 in its gradient (rows from 40 on)" in printed
     assert sorted(losses(tmp_path / "run")) == [0, 1, 2, 3, 4, 5]
     assert [path.name for path in (tmp_path / "run").glob("step_*")] == ["step_000003"]
@@ -62,7 +62,7 @@ def test_a_signal_stops_a_run_one_step_ahead_after_one_more_step_and_it_goes_on(
 ):
     term = "if step == 2 and machine.rank == machine.world_size - 1: __import__('signal').raise_signal(15)"
     insert(ahead, at_step_end=term)
-    out, arguments = tmp_path / "run", command(corpus, tmp_path / "run", "--eval_every=-1", "--save_every=-1")
+    out, arguments = tmp_path / "run", command(corpus, tmp_path / "run", "--save_every=-1")
     assert "stopped by" in run(arguments, processes=processes, folder=ahead)
     assert sorted(losses(out)) == [0, 1, 2, 3, 4] and checkpoint.find(out, "auto").step == 5
     run(arguments, processes=processes, folder=ahead)
@@ -72,7 +72,7 @@ def test_a_signal_stops_a_run_one_step_ahead_after_one_more_step_and_it_goes_on(
 
 def test_a_step_waits_for_the_device_once_for_what_the_log_needs(corpus, tmp_path):
     """In float16, where a loss scale is read too."""
-    settings = ["--dtype=float16", "--eval_every=-1", "--save_every=-1"]
+    settings = ["--dtype=float16", "--save_every=-1"]
     arguments = command(corpus, tmp_path / "run", *settings)[1:]
     done = python_m(["experiments.device_waits", *arguments])
     assert done.returncode == 0, done.stdout + done.stderr

@@ -90,7 +90,7 @@ def test_a_disk_that_fills_up_costs_no_good_checkpoint_and_the_run_goes_on(corpu
         good = checkpoint.find(out, "auto")
         room = 40_000  # bytes: enough for metrics, too little for a checkpoint
         filler.write_bytes(bytes(shutil.disk_usage(small).free - room))
-        more = ["--num_iterations=40", "--save_every=2", "--eval_every=-1"]
+        more = ["--num_iterations=40", "--save_every=2"]
         printed = run(command(corpus, out, *more), status=2)
         assert "could not save" in printed and "MB are free" in printed
         assert len(losses(out)) < 20, "it does not go on for nothing"
@@ -104,7 +104,7 @@ def test_a_run_holds_its_folder_and_minutes_alone_make_its_checkpoints(corpus, t
     """Each save by the clock starts after the one before it has ended."""
     out = tmp_path / "run"
     often = ["--save_every=-1", "--save_minutes=0.0001", "--keep_checkpoints=-1", "--num_iterations=100000"]
-    process = Process(command(corpus, out, *often, "--eval_every=-1"))
+    process = Process(command(corpus, out, *often))
     try:
         wait_for_step(process, out, 20)
         assert f"is in use by process {process.pid}" in run(command(corpus, out), status=2)
@@ -132,14 +132,14 @@ background.save = lambda save=background.save, **what: what["step"] != 6 and sav
 def test_a_second_ctrl_c_ends_a_run_at_once_and_says_what_is_lost(tree, corpus, tmp_path, moment, said):
     twice = f"if {moment}: [__import__('signal').raise_signal(2) for _ in range(2)]"
     insert(tree, SAVE_OF_STEP_6_LASTS, twice)
-    process = Process(command(corpus, tmp_path / "run", "--eval_every=-1"), tree)
+    process = Process(command(corpus, tmp_path / "run"), tree)
     assert process.wait() == 130 and process.stderr.endswith(f"stopped at once: {said}\n"), process.stderr
 
 
 def test_changes_are_refused_by_name_and_accepted_by_name(corpus, tmp_path):
     out = tmp_path / "run"
-    run(command(corpus, out, "--num_iterations=3", "--eval_every=-1"))
-    longer = ["--num_iterations=5", "--eval_every=-1", "--seed=7", "--total_batch_size=512"]
+    run(command(corpus, out, "--num_iterations=3"))
+    longer = ["--num_iterations=5", "--seed=7", "--total_batch_size=512"]
     printed = run(command(corpus, out, *longer, "--accept=seed"), status=2)
     assert "total_batch_size was 256, is 512" in printed and "--accept=total_batch_size" in printed
     assert "seed was" not in printed
@@ -154,18 +154,18 @@ def test_changes_are_refused_by_name_and_accepted_by_name(corpus, tmp_path):
 def test_permanent_checkpoints_stay_beside_the_newest_ones(corpus, tmp_path):
     out = tmp_path / "run"
     keep = ["--permanent_every=4", "--keep_checkpoints=1"]
-    run(command(corpus, out, *keep, "--num_iterations=10", "--eval_every=-1"))
+    run(command(corpus, out, *keep, "--num_iterations=10"))
     assert sorted(p.name for p in out.glob("step_*")) == ["step_000004", "step_000008", "step_000010"]
 
 
 def test_with_a_damaged_newest_checkpoint_the_one_before_is_used(corpus, tmp_path):
     out = tmp_path / "run"
-    run(command(corpus, out, "--eval_every=-1"))
+    run(command(corpus, out))
     expected, path = losses(out), out / "step_000008" / "model.safetensors"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    printed = run(command(corpus, out, "--eval_every=-1"))
+    printed = run(command(corpus, out))
     assert "is damaged: model.safetensors" in printed and f"going on from {out / 'step_000006'}" in printed
     assert losses(out) == expected
 
