@@ -8,7 +8,7 @@ import threading
 import filelock
 import pytest
 import torch
-from helpers import Process, assert_ended, wait_until
+from helpers import assert_ended, python
 from watch import Watch
 
 from experiments import gpu_parts, gpu_variants, sides
@@ -327,7 +327,7 @@ def test_a_side_that_does_not_answer_is_ended():
     assert not sides.Side.alive
 
 
-def test_a_side_ends_with_the_process_that_started_it_even_in_the_midst_of_an_order(tmp_path):
+def test_a_side_ends_with_the_process_that_started_it_even_in_the_midst_of_an_order():
     code = """
 from experiments import gpu_parts, sides
 job = gpu_parts.model_job({"device": "cpu", "small": True}, 12)
@@ -335,11 +335,10 @@ side = sides.Side("ours", job)
 print(side.process.pid, flush=True)
 side.do("steps", count=10**9)
 """
-    (tmp_path / "program.py").write_text(code)
-    process = Process([str(tmp_path / "program.py")])
-    wait_until(lambda: process.stdout.endswith("\n"), process)
-    process.kill()
-    assert_ended(int(process.stdout))
+    with python(code) as process:
+        side = int(process.stdout.readline())
+        process.kill()
+    assert_ended(side)
 
 
 def test_one_at_a_time_has_the_gpu_while_it_computes_and_none_while_it_compiles(tmp_path):
