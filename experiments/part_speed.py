@@ -20,6 +20,7 @@ from experiments.gpu_parts import each, model_job
 from experiments.sides import PROMPT, ROOT, SHAPE, Batches, Ours, Side, peer_folder, write
 from nanochat import UserError
 from nanochat import checkpoint as checkpoints
+from nanochat.checkpoint.files import CHUNK
 from nanochat.data.packing import open_lanes
 from nanochat.data.parquet import Documents
 from nanochat.data.sources import open_dataset
@@ -203,10 +204,11 @@ def save_times(tensors: dict, place: Path, rounds: int, blocking: bool = False) 
 
 
 def bare_write(tensors: dict, path: Path):
-    """The same bytes in one file, synced."""
+    """The same bytes in one file, in pieces as large as a checkpoint's, synced."""
     with open(path, "wb") as file:
         for tensor in (tensor for kind in tensors.values() for tensor in kind.values()):
-            file.write(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+            for piece in tensor.detach().cpu().reshape(-1).view(torch.uint8).split(CHUNK):
+                file.write(piece.numpy())
         file.flush()
         os.fsync(file.fileno())
 
