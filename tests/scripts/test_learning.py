@@ -9,6 +9,7 @@ RUN = [
     "--depth=3", "--aspect_ratio=32", "--head_dim=32", "--max_seq_len=128", "--vocab_size=1024",
     "--device_batch_size=12", "--total_batch_size=1536", "--num_iterations=300",
     "--weight_decay=0.024", "--eval_every=-1", "--eval_tokens=60000", "--dtype=float32", "--compile=off",
+    "--core_metric_every=-1",
 ]  # fmt: skip
 PLAIN_MUON = '''
 
