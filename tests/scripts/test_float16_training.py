@@ -20,6 +20,7 @@ SEED = "--seed=1"
 RATES = ["--unembedding_lr=0.0008", "--embedding_lr=0.6", "--matrix_lr=0.02", "--scalar_lr=0.1"]
 RATES += ["--weight_decay=0.28", "--grad_clip=1", "--warmdown_ratio=0.8", "--final_lr_frac=0.05"]
 SHORT = [SEED, *RATES, f"--num_iterations={STEPS}", "--save_every=1", "--keep_checkpoints=-1"]
+SHORT += ["--device_batch_size=4"]  # in fewer micro-steps: 16 bits are emulated on some CPUs
 
 
 @pytest.fixture(scope="module")
