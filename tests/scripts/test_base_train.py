@@ -74,9 +74,8 @@ def test_a_further_validation_set_is_a_curve_of_its_own_and_changes_nothing_else
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to catch")
 def test_sigterm_saves_and_exits_with_0_and_the_same_command_goes_on(corpus, undisturbed, tmp_path):
     out = tmp_path / "run"
-    process = Process(
-        command(corpus, out, "--save_every=-1", "--eval_every=4")
-    )  # which gives the signal time
+    evaluated = "--eval_every=4"  # which gives the signal time
+    process = Process(command(corpus, out, "--save_every=-1", evaluated))
     wait_for_step(process, out, 1)
     process.send_signal(signal.SIGTERM)
     printed, _ = process.communicate()
@@ -99,26 +98,26 @@ def test_two_processes_and_other_micro_batches_give_the_losses_of_one(corpus, un
 
 def test_a_finished_run_says_so_and_resume_never_sets_it_aside(corpus, tmp_path):
     out = tmp_path / "run"
-    short = ["--num_iterations=2"]
-    assert re.search(r"step 2: saved, \S+B in \S+ s \(\d\d:", run(command(corpus, out, *short)))
+    short = "--num_iterations=2"
+    assert re.search(r"step 2: saved, \S+B in \S+ s \(\d\d:", run(command(corpus, out, short)))
     before = (out / "metrics.jsonl").read_bytes()
-    said = run(command(corpus, out, *short))
+    said = run(command(corpus, out, short))
     assert "finished already" in said and "changed" not in said
-    said = run(command(corpus, out, *short, "--matrix_lr=0.5"))
+    said = run(command(corpus, out, short, "--matrix_lr=0.5"))
     assert "finished already" in said and f"matrix_lr {DEFAULTS['matrix_lr']} -> 0.5" in said
     assert (out / "metrics.jsonl").read_bytes() == before
     # A run that was stopped after its last save and before its evaluation has that still to do
     (out / "metrics.jsonl").write_bytes(b"".join(before.splitlines(keepends=True)[:-1]))
     (out / "report.md").unlink()
     scored = records(out)
-    assert "step 2: validation" in run(command(corpus, out, *short))
+    assert "step 2: validation" in run(command(corpus, out, short))
     *kept, again = records(out)
     assert kept == scored
     assert again.pop("peak_memory") > 0 and again.pop("eval_time_s") > 0
     assert again.items() <= json.loads(before.splitlines()[-1]).items()
     before = (out / "metrics.jsonl").read_bytes()
     assert "still going on" not in (out / "report.md").read_text()
-    run(command(corpus, out, *short, "--resume=never"))
+    run(command(corpus, out, short, "--resume=never"))
     aside = [folder for folder in tmp_path.iterdir() if folder != out]
     assert len(aside) == 1 and (aside[0] / "metrics.jsonl").read_bytes() == before
     assert losses(out) == losses(aside[0])
@@ -137,9 +136,8 @@ def test_a_run_starts_from_weights_of_another_or_goes_on_in_another_folder(corpu
 
 def test_a_run_that_starts_from_another_model_is_told_the_settings_that_make_it(corpus, tmp_path):
     base, of_base = tmp_path / "base", ["--spelling=off", "--bigrams=3", "--copying=off"]
-    short = ["--num_iterations=1"]
-    run(command(corpus, base, "--depth=3", *short, *of_base))
-    start = command(corpus, tmp_path / "run", *short, f"--init_from={base}")
+    run(command(corpus, base, "--depth=3", "--num_iterations=1", *of_base))
+    start = command(corpus, tmp_path / "run", "--num_iterations=1", f"--init_from={base}")
     advice = re.search(r"give (--.+)", run(start, status=2))[1]
     assert "--bigrams" not in advice  # which rows tokens have comes from the weights
     assert "going on" not in run([*start, *advice.split()])

@@ -149,7 +149,7 @@ def test_200_steps_in_bfloat16_lose_as_much_as_in_float32(tmp_path):
     last = {}
     for dtype in ("bfloat16", "float32"):
         out = tmp_path / dtype
-        steps = ["--num_iterations=200", "--eval_tokens=65536", "--save_every=-1"]
+        steps = ["--num_iterations=200", "--eval_every=-1", "--eval_tokens=65536", "--save_every=-1"]
         where = [f"--out_dir={out}", f"--dtype={dtype}"]
         run(["scripts.base_train", "runs/laptop.py", *where, *steps, *SIZE])
         found = losses(out)
