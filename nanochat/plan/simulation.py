@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from nanochat import UserError, muon
 from nanochat.gpt import GPTConfig
@@ -81,8 +82,6 @@ def exchange_seconds(size: float, device: GPU, world_size: int) -> float:
 @functools.cache
 def polar_factor_flops(rows: int, columns: int) -> int:
     """FLOPs of the orthogonalization of one matrix, counted while muon.py computes it on the meta device."""
-    from torch.utils.flop_counter import FlopCounterMode  # it imports triton, which takes a while
-
     with FlopCounterMode(display=False) as counter, torch.device("meta"):
         muon.polar_factor(torch.empty(1, rows, columns))
     return counter.get_total_flops()
