@@ -268,7 +268,7 @@ def our_plan(job: dict, machine, dtype):
     settings = configurator.defaults(ROOT / "scripts" / "base_train.py")
     settings |= {name: job[name] for name in (*SHAPE, "total_batch_size")}
     settings |= {"device_batch_size": job["rows"], "copying": job.get("copying", "auto")}
-    settings |= {"spelling": "off"}  # as in long runs
+    settings |= {"spelling": "off"}  # loading folds sub-word rows (engine.py), and `writer` loads nothing
     tokenizer = SimpleNamespace(vocab_size=job["vocab_size"])
     text = SimpleNamespace(estimated_tokens=lambda tokenizer: 10**12, text_bytes=0, more_text="")
     hardware = survey(machine, dtype)

@@ -50,8 +50,8 @@ def command(corpus: Path, out: Path, *more: str) -> list[str]:
     return ["scripts.base_train", *TINY, *data, f"--base_dir={corpus.parent / 'base'}", *more]
 
 
-# Imports of torch and other libraries, and the first pictures of matplotlib, would take most of a run. The
-# starter makes them once, and each run is a fork of the starter: a process of its own, which runs the script
+# Imports of torch and other libraries, and matplotlib's first pictures, would take most of a tiny run.
+# The starter makes them once, and each run is a fork of the starter: a process of its own, which runs the script
 # as `python -m` does and ends as any Python program. Its parent, another fork, waits for it and writes its
 # exit status to a file.
 STARTER = """
