@@ -51,9 +51,9 @@ def command(corpus: Path, out: Path, *more: str) -> list[str]:
 
 
 # Imports of torch and other libraries, and matplotlib's first pictures, would take most of a tiny run.
-# The starter makes them once, and each run is a fork of the starter: a process of its own, which runs the script
-# as `python -m` does and ends as any Python program. Its parent, another fork, waits for it and writes its
-# exit status to a file.
+# The starter makes them once, and each run is a fork of the starter: a process of its own, which runs the
+# script as `python -m` does and ends as any Python program. Its parent, another fork, waits for it and writes
+# its exit status to a file.
 STARTER = """
 import gc, io, json, os, runpy, signal, sys
 import numpy.random, pyarrow.compute, pyarrow.parquet, safetensors.torch, tiktoken, torch
